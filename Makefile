@@ -1,0 +1,55 @@
+# Every target brings .venv up to date first (a fraction of a second when it is).
+# Paths are relative, so the repository may lie in a folder with spaces.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON := .venv/bin/python
+
+# DATA is one path and is quoted for the shell; ARGS is a list and the shell splits it:
+#   make train DATA="my chats.jsonl" ARGS="--train-samples 512 --log 'run 1.log'"
+export DATA
+ARGS ?=
+
+.PHONY: help venv train test lint format typecheck bench wheel clean distclean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+venv: ## build .venv from requirements/dev.lock (ODB_PYTHON=/path/to/python3.12 chooses the interpreter)
+	@tools/bootstrap.sh
+
+train: venv ## train a small chat model (DATA=chats.jsonl, ARGS="...")
+	$(PYTHON) examples/train_chat.py $(if $(DATA),--data "$$DATA") $(ARGS)
+
+test: venv ## run the tests (ARGS="-k plan -x")
+	$(PYTHON) -m pytest $(ARGS)
+
+lint: venv ## ruff: rules and format
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+format: venv ## ruff: mend and format
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+typecheck: venv ## mypy --strict
+	$(PYTHON) -m mypy $(ARGS)
+
+bench: venv ## loss parity and throughput, results in build/bench
+	@mkdir -p build/bench
+	$(PYTHON) benchmarks/loss_parity.py --json build/bench/loss_parity.json $(ARGS)
+	$(PYTHON) benchmarks/train_throughput.py --json build/bench/train_throughput.json $(ARGS)
+
+wheel: venv ## build dist/*.whl
+	@rm -rf build/lib build/bdist.*
+	$(PYTHON) -m build --wheel --no-isolation --outdir dist .
+
+clean: ## remove build output and caches
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv as well
+	rm -rf .venv .venv.lock

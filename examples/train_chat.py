@@ -1,0 +1,118 @@
+"""Train a small GPT on chat data with ODB, on this machine's CPU or GPUs: what `make train` runs.
+
+Prepares data and tokenizer once (kept in `.cache/`), then launches examples/pretrain_gpt_odb.py.
+Flags behind the ones below go to that script; a flag given twice counts the second time.
+
+    python examples/train_chat.py --nproc-per-node 2 --odb-policy cost --train-samples 4000
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from odb_megatron.data.chat_record import PlainText, parse_record
+from odb_megatron.data.json_records import JsonRecords
+from odb_megatron.data.tokenizer import train_bpe
+from odb_megatron.launch import main as launch
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCAB_SIZE = 4096
+TOKENIZER_SAMPLE_BYTES = 8_000_000
+
+TRAIN_FLAGS = shlex.split("""
+    --odb --odb-token-budget 4096 --odb-overlong truncate
+    --calculate-per-token-loss --micro-batch-size 1 --global-batch-size 32 --train-samples 2048
+    --num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --ffn-hidden-size 384 --swiglu --normalization RMSNorm
+    --disable-bias-linear --position-embedding-type rope --seq-length 2048
+    --max-position-embeddings 2048 --attention-dropout 0 --hidden-dropout 0
+    --make-vocab-size-divisible-by 64 --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine
+    --lr-warmup-fraction 0.05 --clip-grad 1.0 --weight-decay 0.01 --adam-beta2 0.95
+    --split 98,1,1 --eval-interval 32 --eval-iters 2 --log-interval 16 --num-workers 0
+    --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm
+    --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion
+    --distributed-backend gloo --tokenizer-type HuggingFaceTokenizer
+""")
+
+
+def main() -> int:
+    """Prepare, launch, return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--data", type=Path, help="JSON or JSONL chat file; default: chitchat")
+    parser.add_argument("--cache", type=Path, default=ROOT / ".cache", help="prepared files")
+    parser.add_argument("--nproc-per-node", type=int, default=2, help="data-parallel replicas")
+    parser.add_argument("--device", choices=("cpu", "auto"), default="cpu")
+    options, flags = parser.parse_known_args()
+    data = options.data.resolve() if options.data else chitchat(options.cache)
+    tokenizer = tokenizer_for(data, options.cache)
+    script = [str(ROOT / "examples" / "pretrain_gpt_odb.py"), *TRAIN_FLAGS]
+    script += ["--tokenizer-model", str(tokenizer), "--data-path", str(data)]
+    device = ["--device", options.device, "--nproc-per-node", str(options.nproc_per_node)]
+    return launch([*device, "--", *script, *flags])
+
+
+def chitchat(cache: Path) -> Path:
+    """Write the chitchat-dataset package's conversations as JSONL; return the file.
+
+    7168 human conversations (MIT). The sender who speaks first is the user and the other one the
+    assistant; who talks alone (3150 conversations) is the assistant, so that nothing is left out.
+    """
+    target = cache / "chitchat.jsonl"
+    if target.exists():
+        return target
+    from chitchat_dataset import Dataset
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_suffix(f".part{os.getpid()}")
+    with part.open("w", encoding="utf-8") as file:
+        for conversation in Dataset().values():
+            turns = conversation["messages"]
+            senders = list(dict.fromkeys(line["sender"] for turn in turns for line in turn))
+            user = senders[0] if len(senders) > 1 else None
+            messages = [
+                {
+                    "role": "user" if turn[0]["sender"] == user else "assistant",
+                    "content": "\n".join(line["text"] for line in turn),
+                }
+                for turn in turns
+            ]
+            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+    part.replace(target)
+    print(f"wrote {target}", flush=True)
+    return target
+
+
+def tokenizer_for(data: Path, cache: Path) -> Path:
+    """Train a byte-level BPE on the data's own text, or return the one trained before."""
+    records = JsonRecords(data)
+    name = hashlib.sha256(f"{records.fingerprint()} {VOCAB_SIZE}".encode()).hexdigest()[:12]
+    return train_bpe(texts_of(records), vocab_size=VOCAB_SIZE, folder=cache / f"tokenizer-{name}")
+
+
+def texts_of(records: JsonRecords) -> Iterator[str]:
+    """Yield the text of each usable record, up to a few megabytes."""
+    seen = 0
+    for index in range(len(records)):
+        try:
+            record = parse_record(records[index])
+        except ValueError:
+            continue  # the training run names it, by --odb-bad-record
+        if isinstance(record, PlainText):
+            text = record.text
+        else:
+            text = "\n".join(message.content for message in record.messages)
+        yield text
+        seen += len(text)
+        if seen > TOKENIZER_SAMPLE_BYTES:
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""The `odb-megatron` command.
+
+Must start fast: each subcommand imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from odb_megatron import __version__
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "launch": "run a pretrain script on several processes of this machine, also without a GPU",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="odb-megatron",
+        description="Online dynamic batching for NVIDIA Megatron.",
+        epilog="'odb-megatron COMMAND --help' describes a command. Training flags are those of "
+        "examples/pretrain_gpt_odb.py --help.",
+    )
+    parser.add_argument("--version", action="version", version=f"odb-megatron {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, text in _COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    known, rest = parser.parse_known_args(arguments[:1])
+    if known.command == "launch":
+        from odb_megatron.launch import main as launch
+
+        return launch(rest + arguments[1:])
+    parser.print_help()
+    return 2 if arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

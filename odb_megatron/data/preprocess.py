@@ -1,0 +1,109 @@
+"""From token ids to a sample: shift labels, apply the overlong and bad-record policies.
+
+Pure apart from numpy; knows no files. The same policies serve the packed and the padded path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_megatron.data.sample import BadRecordError, Hole, HoleReason, Sample
+from odb_megatron.plan.padding import OverlongError, OverlongPolicy, judge_length
+
+__all__ = ["BadRecordPolicy", "SampleRules", "apply_rules", "bad_record_hole", "shift_labels"]
+
+
+class BadRecordPolicy(Enum):
+    """What happens to a record that cannot become a sample."""
+
+    ERROR = "error"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRules:
+    """Policies between a record and the planner.
+
+    Attributes:
+        context: most tokens of one sample (`--seq-length`).
+        token_budget: most tokens of a micro-batch.
+        multiple: see `plan.padding.length_multiple`.
+        overlong: see `plan.padding.judge_length`.
+        bad_record: rule for records that cannot become a sample.
+    """
+
+    context: int
+    token_budget: int
+    multiple: int = 1
+    overlong: OverlongPolicy = OverlongPolicy.ERROR
+    bad_record: BadRecordPolicy = BadRecordPolicy.ERROR
+
+
+def shift_labels(
+    ids: npt.NDArray[np.int64], learn: npt.NDArray[np.bool_], *, source: int = 0
+) -> Sample:
+    """Turn a sequence of L + 1 ids into a sample of L: each label is the token after its place.
+
+    Args:
+        ids: int64 [L + 1].
+        learn: bool [L + 1]; whether each *token* is to be predicted.
+        source: index of the data source.
+
+    Raises:
+        ValueError: fewer than 2 ids, or no token to learn.
+    """
+    if ids.size < 2:
+        raise ValueError(f"{ids.size} token(s): at least 2 are needed to predict one from another")
+    if not learn[1:].any():
+        raise ValueError("no token to learn from: every label is masked")
+    return Sample(
+        tokens=ids[:-1],
+        labels=ids[1:],
+        loss_mask=learn[1:].astype(np.float32),
+        source=source,
+    )
+
+
+def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> Sample | Hole:
+    """Apply the overlong policy.
+
+    A truncated sample may lose all its loss tokens; it is then emitted as it is (and counted),
+    because the user asked for the cut.
+
+    Raises:
+        OverlongError: names the record and the way out.
+    """
+    try:
+        verdict = judge_length(
+            len(sample),
+            multiple=rules.multiple,
+            token_budget=rules.token_budget,
+            context=rules.context,
+            policy=rules.overlong,
+        )
+    except OverlongError as error:
+        raise OverlongError(f"{path}:{line}: {error}") from None
+    if verdict.keep == 0:
+        return Hole(
+            reason=HoleReason.OVERLONG,
+            message=f"{path}:{line}: {verdict.message}",
+            source=sample.source,
+        )
+    if verdict.truncated == 0:
+        return sample
+    return Sample(
+        tokens=sample.tokens[: verdict.keep],
+        labels=sample.labels[: verdict.keep],
+        loss_mask=sample.loss_mask[: verdict.keep],
+        source=sample.source,
+        truncated=verdict.truncated,
+    )
+
+
+def bad_record_hole(error: BadRecordError, *, source: int) -> Hole:
+    """Return what stands for a bad record under the policy `skip`."""
+    return Hole(reason=HoleReason.BAD_RECORD, message=str(error), source=source)

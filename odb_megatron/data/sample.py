@@ -1,0 +1,104 @@
+"""A fully preprocessed sample, and what stands in its place when it cannot be used.
+
+Pure values: no files, no tokenizer, no process groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BadRecordError", "Hole", "HoleReason", "Sample"]
+
+
+class BadRecordError(ValueError):
+    """A record that cannot become a sample.
+
+    Args:
+        path: file the record comes from.
+        line: 1-based line of the file (JSONL), or 1-based record number (JSON array, document).
+        reason: what was seen and what was expected.
+    """
+
+    def __init__(self, *, path: str, line: int, reason: str) -> None:
+        super().__init__(
+            f"{path}:{line}: {reason}. Mend the record, or pass --odb-bad-record skip "
+            "to leave such records out (counted in the summary)"
+        )
+        self.path = path
+        self.line = line
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Survive the trip from a data-loader worker."""
+        return _bad_record, (self.path, self.line, self.reason)
+
+
+def _bad_record(path: str, line: int, reason: str) -> BadRecordError:
+    return BadRecordError(path=path, line=line, reason=reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One sequence, already shifted: `labels[i]` is the token after `tokens[i]`.
+
+    Attributes:
+        tokens: int64 [L], L >= 1.
+        labels: int64 [L].
+        loss_mask: float32 [L], each 0 or 1.
+        source: index of the data source it came from (0 for a single source).
+        truncated: number of tokens cut off its end (0 if whole).
+    """
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    loss_mask: npt.NDArray[np.float32]
+    source: int = 0
+    truncated: int = 0
+
+    def __post_init__(self) -> None:
+        shapes = {self.tokens.shape, self.labels.shape, self.loss_mask.shape}
+        if len(shapes) != 1 or self.tokens.ndim != 1 or self.tokens.size == 0:
+            raise ValueError(
+                "a sample's tokens, labels and loss_mask must be 1-D, of one length >= 1; got "
+                f"shapes {self.tokens.shape}, {self.labels.shape}, {self.loss_mask.shape}"
+            )
+        if not np.isin(self.loss_mask, (0.0, 1.0)).all():
+            raise ValueError(
+                "a sample's loss_mask must hold only 0 and 1: Megatron truncates the sum of a "
+                "micro-batch's mask to an integer token count, so fractional weights would be "
+                "silently wrong; round the mask or scale the loss instead"
+            )
+
+    def __len__(self) -> int:
+        return int(self.tokens.size)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Number of positions that carry loss."""
+        return int(np.count_nonzero(self.loss_mask))
+
+
+class HoleReason(Enum):
+    """Why a position of the stream emits no sample."""
+
+    BAD_RECORD = "bad_record"
+    OVERLONG = "overlong"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hole:
+    """A position of the stream that was consumed and emits nothing: counted and reported.
+
+    Attributes:
+        reason: which policy left it out.
+        message: the error that `error` would have raised.
+        source: index of the data source.
+    """
+
+    reason: HoleReason
+    message: str
+    source: int = 0

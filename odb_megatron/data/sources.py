@@ -1,0 +1,269 @@
+"""Data sources: random access from a record number to a sample, for each supported kind of data.
+
+Knows files and tokens, not order, epochs, replicas or blends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_megatron.data.chat_record import parse_record
+from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
+from odb_megatron.data.json_records import JsonRecords
+from odb_megatron.data.preprocess import (
+    BadRecordPolicy,
+    SampleRules,
+    apply_rules,
+    bad_record_hole,
+    shift_labels,
+)
+from odb_megatron.data.sample import BadRecordError, Hole, Sample
+
+__all__ = [
+    "ChatSource",
+    "IndexedSource",
+    "MapSource",
+    "SampleSource",
+    "count_records",
+    "open_source",
+]
+
+_JSON_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+
+
+class SampleSource(Protocol):
+    """What order, blend and stream need of a source."""
+
+    @property
+    def path(self) -> str:
+        """Name shown in reports and errors."""
+
+    def __len__(self) -> int:
+        """Number of records, bad ones included."""
+
+    def sample(self, index: int, *, source: int) -> Sample | Hole:
+        """Preprocess record `index`; `source` is stored in the result.
+
+        Raises:
+            BadRecordError, OverlongError: by policy, naming path and line.
+            ChatTemplateError: always.
+        """
+
+    def fingerprint(self) -> str:
+        """Digest that changes when the data changes."""
+
+
+def open_source(
+    path: str, *, rules: SampleRules, renderer: ChatRenderer | None, mmap: bool = True
+) -> SampleSource:
+    """Open a chat or text file, or a Megatron `.bin`/`.idx` pair (`path` without the ending).
+
+    Args:
+        path: as in Megatron's `--data-path`.
+        rules: policies for every record.
+        renderer: tokenizer and chat template; needed for chat and text files only.
+        mmap: map `.bin` files into memory (`--no-mmap-bin-files` turns it off).
+
+    Raises:
+        ValueError: nothing usable lies at `path`.
+    """
+    if path.endswith(_JSON_ENDINGS):
+        if renderer is None:
+            raise ValueError(
+                f"{path} needs a tokenizer: pass --tokenizer-type HuggingFaceTokenizer and "
+                "--tokenizer-model with a folder or a tokenizer.json"
+            )
+        return ChatSource(path, rules=rules, renderer=renderer)
+    prefix = path.removesuffix(".bin").removesuffix(".idx")
+    missing = [prefix + end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
+    if missing:
+        raise ValueError(
+            f"no data at {path!r}: expected a file ending in {', '.join(_JSON_ENDINGS)}, or a "
+            f"Megatron prefix with .bin and .idx (missing: {', '.join(missing)})"
+        )
+    return IndexedSource(prefix, rules=rules, mmap=mmap)
+
+
+class _RuledSource:
+    """Shared policy handling: subclasses give `_load`, raising ValueError for a bad record."""
+
+    path: str
+
+    def __init__(self, rules: SampleRules) -> None:
+        self._rules = rules
+
+    def _line(self, index: int) -> int:
+        return index + 1
+
+    def _load(self, index: int, *, source: int) -> Sample:
+        raise NotImplementedError
+
+    def sample(self, index: int, *, source: int) -> Sample | Hole:
+        """See `SampleSource.sample`."""
+        line = self._line(index)
+        try:
+            sample = self._load(index, source=source)
+        except BadRecordError as error:
+            bad = error
+        except ChatTemplateError as error:
+            raise ChatTemplateError(f"{self.path}:{line}: {error}") from None
+        except ValueError as error:
+            bad = BadRecordError(path=self.path, line=line, reason=str(error))
+        else:
+            return apply_rules(sample, self._rules, path=self.path, line=line)
+        if self._rules.bad_record is BadRecordPolicy.ERROR:
+            raise bad
+        return bad_record_hole(bad, source=source)
+
+
+class ChatSource(_RuledSource):
+    """A JSON or JSONL file of conversations or texts, one sample per record."""
+
+    def __init__(self, path: str, *, rules: SampleRules, renderer: ChatRenderer) -> None:
+        super().__init__(rules)
+        self.path = path
+        self._records = open_json_records(path)
+        self._renderer = renderer
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def fingerprint(self) -> str:
+        """See `SampleSource`."""
+        return self._records.fingerprint()
+
+    def _line(self, index: int) -> int:
+        return self._records.line(index)
+
+    def _load(self, index: int, *, source: int) -> Sample:
+        ids, learn = self._renderer.render(parse_record(self._records[index]))
+        return shift_labels(ids, learn, source=source)
+
+
+class IndexedSource(_RuledSource):
+    """A Megatron IndexedDataset: each document is a sample, loss on every token.
+
+    The documents are already tokens; `--append-eod` of Megatron's preprocessing decides whether an
+    end-of-document token is learnt.
+    """
+
+    def __init__(self, path: str, *, rules: SampleRules, mmap: bool = True) -> None:
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+        super().__init__(rules)
+        self.path = path
+        try:
+            self._dataset = IndexedDataset(path, multimodal=False, mmap=mmap)
+        except (AssertionError, ValueError, OSError) as error:
+            raise ValueError(
+                f"{path}.idx is not a readable Megatron index ({error or 'bad header'}): write it "
+                "with Megatron's tools/preprocess_data.py"
+            ) from error
+        self._bounds: npt.NDArray[np.int64] = np.asarray(self._dataset.document_indices)
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def fingerprint(self) -> str:
+        """See `SampleSource`."""
+        return file_fingerprint(self.path + ".idx") + file_fingerprint(self.path + ".bin")
+
+    def _load(self, index: int, *, source: int) -> Sample:
+        first, last = int(self._bounds[index]), int(self._bounds[index + 1])
+        parts = [np.asarray(self._dataset[part]) for part in range(first, last)]
+        ids = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
+        return shift_labels(ids, np.ones(ids.size, dtype=np.bool_), source=source)
+
+
+class MapSource(_RuledSource):
+    """Any map-style dataset whose items are mappings with `tokens`, `labels` and `loss_mask`.
+
+    Items are already shifted; arrays, tensors and lists are taken. An item whose loss_mask is all
+    zero is a bad record.
+
+    Args:
+        dataset: `len()` and `[index]`.
+        rules: policies.
+        name: shown in reports and errors.
+    """
+
+    def __init__(self, dataset: Any, *, rules: SampleRules, name: str = "") -> None:
+        super().__init__(rules)
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise ValueError(
+                f"{type(dataset).__name__} is not a map-style dataset: it needs __len__ and "
+                "__getitem__"
+            )
+        self.path = name or type(dataset).__name__
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def fingerprint(self) -> str:
+        """See `SampleSource`; a dataset may give its own `fingerprint()`."""
+        own = getattr(self._dataset, "fingerprint", None)
+        return str(own()) if callable(own) else f"{self.path}:{len(self)}"
+
+    def _load(self, index: int, *, source: int) -> Sample:
+        item = self._dataset[index]
+        if not isinstance(item, Mapping):
+            raise ValueError(
+                f"item is a {type(item).__name__}; expected a mapping with tokens, labels and "
+                "loss_mask"
+            )
+        missing = {"tokens", "labels", "loss_mask"} - set(item)
+        if missing:
+            raise ValueError(f"item lacks {sorted(missing)}; it has {sorted(map(str, item))}")
+        sample = Sample(
+            tokens=_integers(item["tokens"], "tokens"),
+            labels=_integers(item["labels"], "labels"),
+            loss_mask=np.asarray(item["loss_mask"], dtype=np.float32),
+            source=source,
+        )
+        if sample.num_loss_tokens == 0:
+            raise ValueError("no token to learn from: every label is masked")
+        return sample
+
+
+@lru_cache(maxsize=64)
+def open_json_records(path: str) -> JsonRecords:
+    """Open a JSON or JSONL file once per process (it is scanned for its records)."""
+    return JsonRecords(path)
+
+
+def count_records(path: str, *, mmap: bool = True) -> int:
+    """Return how many records lie at `path`; no tokenizer is needed.
+
+    Raises:
+        ValueError: as `open_source`.
+    """
+    if path.endswith(_JSON_ENDINGS):
+        return len(open_json_records(path))
+    rules = SampleRules(context=1, token_budget=1)
+    return len(open_source(path, rules=rules, renderer=None, mmap=mmap))
+
+
+def file_fingerprint(path: str) -> str:
+    """Digest of a file's size and its first and last 64 KiB."""
+    size = os.path.getsize(path)
+    digest = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        digest.update(file.read(1 << 16))
+        file.seek(max(0, size - (1 << 16)))
+        digest.update(file.read())
+    return digest.hexdigest()
+
+
+def _integers(values: Any, name: str) -> npt.NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} has dtype {array.dtype}; expected integers")
+    return array.astype(np.int64)

@@ -1,0 +1,149 @@
+"""The run's stream of samples: random access by stream position over blended, shuffled sources.
+
+Knows no replica and no step. An epoch is one pass of the (blended) index; every further epoch
+continues each source where the last one stopped, reshuffled once per pass of that source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from odb_megatron.data.order import Order, PassOrder, SingleOrder
+from odb_megatron.data.sample import BadRecordError, Hole, Sample
+from odb_megatron.data.sources import SampleSource
+from odb_megatron.plan.padding import OverlongError
+
+__all__ = ["Blend", "FetchError", "Location", "SampleStream", "SourcePart"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """Where a stream position comes from.
+
+    Attributes:
+        epoch: pass of the blended index, from 0.
+        place: position inside that epoch; (epoch, place) identifies a sample of the run.
+        source: index of the data source.
+        record: record number inside the source.
+    """
+
+    epoch: int
+    place: int
+    source: int
+    record: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourcePart:
+    """A source and the order of its split's records."""
+
+    source: SampleSource
+    order: PassOrder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blend:
+    """One pass of a blend, as Megatron's BlendedDataset holds it.
+
+    Attributes:
+        source_index: int [N], the source at each place of the pass.
+        source_place: int [N], how many samples of that source came before it.
+    """
+
+    source_index: npt.NDArray[np.integer]
+    source_place: npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchError:
+    """An error met while preprocessing, carried out of a worker process as a value."""
+
+    error: BadRecordError | OverlongError
+
+
+class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
+    """Map-style over stream positions; `[position]` is what a data-loader worker runs.
+
+    Args:
+        parts: sources with their orders.
+        blend: how one epoch interleaves them; None for a single source.
+        num_samples: `len()`, the positions that will be asked for; None for one epoch.
+        order: see `order.build_order`.
+
+    Raises:
+        ValueError: a source has no record in this split.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[SourcePart],
+        *,
+        blend: Blend | None = None,
+        num_samples: int | None = None,
+        order: Order | None = None,
+    ) -> None:
+        if not parts or (blend is None and len(parts) > 1):
+            raise ValueError(f"{len(parts)} sources need a blend; one source needs none")
+        for part in parts:
+            if len(part.order) == 0:
+                raise ValueError(
+                    f"{part.source.path} has {len(part.source)} records and none of them falls "
+                    "into this split: change --split, or add data"
+                )
+        self._parts = tuple(parts)
+        self._blend = blend
+        self._counts = (
+            None if blend is None else np.bincount(blend.source_index, minlength=len(parts))
+        )
+        self.epoch_size = len(parts[0].order) if blend is None else len(blend.source_index)
+        self._num_samples = self.epoch_size if num_samples is None else num_samples
+        self._order: Order = order or SingleOrder()
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Path of each source, in blend order."""
+        return tuple(part.source.path for part in self._parts)
+
+    def locate(self, position: int) -> Location:
+        """Return where stream position `position` comes from; any position >= 0 is legal."""
+        epoch, place = divmod(self._order[position], self.epoch_size)
+        if self._blend is None or self._counts is None:
+            source, index = 0, epoch * self.epoch_size + place
+        else:
+            source = int(self._blend.source_index[place])
+            index = epoch * int(self._counts[source]) + int(self._blend.source_place[place])
+        return Location(
+            epoch=epoch, place=place, source=source, record=self._parts[source].order[index]
+        )
+
+    def fetch(self, position: int) -> Sample | Hole:
+        """Preprocess the sample at `position`.
+
+        Raises:
+            BadRecordError, OverlongError: by policy.
+        """
+        where = self.locate(position)
+        return self._parts[where.source].source.sample(where.record, source=where.source)
+
+    def __getitem__(self, position: int) -> Sample | Hole | FetchError:
+        try:
+            return self.fetch(position)
+        except (BadRecordError, OverlongError) as error:
+            return FetchError(error=error)
+
+    def fingerprint(self) -> str:
+        """Digest of the sources, their split and the blend, equal on all replicas."""
+        digest = hashlib.sha256()
+        for part in self._parts:
+            digest.update(f"{part.source.fingerprint()} {len(part.order)} {part.order[0]}".encode())
+        digest.update(f"{self.epoch_size} {self._num_samples} {self._order}".encode())
+        return digest.hexdigest()[:16]

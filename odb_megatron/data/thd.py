@@ -1,0 +1,114 @@
+"""Packed (THD) assembly of a micro-batch: concatenated samples and their cumulative lengths.
+
+Must not choose which samples go together (that is the plan) and must not pad by a rule of its own
+(`plan.padding`). Shape suffixes: T tokens of the micro-batch after padding, S samples, S1 = S + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from odb_megatron.data.sample import Sample
+from odb_megatron.plan.padding import padded_length
+
+__all__ = ["PAD_TOKEN", "MicroBatch", "assemble", "assemble_idle"]
+
+PAD_TOKEN = 0
+"""Token id at padded places and in idle micro-batches: any id of the vocabulary serves, because
+no loss is taken there and attention does not cross samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One packed micro-batch, on the CPU.
+
+    Attributes:
+        tokens: int64 [1, T].
+        labels: int64 [1, T]; a sample's last label is its own, never the next sample's token.
+        loss_mask: float32 [1, T], 0 at padding.
+        position_ids: int64 [1, T], from 0 in each sample.
+        cu_seqlens: int32 [S1], cumulative lengths before padding (real tokens).
+        cu_seqlens_padded: int32 [S1], cumulative lengths after padding (offsets into T).
+        max_seqlen: longest padded sample.
+        positions: stream positions of the samples, in their order here; empty when idle.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor
+    max_seqlen: int
+    positions: tuple[int, ...]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it carries no sample."""
+        return not self.positions
+
+
+def assemble(
+    samples: Sequence[Sample], *, positions: Sequence[int], multiple: int = 1
+) -> MicroBatch:
+    """Concatenate samples, each padded to `multiple`.
+
+    Args:
+        samples: at least one (see `assemble_idle` for none).
+        positions: their stream positions, same order.
+        multiple: see `plan.padding.length_multiple`.
+
+    Raises:
+        ValueError: no samples, or `positions` of another length.
+    """
+    if not samples or len(samples) != len(positions):
+        raise ValueError(
+            f"a micro-batch needs samples and one position for each; got {len(samples)} samples "
+            f"and {len(positions)} positions"
+        )
+    lengths = [len(sample) for sample in samples]
+    padded = [padded_length(length, multiple) for length in lengths]
+    offsets = np.concatenate(([0], np.cumsum(padded)))
+    tokens_T = np.full(offsets[-1], PAD_TOKEN, dtype=np.int64)
+    labels_T = np.full(offsets[-1], PAD_TOKEN, dtype=np.int64)
+    loss_mask_T = np.zeros(offsets[-1], dtype=np.float32)
+    position_ids_T = np.empty(offsets[-1], dtype=np.int64)
+    for sample, start, length, space in zip(samples, offsets[:-1], lengths, padded, strict=True):
+        tokens_T[start : start + length] = sample.tokens
+        labels_T[start : start + length] = sample.labels
+        loss_mask_T[start : start + length] = sample.loss_mask
+        position_ids_T[start : start + space] = np.arange(space)
+    return MicroBatch(
+        tokens=torch.from_numpy(tokens_T)[None],
+        labels=torch.from_numpy(labels_T)[None],
+        loss_mask=torch.from_numpy(loss_mask_T)[None],
+        position_ids=torch.from_numpy(position_ids_T)[None],
+        cu_seqlens=torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)),
+        cu_seqlens_padded=torch.from_numpy(offsets.astype(np.int32)),
+        max_seqlen=max(padded),
+        positions=tuple(positions),
+    )
+
+
+def assemble_idle(*, multiple: int = 1) -> MicroBatch:
+    """Return the smallest legal micro-batch: `multiple` padding tokens, none with loss.
+
+    Its `cu_seqlens` name no real token, so FLOPs accounting adds nothing for it; attention goes by
+    `cu_seqlens_padded`.
+    """
+    zeros_T = torch.zeros((1, multiple), dtype=torch.int64)
+    return MicroBatch(
+        tokens=zeros_T + PAD_TOKEN,
+        labels=zeros_T + PAD_TOKEN,
+        loss_mask=torch.zeros((1, multiple), dtype=torch.float32),
+        position_ids=torch.arange(multiple)[None],
+        cu_seqlens=torch.tensor([0, 0], dtype=torch.int32),
+        cu_seqlens_padded=torch.tensor([0, multiple], dtype=torch.int32),
+        max_seqlen=multiple,
+        positions=(),
+    )

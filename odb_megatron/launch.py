@@ -1,0 +1,183 @@
+"""`odb-megatron launch`: starts a script in N processes by torch's elastic launcher.
+
+Must not import torch or Megatron (so that `--help` is instant) and must not interpret the script's
+arguments. With `--device cpu` each process gets the CPU device layer before the script runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+__all__ = ["build_command", "build_environment", "main"]
+
+_RUNNER = "odb_megatron.testing.run_script"
+
+# Options of torchrun that say where the rendezvous is: they exclude --standalone.
+_RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--standalone")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Launch a script and wait for it.
+
+    SIGTERM and SIGINT are passed to torch's launcher, which ends its workers (SIGTERM, then SIGKILL
+    after 30 s).
+
+    Args:
+        argv: arguments behind `odb-megatron launch`.
+
+    Returns:
+        The launcher's exit code; 128 + signal number if a signal killed it.
+
+    Raises:
+        SystemExit: arguments that do not parse (2), or `--help` (0).
+    """
+    options = _parse(argv)
+    command = build_command(
+        options.script,
+        device=options.device,
+        num_processes=options.nproc_per_node,
+        torchrun_args=shlex.split(options.torchrun_args),
+    )
+    environment = build_environment(
+        os.environ, device=options.device, num_processes=options.nproc_per_node
+    )
+    return _run(command, environment)
+
+
+def build_command(
+    script: Sequence[str], *, device: str, num_processes: int, torchrun_args: Sequence[str] = ()
+) -> list[str]:
+    """The launcher's command line.
+
+    Args:
+        script: the script's path, then its arguments.
+        device: `"cpu"` runs the script under the CPU device layer, `"auto"` as it is.
+        num_processes: processes on this node.
+        torchrun_args: further options of `torch.distributed.run`; `--standalone` is left out where
+            they say where the rendezvous is.
+
+    Returns:
+        The arguments, the Python interpreter first.
+    """
+    elsewhere = any(arg.replace("_", "-").startswith(_RENDEZVOUS) for arg in torchrun_args)
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *([] if elsewhere else ["--standalone"]),
+        f"--nproc-per-node={num_processes}",
+        *torchrun_args,
+        *(["-m", _RUNNER] if device == "cpu" else []),
+        *script,
+    ]
+
+
+def build_environment(
+    environment: Mapping[str, str], *, device: str, num_processes: int
+) -> dict[str, str]:
+    """The launcher's environment: on the CPU, cores are shared between the processes.
+
+    GPUs are not hidden: where there is one, the device layer refuses to start and says so.
+
+    Args:
+        environment: the one to start from.
+        device: `"cpu"` or `"auto"`.
+        num_processes: processes on this node.
+
+    Returns:
+        A copy, with `OMP_NUM_THREADS` = cores // processes (at least 1) for `"cpu"` unless set.
+    """
+    built = dict(environment)
+    if device == "cpu":
+        built.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_processes)))
+    return built
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="odb-megatron launch",
+        description="Start SCRIPT in N processes by torch's elastic launcher.",
+        usage="%(prog)s [options] [--] SCRIPT [ARGS...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu"),
+        default="auto",
+        help="auto: run the script as it is (default); cpu: Megatron on CPU with gloo, for tests "
+        "and demos; refused where torch sees a GPU",
+    )
+    parser.add_argument(
+        "--nproc-per-node",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="processes on this node (default 1)",
+    )
+    parser.add_argument(
+        "--torchrun-args",
+        default="",
+        metavar="'...'",
+        help="further options of torchrun, in one string: --torchrun-args='--nnodes=2 ...'",
+    )
+    parser.add_argument(
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT [ARGS...]",
+        help="the script and its arguments",
+    )
+    options = parser.parse_args(list(argv))
+    if options.script[:1] == ["--"]:
+        options.script = options.script[1:]
+    if not options.script:
+        parser.error("no SCRIPT was named: odb-megatron launch --nproc-per-node 2 train.py ...")
+    if options.script[0].startswith("-"):
+        parser.error(f"SCRIPT expected, got {options.script[0]}: its options come after it")
+    return options
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a command, passing SIGTERM and SIGINT on to it; return its exit code."""
+    process: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        if process is None:
+            early.append(number)
+        else:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        # A session of its own: ctrl-C then reaches the launcher once, passed on by us.
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        for number in early:
+            process.send_signal(number)
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,108 @@
+"""Megatron's own local GPT layer spec, with a backend's core attention in every layer.
+
+Must not change specs that others hold: each call builds a new one. Must not read Megatron's
+arguments; what it needs is in the transformer's configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from odb_megatron.megatron.attention.registry import AttentionBackend
+
+__all__ = ["layer_spec"]
+
+
+def layer_spec(
+    config: TransformerConfig, *, backend: AttentionBackend, vp_stage: int | None = None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """Build the decoder's spec as Megatron's local path does, with the backend's attention.
+
+    The choice between block and layer spec is that of `default_layer_spec`
+    (megatron/training/models/gpt.py 0.19.2; gpt_builders.py 0.16.1 to 0.18.2): a block spec of
+    this pipeline stage's layers for mixtures of experts, one layer's spec otherwise. Model-parallel
+    state must be initialised for the former.
+
+    Args:
+        config: the transformer's configuration.
+        backend: from `registry.select`.
+        vp_stage: virtual pipeline stage, if there is one.
+
+    Returns:
+        What `GPTModel(transformer_layer_spec=...)` takes.
+
+    Raises:
+        ValueError: multi-latent, heterogeneous or experimental attention, or the inference
+            implementation: their specs have another shape.
+        RuntimeError: the installed Megatron builds a spec of a shape not known here.
+    """
+    _refuse_other_shapes(config)
+    spec: Any
+    if config.num_moe_experts is not None:
+        spec = get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=False,
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
+        layers = spec.layer_specs
+    else:
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm,
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
+            use_kitchen=config.use_kitchen,
+            use_kitchen_attention=config.use_kitchen_attention,
+            kitchen_attention_backend=config.kitchen_attention_backend,
+        )
+        layers = [spec]
+    core_attention = backend.load()
+    for layer in layers:
+        _self_attention_of(layer).core_attention = core_attention
+    built: ModuleSpec | TransformerBlockSubmodules = spec
+    return built
+
+
+def _refuse_other_shapes(config: TransformerConfig) -> None:
+    asked = [
+        (config.multi_latent_attention, "--multi-latent-attention"),
+        (config.heterogeneous_block_specs, "--heterogeneous-layers-config-path"),
+        (
+            getattr(config, "experimental_attention_variant", None) is not None,
+            "--experimental-attention-variant",
+        ),
+        (
+            config.transformer_impl == "inference_optimized",
+            "--transformer-impl inference_optimized",
+        ),
+        (config.use_kitchen and config.use_kitchen_attention, "--use-kitchen-attention"),
+    ]
+    for is_asked, flag in asked:
+        if is_asked:
+            raise ValueError(
+                f"{flag} builds its own attention, which does not take packed samples from this "
+                "package: drop the flag"
+            )
+
+
+def _self_attention_of(layer: Any) -> SelfAttentionSubmodules:
+    """The self-attention submodules of one layer's spec."""
+    self_attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
+    submodules = getattr(self_attention, "submodules", None)
+    if not isinstance(submodules, SelfAttentionSubmodules):
+        raise RuntimeError(
+            "this Megatron's local layer spec has no SelfAttentionSubmodules where 0.16 to 0.19 "
+            f"have them (layer {type(layer).__name__}, self_attention {self_attention!r}): use "
+            "megatron-core 0.16 to 0.19"
+        )
+    return submodules

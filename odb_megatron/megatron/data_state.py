@@ -1,0 +1,49 @@
+"""The data loader's state beside Megatron's checkpoint: one small JSON file per replica.
+
+Must not hold payloads or pickles. Written atomically into the iteration's directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["read_state", "state_path", "write_state"]
+
+
+def state_path(folder: str, *, iteration: int, replica: int) -> str:
+    """Path of a replica's state for a checkpoint of `iteration` under `--save` or `--load`."""
+    return os.path.join(folder, f"iter_{iteration:07d}", "odb", f"replica-{replica:05d}.json")
+
+
+def write_state(path: str, state: Mapping[str, Any]) -> None:
+    """Write `state`; a reader sees all of it or none."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    part = f"{path}.part"
+    with open(part, "w", encoding="utf-8") as file:
+        json.dump(dict(state), file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def read_state(path: str) -> dict[str, Any] | None:
+    """Return the state, or None where no such file exists.
+
+    Raises:
+        ValueError: the file is not a JSON object.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            state = json.load(file)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(
+            f"data state {path} is not JSON ({error}): restore or delete it"
+        ) from error
+    if not isinstance(state, dict):
+        raise ValueError(f"data state {path} holds a {type(state).__name__}; expected an object")
+    return state

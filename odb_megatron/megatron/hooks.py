@@ -1,0 +1,142 @@
+"""The names of `megatron.training.training` that ODB replaces during a run, and nothing else.
+
+Each replacement wraps the original and is undone by `Hooks.remove`. Must not plan or print.
+
+| name | why |
+|---|---|
+| `get_forward_backward_func` | the schedule runs the plan's M, taken from the step's header |
+| `training_log` | tells a listener what Megatron logs |
+| `save_checkpoint` | the data state is written beside the model's |
+| `compute_throughputs_and_append_to_progress_log` | counts real tokens |
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from odb_megatron.data.step_loader import StepHeader
+
+__all__ = ["Hooks", "RunListener"]
+
+
+class RunListener(Protocol):
+    """What the hooks tell a run."""
+
+    def on_schedule(self, *, training: bool) -> None:
+        """A schedule is about to fetch its first item."""
+
+    def on_header(self, header: StepHeader, *, training: bool) -> None:
+        """A step is about to run its schedule (again, when Megatron replays it)."""
+
+    def on_logged(self, values: dict[str, Any]) -> None:
+        """Megatron has logged an iteration; `values` are `training_log`'s arguments by name."""
+
+    def on_saved(self, iteration: int) -> None:
+        """A checkpoint of `iteration` was written, or handed to the asynchronous writer."""
+
+    def tokens_so_far(self) -> int | None:
+        """Real tokens trained since the start of the run; None leaves Megatron's estimate."""
+
+
+class Hooks:
+    """Installs and removes the replacements.
+
+    Args:
+        listener: the run.
+        packed: whether iterators carry step headers (ODB on).
+    """
+
+    def __init__(self, listener: RunListener, *, packed: bool) -> None:
+        self._listener = listener
+        self._packed = packed
+        self._originals: dict[str, Any] = {}
+
+    def install(self) -> None:
+        """Replace the names."""
+        wrappers = {
+            "get_forward_backward_func": self._wrap_get_forward_backward_func,
+            "training_log": self._wrap_training_log,
+        }
+        if self._packed:
+            wrappers |= {
+                "save_checkpoint": self._wrap_save_checkpoint,
+                "compute_throughputs_and_append_to_progress_log": self._wrap_progress_log,
+            }
+        module = _training_module()
+        for name, wrap in wrappers.items():
+            original = getattr(module, name)
+            self._originals[name] = original
+            setattr(module, name, wrap(original))
+
+    def remove(self) -> None:
+        """Put the originals back; harmless when called twice."""
+        module = _training_module()
+        for name, original in self._originals.items():
+            setattr(module, name, original)
+        self._originals = {}
+
+    def _wrap_get_forward_backward_func(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+            schedule = original(*args, **kwargs)
+
+            def forward_backward(**arguments: Any) -> Any:
+                training = not arguments.get("forward_only", False)
+                self._listener.on_schedule(training=training)
+                if not self._packed:
+                    return schedule(**arguments)
+                iterators = arguments["data_iterator"]
+                first = iterators[0] if isinstance(iterators, list) else iterators
+                header = next(first)
+                assert isinstance(header, StepHeader), f"expected a step header, got {header!r}"
+                self._listener.on_header(header, training=training)
+                arguments["num_microbatches"] = header.totals.num_micro_batches
+                return schedule(**arguments)
+
+            return forward_backward
+
+        return get_forward_backward_func
+
+    def _wrap_training_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def training_log(*args: Any, **kwargs: Any) -> Any:
+            values = signature.bind(*args, **kwargs).arguments
+            result = original(*args, **kwargs)
+            self._listener.on_logged(values)
+            return result
+
+        return training_log
+
+    def _wrap_save_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+            result = original(iteration, *args, **kwargs)
+            self._listener.on_saved(iteration)
+            return result
+
+        return save_checkpoint
+
+    def _wrap_progress_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_throughputs_and_append_to_progress_log(*args: Any, **kwargs: Any) -> Any:
+            from megatron.training import get_args
+
+            tokens = self._listener.tokens_so_far()
+            if tokens is None:
+                return original(*args, **kwargs)
+            megatron_args = get_args()
+            samples, length = megatron_args.consumed_train_samples, megatron_args.seq_length
+            megatron_args.consumed_train_samples, megatron_args.seq_length = tokens, 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                megatron_args.consumed_train_samples = samples
+                megatron_args.seq_length = length
+
+        return compute_throughputs_and_append_to_progress_log
+
+
+def _training_module() -> Any:
+    from megatron.training import training
+
+    return training

@@ -1,0 +1,190 @@
+"""Streams and step loaders built from Megatron's arguments; the padded baseline's datasets.
+
+Must not plan, print or keep global state.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from megatron.core import parallel_state as mpu
+from megatron.core.datasets.utils import Split
+
+from odb_megatron.comm.control import ControlGroup, ranks_of
+from odb_megatron.data.chat_template import ChatRenderer
+from odb_megatron.data.megatron_dataset import build_datasets, stream_from_dataset
+from odb_megatron.data.order import PassOrder, build_order
+from odb_megatron.data.padded import PaddedDataset
+from odb_megatron.data.preprocess import SampleRules
+from odb_megatron.data.sources import MapSource
+from odb_megatron.data.step_loader import StepHeader, StepLoader
+from odb_megatron.data.stream import SampleStream, SourcePart
+from odb_megatron.data.tokenizer import adds_special_tokens, usable_tokenizer
+from odb_megatron.megatron.arguments import OdbConfig
+from odb_megatron.megatron.setup import dataset_config, total_samples
+from odb_megatron.plan.cost import CostModel, ModelShape
+from odb_megatron.plan.padding import length_multiple
+from odb_megatron.plan.planner import PlanConfig
+from odb_megatron.plan.policy import PolicyName
+
+__all__ = [
+    "ENDLESS",
+    "build_loader",
+    "build_padded",
+    "build_streams",
+    "control_group",
+    "model_cost",
+]
+
+ENDLESS = 1 << 40
+"""Stream positions of an evaluation loader that Megatron asks for a number of steps."""
+
+_FIXED_SHARE = 0.05
+"""Price of a micro-batch as a share of a full one's linear cost, where nothing was measured."""
+
+
+def build_streams(
+    args: argparse.Namespace,
+    config: OdbConfig,
+    sizes: Sequence[int | None],
+    *,
+    datasets: Sequence[Any] | None = None,
+) -> list[SampleStream | None]:
+    """Build the train, valid and test streams; every rank must call it (world barriers).
+
+    Args:
+        args: Megatron's arguments.
+        config: ODB's.
+        sizes: samples per split, as Megatron's provider gets them; None means one epoch.
+        datasets: the user's own map-style datasets per split (None for none), instead of
+            `--data-path`.
+    """
+    rules = config.sample_rules(multiple=length_multiple())
+    total = total_samples(args)
+    lengths = [total, *sizes[1:]]
+    order = None  # the padded baseline is ordered by Megatron's own sampler
+    if config.enabled:
+        order = build_order(
+            args.dataloader_type,
+            total=total,
+            num_replicas=args.data_parallel_size,
+            data_sharding=args.data_sharding,
+        )
+    if datasets is not None:
+        return [
+            None
+            if dataset is None or length == 0
+            else SampleStream(
+                [_own_part(dataset, split, rules=rules, seed=args.seed)],
+                num_samples=length,
+                order=order if split is Split.train else None,
+            )
+            for split, dataset, length in zip(Split, datasets, lengths, strict=True)
+        ]
+    renderer, tokenizer = _renderer(args)
+    built = build_datasets(
+        dataset_config(args, rules=rules, tokenizer=tokenizer, renderer=renderer),
+        num_samples=[getattr(args, "odb_epoch_samples", total), *sizes[1:]],
+        is_built_on_rank=lambda: True,
+    )
+    return [
+        None
+        if dataset is None or length == 0
+        else stream_from_dataset(
+            dataset, num_samples=length, order=order if split is Split.train else None
+        )
+        for split, dataset, length in zip(Split, built, lengths, strict=True)
+    ]
+
+
+def build_loader(
+    args: argparse.Namespace,
+    config: OdbConfig,
+    stream: SampleStream,
+    *,
+    split: Split,
+    exchange: ControlGroup,
+    on_step: Callable[[StepHeader], None] | None = None,
+) -> StepLoader:
+    """Build a split's step loader; evaluation always has the composition of `samples`."""
+    training = split is Split.train
+    if training:
+        total, batch, consumed = len(stream), args.global_batch_size, args.consumed_train_samples
+    else:
+        batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
+        whole = getattr(args, "full_validation", False)
+        total = stream.epoch_size if whole else ENDLESS
+        consumed = args.consumed_valid_samples if split is Split.valid and not whole else 0
+    plan = PlanConfig(
+        policy=config.policy if training else PolicyName.SAMPLES,
+        total=total,
+        global_batch_size=batch,
+        num_replicas=exchange.num_replicas,
+        token_budget=config.token_budget,
+        multiple=length_multiple(),
+        window=config.window,
+        max_delay_steps=config.max_delay_steps,
+        cost=model_cost(args, token_budget=config.token_budget),
+        data=stream.fingerprint(),
+    )
+    return StepLoader(
+        stream,
+        plan,
+        exchange=exchange,
+        num_workers=args.num_workers,
+        consumed=consumed,
+        on_step=on_step,
+    )
+
+
+def build_padded(
+    args: argparse.Namespace, streams: Sequence[SampleStream | None]
+) -> list[PaddedDataset | None]:
+    """Return the padded baseline's datasets, for Megatron's own samplers and loaders."""
+    return [
+        None
+        if stream is None
+        else PaddedDataset(stream, sequence_length=args.seq_length, split=split)
+        for split, stream in zip(Split, streams, strict=True)
+    ]
+
+
+def control_group(args: argparse.Namespace, *, name: str) -> ControlGroup:
+    """Create one loader's control group; every rank must call it, in the same order."""
+    ranks = ranks_of(mpu.get_data_parallel_group())
+    return ControlGroup(ranks, name=name, timeout_s=60.0 * args.distributed_timeout_minutes)
+
+
+def model_cost(args: argparse.Namespace, *, token_budget: int) -> CostModel:
+    """Return the cost model that follows from the model's shape."""
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    shape = ModelShape(
+        num_layers=args.num_layers,
+        hidden=args.hidden_size,
+        ffn_hidden=args.ffn_hidden_size,
+        query=args.num_attention_heads * args.kv_channels,
+        key_value=groups * args.kv_channels,
+        vocab=args.padded_vocab_size,
+        gated_mlp=args.swiglu,
+    )
+    return CostModel.from_model_shape(shape, fixed_tokens=_FIXED_SHARE * token_budget)
+
+
+def _renderer(args: argparse.Namespace) -> tuple[ChatRenderer | None, Any]:
+    from megatron.training import get_tokenizer
+
+    tokenizer = get_tokenizer()
+    if args.tokenizer_type == "NullTokenizer":
+        return None, tokenizer  # token data (.bin/.idx) needs no text
+    renderer = ChatRenderer(
+        usable_tokenizer(tokenizer), add_special_tokens=adds_special_tokens(tokenizer)
+    )
+    return renderer, tokenizer
+
+
+def _own_part(dataset: Any, split: Split, *, rules: SampleRules, seed: int) -> SourcePart:
+    source = MapSource(dataset, rules=rules, name=f"{split.name} dataset")
+    return SourcePart(source=source, order=PassOrder(np.arange(len(source)), seed=seed))

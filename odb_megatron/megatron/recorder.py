@@ -1,0 +1,137 @@
+"""Builds the record of each optimizer step, packed or padded.
+
+Must not print or write; `report` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from odb_megatron.comm.control import ControlGroup
+from odb_megatron.data.step_loader import StepHeader
+from odb_megatron.data.stream import SampleStream
+from odb_megatron.data.thd import MicroBatch
+from odb_megatron.megatron.arguments import OdbConfig
+from odb_megatron.plan.padding import length_multiple
+from odb_megatron.report.step_record import StepRecord
+
+__all__ = ["StepRecorder"]
+
+
+class StepRecorder:
+    """Collects one step between the start of its schedule and Megatron's log call.
+
+    Args:
+        args: Megatron's arguments.
+        config: ODB's.
+        stream: names the samples.
+        exchange: sums the padded baseline's counts over replicas; a packed step needs none,
+            because its plan knows them.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: OdbConfig,
+        stream: SampleStream,
+        *,
+        exchange: ControlGroup,
+    ) -> None:
+        self.num_tokens = 0
+        self._args = args
+        self._config = config
+        self._stream = stream
+        self._exchange = exchange
+        self._header: StepHeader | None = None
+        self._started: float | None = None
+        self._clear()
+
+    def start_clock(self) -> None:
+        """The trainer is about to fetch the step."""
+        if self._started is None:
+            self._started = time.perf_counter()
+
+    def begin_step(self, header: StepHeader) -> None:
+        """The schedule of a packed step starts (again, if Megatron replays it)."""
+        self._header = header
+        self._clear()
+
+    def on_batch(self, item: Any) -> None:
+        """A micro-batch was taken for training."""
+        if isinstance(item, MicroBatch):
+            positions = item.positions
+            lengths = tuple((item.cu_seqlens[1:] - item.cu_seqlens[:-1]).tolist())
+            lengths = lengths if positions else ()
+        else:
+            rows = zip(item["position"].tolist(), item["length"].tolist(), strict=True)
+            present = [row for row in rows if row[1]]
+            positions = tuple(position for position, _ in present)
+            lengths = tuple(length for _, length in present)
+            self._left_out += len(item["length"]) - len(present)
+            self._computed += len(item["length"]) * max(1, int(item["length"].max()))
+            self._loss_tokens += int(item["loss_mask"].sum())
+        self._ids.append(tuple(self._name(position) for position in positions))
+        self._lengths.append(lengths)
+
+    def end_step(self, values: dict[str, Any]) -> StepRecord:
+        """Megatron has logged the iteration; `values` are `training_log`'s arguments."""
+        elapsed = time.perf_counter() - (self._started or time.perf_counter())
+        loss, grad_norm = values["loss_dict"].get("lm loss"), values["grad_norm"]
+        record = StepRecord(
+            iteration=int(values["iteration"]),
+            loss=None if loss is None else float(loss),
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            learning_rate=values["learning_rate"],
+            consumed_samples=int(self._args.consumed_train_samples),
+            num_micro_batches=len(self._ids),
+            step_s=elapsed,
+            ids=tuple(self._ids),
+            lengths=tuple(self._lengths),
+            **(
+                self._padded_totals() if self._header is None else self._packed_totals(self._header)
+            ),
+        )
+        self.num_tokens += record.tokens
+        self._started = None
+        self._clear()
+        return record
+
+    def _clear(self) -> None:
+        self._ids: list[tuple[str, ...]] = []
+        self._lengths: list[tuple[int, ...]] = []
+        self._computed = self._loss_tokens = self._left_out = 0
+
+    def _name(self, position: int) -> str:
+        where = self._stream.locate(position)
+        return f"{where.source}:{where.record}@{where.epoch}"
+
+    def _packed_totals(self, header: StepHeader) -> dict[str, Any]:
+        totals = header.totals
+        room = totals.num_micro_batches * len(totals.costs) * self._config.token_budget
+        return {
+            "samples": totals.num_samples,
+            "left_out": totals.num_left_out,
+            "tokens": totals.num_tokens,
+            "computed_tokens": totals.num_padded_tokens + totals.num_idle * length_multiple(),
+            "loss_tokens": totals.num_loss_tokens,
+            "idle": totals.num_idle,
+            "split": totals.num_split,
+            "fill": totals.num_tokens / room,
+            "balance": totals.balance,
+            "wait_s": totals.wait_us / 1e6,
+        }
+
+    def _padded_totals(self) -> dict[str, Any]:
+        own = [
+            sum(map(len, self._ids)),
+            self._left_out,
+            sum(map(sum, self._lengths)),
+            self._computed,
+            self._loss_tokens,
+        ]
+        sums = [sum(values) for values in zip(*self._exchange.gather_counts(own), strict=True)]
+        names = ("samples", "left_out", "tokens", "computed_tokens", "loss_tokens")
+        absent = {"idle": 0, "split": 0, "fill": None, "balance": None, "wait_s": 0.0}
+        return dict(zip(names, sums, strict=True)) | absent

@@ -1,0 +1,270 @@
+"""A run under Megatron: what a pretrain script passes to `pretrain()`, and its bookkeeping.
+
+Holds no policy: planning is in `plan`, flags in `arguments`, refusals in `validation`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from odb_megatron.comm.control import ControlGroup
+from odb_megatron.data.step_loader import StepHeader, StepLoader
+from odb_megatron.data.stream import SampleStream
+from odb_megatron.megatron.attention import registry
+from odb_megatron.megatron.attention.spec import layer_spec
+from odb_megatron.megatron.compat import describe_megatron
+from odb_megatron.megatron.counters import StepCalculator
+from odb_megatron.megatron.data_state import read_state, state_path, write_state
+from odb_megatron.megatron.forward_step import make_forward_step, packed_batch, padded_batch
+from odb_megatron.megatron.hooks import Hooks
+from odb_megatron.megatron.providers import (
+    build_loader,
+    build_padded,
+    build_streams,
+    control_group,
+)
+from odb_megatron.megatron.recorder import StepRecorder
+from odb_megatron.megatron.setup import odb_config, total_samples
+from odb_megatron.report.live import LiveReport, SourceTotals
+from odb_megatron.report.step_record import StepLog
+
+__all__ = ["OdbRun"]
+
+
+class OdbRun:
+    """One run of `pretrain()`, packed with `--odb` and padded without.
+
+    Use as a context around `pretrain()`: leaving it prints the summary and undoes every hook, also
+    after an exception.
+
+    Args:
+        args: from `setup.parse_and_validate_args`.
+        datasets: your own map-style datasets instead of `--data-path`: a function of Megatron's
+            (train, valid, test) sample counts that returns one dataset or None per split. Items
+            are mappings with `tokens`, `labels` and `loss_mask`.
+
+    Attributes:
+        forward_step: pass to `pretrain()`.
+        datasets_provider: pass to `pretrain()`.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        *,
+        datasets: Callable[[Sequence[int | None]], Sequence[Any]] | None = None,
+    ) -> None:
+        self.config = odb_config(args)
+        self._args = args
+        self._datasets = datasets
+        self._total = total_samples(args)
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        self._backend = registry.select(self.config.attention, device_type=device_type)
+        self._hooks = Hooks(self, packed=self.config.enabled)
+        self._calculator: StepCalculator | None = None
+        self._loader: StepLoader | None = None
+        self._exchange: ControlGroup | None = None
+        self._recorder: StepRecorder | None = None
+        self._report: LiveReport | None = None
+        self._log: StepLog | None = None
+        self._tokens_before = 0
+        self.forward_step = make_forward_step(
+            packed_batch if self.config.enabled else padded_batch, on_batch=self._on_batch
+        )
+        self.datasets_provider = self._make_provider()
+        if args.rank == 0:
+            self._print_start()
+
+    def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
+        """Layer spec with the chosen attention backend; set as the model's layer spec."""
+        return layer_spec(config.transformer, backend=self._backend, vp_stage=vp_stage)
+
+    def __enter__(self) -> OdbRun:
+        self._hooks.install()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._hooks.remove()
+        try:
+            clean = kind is None or (isinstance(error, SystemExit) and not error.code)
+            self._finish(together=clean)
+        finally:
+            if self._log is not None:
+                self._log.close()
+
+    # --- what the hooks tell -------------------------------------------------------------------
+
+    def on_schedule(self, *, training: bool) -> None:
+        """See `hooks.RunListener`."""
+        if training and self._recorder is not None:
+            self._recorder.start_clock()
+
+    def on_header(self, header: StepHeader, *, training: bool) -> None:
+        """See `hooks.RunListener`: fix the loop's end and the step's sample count."""
+        if not training:
+            return
+        assert self._calculator is not None
+        self._calculator.begin_step(header.totals)
+        if self._recorder is not None:
+            self._recorder.begin_step(header)
+        done = self._args.curr_iteration + 1
+        if header.totals.is_final:
+            self._args.train_iters = done
+        elif done >= self._args.train_iters:
+            self._args.train_iters = done + 1
+
+    def on_logged(self, values: dict[str, Any]) -> None:
+        """See `hooks.RunListener`: record the step and show it."""
+        if self._recorder is None:
+            return
+        record = self._recorder.end_step(values)
+        if self._log is not None:
+            self._log.write(record)
+        if self._report is not None:
+            self._report.step(record)
+
+    def on_saved(self, iteration: int) -> None:
+        """See `hooks.RunListener`: write the loader's state beside the checkpoint."""
+        if self._loader is None or self._exchange is None or self._args.save is None:
+            return
+        path = state_path(self._args.save, iteration=iteration, replica=self._exchange.replica)
+        state = {"tokens_so_far": self.tokens_so_far() or 0, "planner": self._loader.state_dict()}
+        write_state(path, state)
+
+    def tokens_so_far(self) -> int | None:
+        """See `hooks.RunListener`."""
+        if self._recorder is None:
+            return None
+        return self._tokens_before + self._recorder.num_tokens
+
+    # --- data ----------------------------------------------------------------------------------
+
+    def _make_provider(self) -> Callable[..., tuple[Any, Any, Any]]:
+        def provider(sizes: Sequence[int | None], vp_stage: int | None = None) -> Any:
+            del vp_stage  # one pipeline stage: see validation
+            datasets = self._datasets(sizes) if self._datasets is not None else None
+            streams = build_streams(self._args, self.config, sizes, datasets=datasets)
+            if streams[0] is None and not self._args.skip_train:
+                raise ValueError(
+                    "there is nothing to train on: the train split is empty; change --split or "
+                    "--data-path"
+                )
+            groups = [control_group(self._args, name=name) for name in ("train", "valid", "test")]
+            self._exchange = groups[0]
+            self._start(streams, groups[0])
+            if not self.config.enabled:
+                return tuple(build_padded(self._args, streams))
+            return tuple(self._build_loaders(streams, groups))
+
+        provider.is_distributed = True  # type: ignore[attr-defined]  # every rank builds its data
+        return provider
+
+    def _build_loaders(
+        self, streams: Sequence[SampleStream | None], groups: Sequence[ControlGroup]
+    ) -> list[StepLoader | None]:
+        from megatron.core import num_microbatches_calculator as calculator
+        from megatron.core.datasets.utils import Split
+
+        loaders = [
+            None
+            if stream is None
+            else build_loader(self._args, self.config, stream, split=split, exchange=group)
+            for split, stream, group in zip(Split, streams, groups, strict=True)
+        ]
+        self._loader = loaders[0]
+        self._calculator = StepCalculator(
+            calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR, num_replicas=groups[0].num_replicas
+        )
+        calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = self._calculator
+        self._args.dataloader_type = "external"
+        remaining = max(0, self._total - self._args.consumed_train_samples)
+        steps = -(-remaining // self._args.global_batch_size)
+        self._args.train_iters = self._args.iteration + steps
+        self._resume()
+        return loaders
+
+    def _resume(self) -> None:
+        args = self._args
+        if self._loader is None or self._exchange is None or not args.iteration or args.finetune:
+            return
+        path = state_path(args.load, iteration=args.iteration, replica=self._exchange.replica)
+        state = read_state(path)
+        if state is None:
+            if args.rank == 0:
+                print(
+                    f"odb: no data state in the checkpoint of iteration {args.iteration}; the data "
+                    f"goes on at sample {args.consumed_train_samples} of the stream",
+                    flush=True,
+                )
+            return
+        self._loader.load_state_dict(state["planner"])
+        self._tokens_before = int(state["tokens_so_far"])
+
+    # --- reports -------------------------------------------------------------------------------
+
+    def _start(self, streams: Sequence[SampleStream | None], exchange: ControlGroup) -> None:
+        args = self._args
+        stream = streams[0]
+        if stream is None:
+            return
+        self._recorder = StepRecorder(args, self.config, stream, exchange=exchange)
+        if args.rank == 0:
+            self._report = LiveReport(
+                total_samples=self._total,
+                consumed_before=args.consumed_train_samples,
+                global_batch_size=args.global_batch_size,
+                sequence_length=args.seq_length,
+                title=f"odb, policy {self.config.policy.value}"
+                if self.config.enabled
+                else "padded baseline",
+            )
+        if self.config.log_dir is not None:
+            self._log = StepLog(self.config.log_dir, replica=exchange.replica)
+
+    def _on_batch(self, item: Any) -> None:
+        if self._recorder is not None and torch.is_grad_enabled():
+            self._recorder.on_batch(item)
+
+    def _print_start(self) -> None:
+        print(f"odb: {describe_megatron()}", flush=True)
+        print(f"odb: attention backend {self._backend.name}: {self._backend.reason}", flush=True)
+        if self.config.enabled:
+            print(f"odb: reproduce with {self.config.describe()}", flush=True)
+        else:
+            print("odb: --odb is off: padded baseline", flush=True)
+
+    def _finish(self, *, together: bool) -> None:
+        sources = self._source_totals(together=together)
+        if self._report is not None:
+            scope = "" if together else " (this replica only: the run did not end cleanly)"
+            self._report.finish(sources, scope=scope)
+
+    def _source_totals(self, *, together: bool) -> list[SourceTotals]:
+        if self._loader is None or self._exchange is None:
+            return []
+        counted = self._loader.source_counts
+        names = ("samples", "tokens", "loss_tokens", "truncated", "bad_records", "overlong")
+        numbers = [getattr(counts, name) for counts in counted for name in names]
+        if together:
+            gathered = self._exchange.gather_counts(numbers)
+            numbers = [sum(values) for values in zip(*gathered, strict=True)]
+        return [
+            SourceTotals(
+                name=source,
+                first_message=counts.first_message,
+                **dict(zip(names, numbers[at * len(names) :], strict=False)),
+            )
+            for at, (source, counts) in enumerate(
+                zip(self._loader.stream.source_names, counted, strict=True)
+            )
+        ]

@@ -1,0 +1,114 @@
+"""Arguments of a pretrain script: parsed as Megatron parses them, with the run length resolved.
+
+Must not touch process groups; runs before Megatron initialises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from odb_megatron.data.megatron_dataset import SampleDatasetConfig, count_epoch
+from odb_megatron.data.preprocess import SampleRules
+from odb_megatron.data.tokenizer import tokenizer_folder
+from odb_megatron.megatron.arguments import OdbConfig, add_odb_arguments
+from odb_megatron.megatron.validation import refuse_unsupported
+
+__all__ = ["dataset_config", "odb_config", "parse_and_validate_args", "total_samples"]
+
+
+def parse_and_validate_args(args_defaults: dict[str, Any] | None = None) -> argparse.Namespace:
+    """Parse `sys.argv`, validate, and set Megatron's global variables.
+
+    Follows `megatron.training.arguments.parse_and_validate_args` (0.19.2), with three steps of its
+    own in between: `--odb-epochs` becomes `--train-samples`, a bare `tokenizer.json` becomes a
+    folder that Megatron's HuggingFaceTokenizer opens, and what cannot work is refused.
+
+    Args:
+        args_defaults: as upstream.
+
+    Raises:
+        ValueError: flags that do not fit together, each named.
+    """
+    from megatron.training import arguments as megatron_arguments
+    from megatron.training.checkpointing import load_args_from_checkpoint
+    from megatron.training.global_vars import set_global_variables
+
+    args = megatron_arguments.parse_args(add_odb_arguments)
+    if getattr(args, "yaml_cfg", None) is not None:
+        raise ValueError(
+            "--yaml-cfg replaces the command line that --odb reads: give flags instead"
+        )
+    if args.use_checkpoint_args:
+        load_args_from_checkpoint(args)
+    _resolve_tokenizer(args)
+    _resolve_epochs(args)
+    megatron_arguments.validate_args(args, args_defaults or {})
+    config = odb_config(args)
+    if config.enabled:
+        refuse_unsupported(args, config)
+    set_global_variables(args)
+    return args
+
+
+def odb_config(args: argparse.Namespace) -> OdbConfig:
+    """Return the configuration of validated arguments."""
+    return OdbConfig.from_args(args, num_replicas=args.data_parallel_size)
+
+
+def total_samples(args: argparse.Namespace) -> int:
+    """Return the run's length in samples: `--train-samples`, or iterations times batch size."""
+    total = args.train_samples or (args.train_iters or 0) * args.global_batch_size
+    return int(total)
+
+
+def dataset_config(
+    args: argparse.Namespace, *, rules: SampleRules, tokenizer: Any = None, renderer: Any = None
+) -> SampleDatasetConfig:
+    """Build the dataset configuration from `--data-path`, `--split`, `--seed` and their kin."""
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    if blend is None and blend_per_split is None:
+        raise ValueError(
+            "no data: give --data-path FILE.jsonl (or a Megatron prefix, or WEIGHT PATH pairs), "
+            "or --train-data-path and --valid-data-path"
+        )
+    return SampleDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split if blend is not None else None,
+        full_validation=getattr(args, "full_validation", False),
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=tokenizer,
+        mid_level_dataset_surplus=getattr(args, "mid_level_dataset_surplus", 0.005),
+        rules=rules,
+        renderer=renderer,
+    )
+
+
+def _resolve_tokenizer(args: argparse.Namespace) -> None:
+    model = args.tokenizer_model
+    if args.tokenizer_type == "HuggingFaceTokenizer" and model and os.path.isfile(model):
+        cache = args.data_cache_path or Path(model).resolve().parent
+        args.tokenizer_model = str(tokenizer_folder(model, Path(cache)))
+
+
+def _resolve_epochs(args: argparse.Namespace) -> None:
+    if args.odb_epochs is None or not args.odb:
+        return  # OdbConfig refuses the flag without --odb
+    if args.train_samples or args.train_iters:
+        raise ValueError(
+            "--odb-epochs, --train-samples and --train-iters each give the run's length: keep one"
+        )
+    if args.data_path is not None and args.split is None:
+        args.split = "969, 30, 1"  # Megatron's own default (validate_args 654, 0.19.2)
+    rules = SampleRules(context=args.seq_length, token_budget=args.seq_length)
+    args.train_samples = args.odb_epochs * count_epoch(dataset_config(args, rules=rules))
+    args.odb_epoch_samples = args.train_samples // args.odb_epochs

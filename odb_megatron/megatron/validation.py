@@ -1,0 +1,164 @@
+"""Refuses what cannot work with ODB, at start-up and by name.
+
+Must not change a value; every message names the flag to change.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from odb_megatron.megatron.arguments import OdbConfig
+from odb_megatron.plan.padding import OverlongPolicy
+
+__all__ = ["refuse_unsupported"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    applies: Callable[[argparse.Namespace], bool]
+    message: str
+
+
+def _is_on(name: str) -> Callable[[argparse.Namespace], bool]:
+    return lambda args: bool(getattr(args, name, None))
+
+
+def _above_one(name: str) -> Callable[[argparse.Namespace], bool]:
+    return lambda args: (getattr(args, name, None) or 1) > 1
+
+
+_REFUSALS = (
+    _Refusal(
+        lambda args: not args.calculate_per_token_loss,
+        "--odb needs --calculate-per-token-loss: without it Megatron averages the loss per "
+        "micro-batch first, so it would depend on how samples are packed",
+    ),
+    _Refusal(
+        lambda args: args.micro_batch_size != 1,
+        "--odb needs --micro-batch-size 1: a packed micro-batch is one row of many samples",
+    ),
+    _Refusal(
+        lambda args: (getattr(args, "eval_micro_batch_size", None) or 1) != 1,
+        "--odb packs evaluation too: drop --eval-micro-batch-size",
+    ),
+    _Refusal(
+        _is_on("sft"),
+        "--odb and --sft are two packings of the same data, and --sft evaluates a mean of means: "
+        "drop --sft (chat files are read by --odb itself)",
+    ),
+    _Refusal(
+        lambda args: args.dataloader_type not in (None, "single", "cyclic"),
+        "--odb brings its own data loader: use --dataloader-type single or cyclic to choose the "
+        "order of the samples",
+    ),
+    _Refusal(
+        lambda args: (
+            (getattr(args, "cuda_graph_impl", None) or "none") != "none"
+            or bool(getattr(args, "enable_cuda_graph", False))
+            or bool(getattr(args, "external_cuda_graph", False))
+        ),
+        "--odb makes micro-batches of varying size, which CUDA graphs cannot replay: use "
+        "--cuda-graph-impl none",
+    ),
+    _Refusal(
+        _is_on("mock_data"), "--odb trains on real samples: drop --mock-data, give --data-path"
+    ),
+    _Refusal(
+        _is_on("fim_data"), "--odb does not cut samples for fill-in-the-middle: drop --fim-data"
+    ),
+    _Refusal(
+        lambda args: any(
+            getattr(args, name, False)
+            for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        ),
+        "--reset-position-ids, --reset-attention-mask and --eod-mask-loss do nothing with --odb "
+        "(samples never share positions or attention, and loss follows the data): drop them",
+    ),
+    _Refusal(
+        lambda args: (
+            getattr(args, "rampup_batch_size", None) is not None
+            or getattr(args, "step_batch_size_schedule", None) is not None
+        ),
+        "--odb needs a constant batch size in this version: drop --rampup-batch-size and "
+        "--step-batch-size-schedule",
+    ),
+    _Refusal(
+        _is_on("decrease_batch_size_if_needed"),
+        "--odb keeps the batch size: drop --decrease-batch-size-if-needed",
+    ),
+    _Refusal(
+        _is_on("iterations_to_skip"),
+        "--odb does not skip iterations in this version: drop --iterations-to-skip",
+    ),
+    _Refusal(
+        _is_on("phase_transition_iterations"),
+        "--odb has one phase in this version: drop --phase-transition-iterations",
+    ),
+    _Refusal(
+        _is_on("multiple_validation_sets"),
+        "--odb evaluates one validation set in this version: drop --multiple-validation-sets",
+    ),
+    _Refusal(_is_on("perform_rl_step"), "--odb does not batch rollouts: drop --perform-rl-step"),
+    _Refusal(
+        _is_on("hybrid_context_parallel"),
+        "--odb and --hybrid-context-parallel both form the micro-batches: drop one",
+    ),
+    _Refusal(
+        lambda args: getattr(args, "sequence_packing_scheduler", None) is not None,
+        "--odb and --sequence-packing-scheduler both form the micro-batches: drop one",
+    ),
+    _Refusal(
+        lambda args: (
+            bool(getattr(args, "use_megatron_fsdp", False))
+            or bool(getattr(args, "use_torch_fsdp2", False))
+        ),
+        "--odb does not run on FSDP in this version: use --use-distributed-optimizer",
+    ),
+    _Refusal(
+        _above_one("tensor_model_parallel_size"),
+        "--odb is data-parallel in this version: use --tensor-model-parallel-size 1",
+    ),
+    _Refusal(
+        _above_one("pipeline_model_parallel_size"),
+        "--odb is data-parallel in this version: use --pipeline-model-parallel-size 1",
+    ),
+    _Refusal(
+        _above_one("context_parallel_size"),
+        "--odb is data-parallel in this version: use --context-parallel-size 1",
+    ),
+    _Refusal(
+        lambda args: getattr(args, "num_experts", None) is not None,
+        "--odb trains dense models in this version: drop --num-experts",
+    ),
+    _Refusal(
+        lambda args: bool(getattr(args, "fp8", None)) or bool(getattr(args, "fp4", None)),
+        "--odb has no FP8 or FP4 attention backend in this version: use --bf16",
+    ),
+    _Refusal(
+        _is_on("mtp_num_layers"),
+        "--odb does not feed multi-token prediction in this version: drop --mtp-num-layers",
+    ),
+    _Refusal(
+        lambda args: (getattr(args, "gtp_weight_remat_size", None) or 1) > 1,
+        "--odb does not know the weight-rematerialisation axis: use --gtp-weight-remat-size 1",
+    ),
+)
+
+
+def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
+    """Check parsed and validated Megatron arguments against `--odb`.
+
+    Raises:
+        ValueError: every refusal that applies, one line each.
+    """
+    messages = [refusal.message for refusal in _REFUSALS if refusal.applies(args)]
+    if config.token_budget < args.seq_length and config.overlong is OverlongPolicy.ERROR:
+        messages.append(
+            f"--odb-token-budget {config.token_budget} is below --seq-length {args.seq_length}: "
+            "samples in between could not be placed; raise the budget, or say what happens to "
+            "them with --odb-overlong truncate, drop or solo"
+        )
+    if messages:
+        raise ValueError("\n".join(messages))

@@ -1,0 +1,204 @@
+"""Live output of a run: a progress bar on a terminal, plain lines otherwise, a summary at the end.
+
+Must not know Megatron or replicas; it prints what it is given, on one rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+from tqdm import tqdm
+
+from odb_megatron.report.step_record import StepRecord
+
+__all__ = ["LiveReport", "RunTotals", "SourceTotals"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceTotals:
+    """What was consumed of one data source."""
+
+    name: str
+    samples: int
+    tokens: int
+    loss_tokens: int
+    truncated: int
+    bad_records: int
+    overlong: int
+    first_message: str = ""
+
+
+@dataclass(slots=True)
+class RunTotals:
+    """Sums over the steps of this process's run."""
+
+    steps: int = 0
+    samples: int = 0
+    left_out: int = 0
+    tokens: int = 0
+    computed_tokens: int = 0
+    loss_tokens: int = 0
+    idle: int = 0
+    split: int = 0
+    micro_batches: int = 0
+    wait_s: float = 0.0
+    step_s: float = 0.0
+    balance: float = 0.0
+    fill: float = 0.0
+    counts_of_m: set[int] = field(default_factory=set)
+    samples_per_step: list[int] = field(default_factory=list)
+    first_loss: float | None = None
+    last_loss: float | None = None
+
+    def add(self, record: StepRecord) -> None:
+        """Add one step."""
+        self.steps += 1
+        self.samples += record.samples
+        self.left_out += record.left_out
+        self.tokens += record.tokens
+        self.computed_tokens += record.computed_tokens
+        self.loss_tokens += record.loss_tokens
+        self.idle += record.idle
+        self.split += record.split
+        self.micro_batches += record.num_micro_batches
+        self.wait_s += record.wait_s
+        self.step_s += record.step_s
+        self.balance += record.balance or 0.0
+        self.fill += record.fill or 0.0
+        self.counts_of_m.add(record.num_micro_batches)
+        self.samples_per_step.append(record.samples + record.left_out)
+        if record.loss is not None:
+            self.first_loss = record.loss if self.first_loss is None else self.first_loss
+            self.last_loss = record.loss
+
+
+class LiveReport:
+    """Prints a run's progress and summary.
+
+    Args:
+        total_samples: samples of the whole run.
+        consumed_before: samples consumed before this process started (resume).
+        global_batch_size: `--global-batch-size`.
+        sequence_length: `--seq-length`; what Megatron's padded batch computes per sample.
+        title: first words of the summary.
+        stream: where to print; a terminal gets a progress bar.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_samples: int,
+        consumed_before: int = 0,
+        global_batch_size: int,
+        sequence_length: int,
+        title: str,
+        stream: IO[str] | None = None,
+    ) -> None:
+        self.totals = RunTotals()
+        self._total_samples = total_samples
+        self._consumed = consumed_before
+        self._global_batch_size = global_batch_size
+        self._sequence_length = sequence_length
+        self._title = title
+        self._stream = stream or sys.stdout
+        self._bar: tqdm[None] | None = None
+        if self._stream.isatty():
+            self._bar = tqdm(
+                total=total_samples, initial=consumed_before, unit="sample", file=self._stream
+            )
+
+    def step(self, record: StepRecord) -> None:
+        """Show one step."""
+        self.totals.add(record)
+        self._consumed = record.consumed_samples
+        line = self._line(record)
+        if self._bar is None:
+            print(line, file=self._stream, flush=True)
+        else:
+            self._bar.set_postfix_str(line, refresh=False)
+            self._bar.update(record.consumed_samples - self._bar.n)
+
+    def finish(self, sources: Sequence[SourceTotals], *, scope: str = "") -> None:
+        """Print the summary.
+
+        Args:
+            sources: per data source; left out of the text when empty.
+            scope: says what the per-source figures cover, when not the whole run.
+        """
+        if self._bar is not None:
+            self._bar.close()
+        print("\n".join(self._summary(sources, scope)), file=self._stream, flush=True)
+
+    def _line(self, record: StepRecord) -> str:
+        parts = [f"odb step {record.iteration}"]
+        if record.loss is not None:
+            parts.append(f"loss {record.loss:.4f}")
+        samples = record.samples + record.left_out
+        parts.append(f"samples {samples} ({record.consumed_samples}/{self._total_samples})")
+        parts.append(f"tokens {record.tokens}")
+        parts.append(f"M {record.num_micro_batches}")
+        if record.fill is not None:
+            parts.append(f"fill {record.fill:.2f}")
+        if record.balance is not None:
+            parts.append(f"balance {record.balance:.3f}")
+        parts.append(f"padding avoided {self._avoided(samples, record.computed_tokens):.0%}")
+        parts.append(f"wait {record.wait_s * 1e3:.0f} ms")
+        return " | ".join(parts)
+
+    def _avoided(self, samples: int, computed_tokens: int) -> float:
+        padded = samples * self._sequence_length
+        return 1 - computed_tokens / padded if padded else 0.0
+
+    def _summary(self, sources: Sequence[SourceTotals], scope: str) -> list[str]:
+        totals = self.totals
+        if totals.steps == 0:
+            return [f"{self._title}: no optimizer step was run"]
+        emitted = totals.samples + totals.left_out
+        padded = emitted * self._sequence_length
+        mean = emitted / totals.steps
+        few, many = min(totals.samples_per_step), max(totals.samples_per_step)
+        lines = [
+            f"{self._title}: {totals.steps} optimizer steps, {emitted} samples "
+            f"({self._consumed} of {self._total_samples} requested)",
+            f"  samples per step    mean {mean:.1f}, {few} to {many} "
+            f"(--global-batch-size {self._global_batch_size})",
+            f"  tokens              padded to [1, {self._sequence_length}]: {padded}; computed: "
+            f"{totals.computed_tokens}; real: {totals.tokens} "
+            f"(padding avoided {self._avoided(emitted, totals.computed_tokens):.1%})",
+            f"  loss tokens         {totals.loss_tokens}",
+            f"  micro-batches       {totals.micro_batches} per replica, M from "
+            f"{min(totals.counts_of_m)} to {max(totals.counts_of_m)}; {totals.idle} idle, "
+            f"{totals.split} split",
+        ]
+        if totals.fill:
+            lines.append(
+                f"  mean per step       fill {totals.fill / totals.steps:.3f}, balance "
+                f"{totals.balance / totals.steps:.3f}"
+            )
+        lines.append(
+            f"  time                {totals.step_s:.1f} s in steps, {totals.wait_s:.1f} s of it "
+            f"waiting for data; {emitted / max(totals.step_s, 1e-9):.2f} samples/s"
+        )
+        if totals.first_loss is not None and totals.last_loss is not None:
+            lines.append(f"  loss                {totals.first_loss:.4f} -> {totals.last_loss:.4f}")
+        if self._consumed < self._total_samples:
+            lines.append(
+                f"  not reached         {self._total_samples - self._consumed} requested samples"
+            )
+        return lines + _source_lines(sources, scope)
+
+
+def _source_lines(sources: Sequence[SourceTotals], scope: str) -> list[str]:
+    lines = [f"  sources{scope}:"] if sources else []
+    for source in sources:
+        lines.append(
+            f"    {source.name}: {source.samples} samples, {source.tokens} tokens, "
+            f"{source.loss_tokens} loss tokens; left out: {source.bad_records} bad records, "
+            f"{source.overlong} overlong; truncated: {source.truncated}"
+        )
+        if source.first_message:
+            lines.append(f"      first left out: {source.first_message}")
+    return lines

@@ -1,0 +1,82 @@
+"""The record of one optimizer step, and its JSON-lines file.
+
+Must not compute what a plan already knows; numbers are taken from `StepTotals`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import IO
+
+__all__ = ["StepLog", "StepRecord"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One optimizer step as one replica saw it; fields marked (all) are sums over replicas.
+
+    Attributes:
+        iteration: 1-based iteration, as Megatron logs it.
+        loss: mean loss per loss token (all); None where this rank has none.
+        grad_norm: gradient norm before clipping, or None.
+        learning_rate: learning rate of the step.
+        consumed_samples: samples consumed after the step (all).
+        samples: samples emitted (all).
+        left_out: positions that emitted nothing, by policy (all).
+        tokens: tokens before padding (all).
+        computed_tokens: tokens the model ran, padding included (all).
+        loss_tokens: positions that carried loss (all).
+        num_micro_batches: M.
+        idle: idle micro-batches (all).
+        split: micro-batches split to meet M (all).
+        fill: tokens over M * replicas * token budget; None for the padded baseline.
+        balance: mean over max cost of the replicas; None for the padded baseline.
+        wait_s: longest wait for data of any replica, seconds.
+        step_s: wall-clock seconds since the previous step ended, evaluation and saving excluded.
+        ids: this replica's samples as "source:record@epoch", per micro-batch.
+        lengths: their lengths, same shape.
+    """
+
+    iteration: int
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    consumed_samples: int
+    samples: int
+    left_out: int
+    tokens: int
+    computed_tokens: int
+    loss_tokens: int
+    num_micro_batches: int
+    idle: int
+    split: int
+    fill: float | None
+    balance: float | None
+    wait_s: float
+    step_s: float
+    ids: tuple[tuple[str, ...], ...]
+    lengths: tuple[tuple[int, ...], ...]
+
+
+class StepLog:
+    """Appends records to `steps-RRRRR.jsonl` of one replica.
+
+    Args:
+        folder: created if missing.
+        replica: which replica writes.
+    """
+
+    def __init__(self, folder: str, *, replica: int) -> None:
+        os.makedirs(folder, exist_ok=True)
+        self.path = os.path.join(folder, f"steps-{replica:05d}.jsonl")
+        self._file: IO[str] = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def write(self, record: StepRecord) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(asdict(record)) + "\n")
+
+    def close(self) -> None:
+        """Close the file; later writes fail."""
+        self._file.close()

@@ -1,0 +1,62 @@
+"""In-process replicas: an exchange between threads, in place of gloo.
+
+For tests and fuzzing of everything above `comm`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+__all__ = ["ThreadExchange", "run_in_threads", "thread_exchanges"]
+
+T = TypeVar("T")
+
+
+class _Meeting:
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.records: list[bytes] = [b""] * size
+        self.barrier = threading.Barrier(size, timeout=timeout_s)
+
+
+class ThreadExchange:
+    """One replica's end of an in-process exchange; has `comm.control.ControlGroup`'s methods."""
+
+    def __init__(self, meeting: _Meeting, replica: int) -> None:
+        self._meeting = meeting
+        self._replica = replica
+
+    @property
+    def replica(self) -> int:
+        """This replica."""
+        return self._replica
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas."""
+        return len(self._meeting.records)
+
+    def exchange(self, record: bytes) -> list[bytes]:
+        """See `ControlGroup.exchange`; a missing peer breaks the barrier after its time-out."""
+        self._meeting.records[self._replica] = record
+        self._meeting.barrier.wait()
+        records = list(self._meeting.records)
+        self._meeting.barrier.wait()
+        return records
+
+
+def thread_exchanges(num_replicas: int, *, timeout_s: float = 20.0) -> list[ThreadExchange]:
+    """Return one connected exchange per replica."""
+    meeting = _Meeting(num_replicas, timeout_s)
+    return [ThreadExchange(meeting, replica) for replica in range(num_replicas)]
+
+
+def run_in_threads(
+    function: Callable[[ThreadExchange], T], exchanges: Sequence[ThreadExchange]
+) -> list[T | BaseException]:
+    """Run `function` once per replica, each in a thread; return results or what was raised."""
+    with ThreadPoolExecutor(len(exchanges)) as pool:
+        futures = [pool.submit(function, exchange) for exchange in exchanges]
+        return [future.exception() or future.result() for future in futures]

@@ -1,0 +1,45 @@
+"""Runs a script as `__main__` under the CPU device layer: `python -m ... SCRIPT [ARGS...]`.
+
+Must not interpret the script's arguments and must not catch what the script raises.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from odb_megatron.testing import cpu_device
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Activate the CPU device layer, then run a script as Python itself would.
+
+    `sys.argv` becomes the script and its arguments, `sys.path[0]` the script's folder.
+
+    Args:
+        argv: the script's path, then its arguments.
+
+    Raises:
+        SystemExit: no script was named, it does not exist, or the layer refuses to start (CUDA is
+            available); the message says which.
+    """
+    if not argv:
+        raise SystemExit("usage: python -m odb_megatron.testing.run_script SCRIPT [ARGS...]")
+    script = Path(argv[0])
+    if not script.is_file():
+        raise SystemExit(f"no such script: {script}")
+    try:
+        cpu_device.activate()
+    except RuntimeError as error:
+        raise SystemExit(f"odb_megatron: {error}") from error
+    sys.argv = [str(script), *argv[1:]]
+    sys.path[0] = str(script.resolve().parent)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,61 @@
+"""Small worlds: all replicas of a run planned in one thread, over made-up lengths.
+
+For tests and the fuzzer; no torch, no process groups. A length of 0 stands for a position that
+emits nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from odb_megatron.plan.planner import PlanConfig, ReplicaPlanner, StepPlan
+from odb_megatron.plan.records import PlanRecord, WindowRecord
+
+__all__ = ["World", "observe_drawn", "plan_step"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """A run's configuration and the length of the sample at each stream position."""
+
+    config: PlanConfig
+    lengths: Sequence[int]
+    consumed: int = 0
+
+    def planners(self) -> list[ReplicaPlanner]:
+        """Return one planner per replica."""
+        return [
+            ReplicaPlanner(self.config, replica=replica, consumed=self.consumed)
+            for replica in range(self.config.num_replicas)
+        ]
+
+    def run(self, *, most_steps: int = 100_000) -> list[list[StepPlan]]:
+        """Plan until every planner is finished; return the steps, each a plan per replica."""
+        planners = self.planners()
+        steps: list[list[StepPlan]] = []
+        while not planners[0].is_finished:
+            assert len(steps) < most_steps, "the run does not end"
+            steps.append(plan_step(planners, self.lengths))
+        assert all(planner.is_finished for planner in planners)
+        return steps
+
+
+def observe_drawn(planner: ReplicaPlanner, lengths: Sequence[int]) -> None:
+    """Let a planner draw all it wants now."""
+    while positions := planner.draw():
+        for position in positions:
+            length = lengths[position]
+            planner.observe(position, num_tokens=length, num_loss_tokens=length // 2)
+
+
+def plan_step(planners: Sequence[ReplicaPlanner], lengths: Sequence[int]) -> list[StepPlan]:
+    """Plan one step on all replicas; records pass through their wire form."""
+    for planner in planners:
+        observe_drawn(planner, lengths)
+    windows = [WindowRecord.from_bytes(p.window_record().to_bytes()) for p in planners]
+    for planner in planners:
+        planner.set_target(windows)
+        observe_drawn(planner, lengths)
+    records = [PlanRecord.from_bytes(p.plan_record().to_bytes()) for p in planners]
+    return [planner.commit(records) for planner in planners]

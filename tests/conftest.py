@@ -1,0 +1,41 @@
+"""Skips what this machine cannot run, by marker, and says why.
+
+The markers themselves are declared in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from hypothesis import settings
+
+# Timing on a shared machine says nothing about a property; a failure prints how to repeat it.
+settings.register_profile("odb", deadline=None, print_blob=True)
+settings.load_profile("odb")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip marked tests whose requirement is missing; looks only for what some test asks for."""
+    for marker, missing in (("gpu", _missing_gpu), ("megatron", _missing_megatron)):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        reason = missing() if marked else None
+        if reason:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _missing_gpu() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+def _missing_megatron() -> str | None:
+    try:
+        found = importlib.util.find_spec("megatron.training") is not None
+    except ModuleNotFoundError:
+        found = False
+    return None if found else "megatron.training is not installed (it needs Python 3.12)"

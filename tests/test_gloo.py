@@ -1,0 +1,86 @@
+"""Replicas in gloo processes: results by rank, the first failure named, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+import pytest
+
+from odb_megatron.testing.gloo import ReplicaError, run_replicas
+
+
+def _sum_of_ranks(rank: int, factor: int) -> tuple[int, float, str]:
+    import torch
+
+    total = torch.tensor([float(rank + 1)])
+    torch.distributed.all_reduce(total)
+    return rank * factor, total.item(), os.environ["WORLD_SIZE"]
+
+
+def _misbehave(rank: int, how: str) -> None:
+    """Rank 1 misbehaves while rank 0 waits for it in a collective."""
+    import torch
+
+    if rank == 1:
+        if how == "raise":
+            raise KeyError("sample 4711")
+        if how == "exit hard":
+            os._exit(7)
+        if how == "unpicklable":
+            return (_ for _ in ())  # type: ignore[return-value]
+        _hang_here()
+    torch.distributed.barrier()
+
+
+def _hang_here() -> None:
+    time.sleep(600)
+
+
+def _assert_no_children() -> None:
+    """No replica is alive; Python's resource tracker may be."""
+    replicas = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "spawn_main" in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE
+    ]
+    assert replicas == []
+
+
+def test_results_come_by_rank() -> None:
+    assert run_replicas(_sum_of_ranks, 2, 10, timeout_s=60) == [(0, 3.0, "2"), (10, 3.0, "2")]
+    _assert_no_children()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raise", r"(?s)replica 1 raised:\n.*_misbehave.*KeyError: 'sample 4711'"),
+        ("exit hard", r"replica 1 ended without a result, exit code 7"),
+        ("unpicklable", r"(?s)replica 1 raised:\n.*cannot pickle 'generator' object"),
+    ],
+)
+def test_a_failure_names_its_replica_and_ends_the_others(how: str, text: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(ReplicaError, match=text) as caught:
+        run_replicas(_misbehave, 2, how, timeout_s=60)
+    assert caught.value.rank == 1
+    assert time.monotonic() - start < 30
+    _assert_no_children()
+
+
+def test_a_hang_ends_in_time_and_shows_where() -> None:
+    start = time.monotonic()
+    with pytest.raises(TimeoutError) as caught:
+        run_replicas(_misbehave, 2, "hang", timeout_s=8)
+    assert time.monotonic() - start < 15
+    text = str(caught.value)
+    assert text.startswith("no result in time from replica 0, 1\n")
+    assert "_hang_here" in text.split("replica 1 was here:")[1]
+    _assert_no_children()
+
+
+def test_at_least_one_replica() -> None:
+    with pytest.raises(ValueError, match="num_replicas is 0, must be at least 1"):
+        run_replicas(_sum_of_ranks, 0, 1, timeout_s=1)

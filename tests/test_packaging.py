@@ -1,0 +1,339 @@
+"""The wheel, what importing costs, and which layer may import what.
+
+Nothing is written into the repository: the wheel is built from a copy.
+"""
+
+from __future__ import annotations
+
+import ast
+import email
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import odb_megatron
+
+REPO = Path(__file__).resolve().parents[1]
+PACKAGE = REPO / "odb_megatron"
+NOT_SOURCE = {"__pycache__", ".git", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    """Run a command and return its output; a failure shows what it printed."""
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+# --- the wheel -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of the sources, so that no old build/lib can leak into it."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md"):
+        if (REPO / name).exists():
+            shutil.copy(REPO / name, source)
+    for name in ("odb_megatron", "tests", "benchmarks", "examples"):
+        if (REPO / name).exists():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(REPO / name, source / name, ignore=ignored)
+    out = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel_metadata(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    packaged = {name for name in names if ".dist-info/" not in name}
+    expected = {
+        path.relative_to(REPO).as_posix()
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and not NOT_SOURCE & set(path.relative_to(REPO).parts)
+    }
+    # A difference names a folder without __init__.py, or a data file missing from package-data.
+    assert packaged == expected
+    assert "odb_megatron/py.typed" in packaged
+    assert {"odb_megatron/plan/__init__.py", "odb_megatron/data/__init__.py"} <= packaged
+    (licence,) = (name for name in names if name.endswith(".dist-info/licenses/LICENSE"))
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read(licence) == (REPO / "LICENSE").read_bytes()
+
+
+def test_wheel_metadata(wheel_metadata: email.message.Message) -> None:
+    assert wheel_metadata["Name"] == "odb-megatron"
+    assert wheel_metadata["Version"] == odb_megatron.__version__
+    assert wheel_metadata["License-Expression"] == "Apache-2.0"
+    assert wheel_metadata["Requires-Python"] == ">=3.10"
+    required = wheel_metadata.get_all("Requires-Dist") or []
+    always = {re.split(r"[^\w-]", text)[0] for text in required if "extra ==" not in text}
+    assert always == {"numpy", "tqdm"}
+    if (REPO / "README.md").exists():
+        assert wheel_metadata["Description-Content-Type"] == "text/markdown"
+        assert str(wheel_metadata.get_payload()).strip()
+
+
+def test_wheel_imports_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    code = """
+import importlib.metadata as metadata
+installed = sorted(found.name for found in metadata.distributions())
+import odb_megatron
+print(installed, odb_megatron.__version__, metadata.version("odb-megatron"), odb_megatron.__file__)
+"""
+    output = run(python, "-I", "-c", code, cwd=tmp_path).strip()
+    version = odb_megatron.__version__
+    assert output.startswith(f"['odb-megatron'] {version} {version} "), output
+    assert str(tmp_path) in output
+
+
+def test_command_is_installed() -> None:
+    (command,) = importlib.metadata.entry_points(group="console_scripts", name="odb-megatron")
+    assert command.value == "odb_megatron.cli:main"
+    assert callable(command.load())
+
+
+def test_plan_imports_without_torch() -> None:
+    code = "import sys, odb_megatron.plan; assert 'torch' not in sys.modules"
+    run(sys.executable, "-c", code, cwd=REPO)
+
+
+# --- layers ----------------------------------------------------------------------------------
+
+TORCH_DISTRIBUTED = "torch.distributed"
+CPU_DEVICE = "odb_megatron.testing.cpu_device"
+
+# What a layer must not name, with the reason a failure shows.
+FORBIDDEN: dict[str, dict[str, str]] = {
+    "comm": {
+        "odb_megatron.data": "comm does not know about data",
+        "odb_megatron.megatron": "comm does not know about Megatron",
+        "odb_megatron.bridge": "comm does not know about Megatron",
+        "odb_megatron.report": "imports go downwards only",
+        "megatron": "comm does not know about Megatron",
+    },
+    "data": {
+        "odb_megatron.megatron": "imports go downwards only",
+        "odb_megatron.bridge": "imports go downwards only",
+        "odb_megatron.report": "imports go downwards only",
+        "megatron.training": "data does not know Megatron's globals",
+        "megatron.core.parallel_state": "data does not know Megatron's globals",
+    },
+    "megatron": {"odb_megatron.bridge": "imports go downwards only"},
+}
+
+
+def module_name(path: Path, package_root: Path) -> str:
+    """The dotted name of a file of a package."""
+    parts = path.relative_to(package_root.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def names_used(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import and every attribute chain on an imported name.
+
+    `from a import b` gives `a.b`: whether b is a module or a value, the layer named is the same.
+    """
+    tree = ast.parse(source)
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+                first = alias.name.split(".")[0]
+                bound[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")
+                keep = len(parents) - node.level + (1 if is_package else 0)
+                base = ".".join([*parents[:keep], *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = base if alias.name == "*" else f"{base}.{alias.name}"
+                yield node.lineno, full
+                bound[alias.asname or alias.name] = full
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            chain = _attribute_chain(node)
+            if chain and chain[0] in bound:
+                yield node.lineno, ".".join([bound[chain[0]], *chain[1:]])
+
+
+def layer_violations(package_root: Path) -> list[str]:
+    """Every place under a package folder that names what its layer must not."""
+    found = set()
+    for path in sorted(package_root.rglob("*.py")):
+        module = module_name(path, package_root)
+        layer = module.split(".")[1] if "." in module else ""
+        source = path.read_text(encoding="utf-8")
+        for line, name in names_used(source, module, is_package=path.name == "__init__.py"):
+            reason = _why_forbidden(layer, name)
+            if reason:
+                found.add(f"{path.relative_to(package_root.parent)}:{line}: {name}: {reason}")
+    return sorted(found)
+
+
+def _attribute_chain(node: ast.Attribute) -> list[str] | None:
+    parts = [node.attr]
+    value: ast.expr = node.value
+    while isinstance(value, ast.Attribute):
+        parts.append(value.attr)
+        value = value.value
+    return [value.id, *reversed(parts)] if isinstance(value, ast.Name) else None
+
+
+def _within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def _why_forbidden(layer: str, name: str) -> str | None:
+    if _within(name, TORCH_DISTRIBUTED) and layer not in ("comm", "testing"):
+        return "process groups are touched in odb_megatron.comm only"
+    allowed = layer == "testing" or _within(name, CPU_DEVICE)
+    if _within(name, "odb_megatron.testing") and not allowed:
+        return f"of odb_megatron.testing only {CPU_DEVICE} may be imported"
+    if layer == "plan":
+        top = name.split(".")[0]
+        own = _within(name, "odb_megatron.plan")
+        if not (own or top == "numpy" or top in sys.stdlib_module_names):
+            return "plan imports the standard library, numpy and itself"
+    for prefix, reason in FORBIDDEN.get(layer, {}).items():
+        if _within(name, prefix):
+            return reason
+    return None
+
+
+def test_layers() -> None:
+    assert list((PACKAGE / "plan").glob("*.py")), "no module found: the walk would prove nothing"
+    assert layer_violations(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "name"),
+    [
+        ("data/a.py", "import torch.distributed as dist", "torch.distributed"),
+        ("data/a.py", "from torch import distributed", "torch.distributed"),
+        ("data/a.py", "from torch.distributed import all_reduce", "torch.distributed.all_reduce"),
+        ("megatron/a.py", "import torch\ntorch.distributed.barrier()", "torch.distributed"),
+        ("megatron/a.py", "import torch as t\nt.distributed.barrier()", "torch.distributed"),
+        ("megatron/a.py", "def f():\n    import torch.distributed", "torch.distributed"),
+        ("a.py", "from torch import distributed as d", "torch.distributed"),
+        ("plan/a.py", "import torch", "torch"),
+        ("plan/a.py", "from odb_megatron.data import sample", "odb_megatron.data.sample"),
+        ("plan/a.py", "from ..data import sample", "odb_megatron.data.sample"),
+        ("plan/__init__.py", "from ..data import sample", "odb_megatron.data.sample"),
+        ("report/a.py", "from odb_megatron import testing", "odb_megatron.testing"),
+        ("report/a.py", "import odb_megatron.testing.worlds", "odb_megatron.testing.worlds"),
+        ("comm/a.py", "from megatron.core import parallel_state", "megatron.core.parallel_state"),
+        ("data/a.py", "from megatron.training import get_args", "megatron.training.get_args"),
+        ("data/a.py", "import odb_megatron.megatron.flags", "odb_megatron.megatron.flags"),
+    ],
+)
+def test_layer_rule_sees(tmp_path: Path, file: str, source: str, name: str) -> None:
+    path = tmp_path / "odb_megatron" / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    violations = layer_violations(tmp_path / "odb_megatron")
+    assert violations, "not seen"
+    assert all(name in violation for violation in violations)
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("comm/a.py", "import torch.distributed as dist\ndist.barrier()"),
+        ("testing/a.py", "from torch import distributed"),
+        ("plan/a.py", "import heapq\nimport numpy as np\nfrom odb_megatron.plan import cost"),
+        ("plan/__init__.py", "from .cost import Cost"),
+        ("megatron/a.py", "from odb_megatron.testing import cpu_device\ncpu_device.install()"),
+        ("megatron/a.py", "from odb_megatron.testing.cpu_device import install"),
+        ("data/a.py", "import torch\nx = torch.distributions\n# torch.distributed"),
+    ],
+)
+def test_layer_rule_allows(tmp_path: Path, file: str, source: str) -> None:
+    path = tmp_path / "odb_megatron" / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    assert layer_violations(tmp_path / "odb_megatron") == []
+
+
+# --- the repository --------------------------------------------------------------------------
+
+
+def repository_files() -> list[Path]:
+    """Tracked and not yet tracked files, ignored ones aside; every file where git cannot tell."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=REPO, capture_output=True, check=True).stdout.decode()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        listed = ""
+    paths = [path for name in listed.split("\0") if name and (path := REPO / name).is_file()]
+    if Path(__file__).resolve() in paths:
+        return paths
+    # No git, or this is an unpacked archive that a repository around it ignores.
+    skipped = {*NOT_SOURCE, "build", "dist"}
+    return [
+        path
+        for path in REPO.rglob("*")
+        if path.is_file()
+        and not skipped & set(path.relative_to(REPO).parts)
+        and not any(part.startswith(".venv") for part in path.relative_to(REPO).parts)
+    ]
+
+
+def test_no_path_of_the_machine_it_was_written_on() -> None:
+    # Put together here, so that this file does not hold what it looks for.
+    roots = "|".join(("work/", "root/", "tmp/v"))
+    machine_path = re.compile(rf"(?<![\w.])/(?:{roots})")
+    files = repository_files()
+    assert Path(__file__).resolve() in files, "the listing misses this very file"
+    found = []
+    for path in files:
+        data = path.read_bytes()
+        if b"\0" in data:
+            continue
+        for number, line in enumerate(data.decode(errors="replace").splitlines(), start=1):
+            if machine_path.search(line):
+                found.append(f"{path.relative_to(REPO)}:{number}: {line.strip()[:120]}")
+    assert found == []
+
+
+def test_lock_pins_every_direct_dependency() -> None:
+    locked = {}
+    for line in (REPO / "requirements" / "dev.lock").read_text().splitlines():
+        if not line.startswith("#"):
+            name, version = line.split("#")[0].strip().split("==")
+            locked[name] = version
+    direct = [
+        line.split("#")[0].strip()
+        for line in (REPO / "requirements" / "dev.in").read_text().splitlines()
+        if line.split("#")[0].strip()
+    ]
+    assert len(direct) > 10
+    for requirement in direct:
+        name = re.split(r"[=<>]", requirement)[0]
+        assert name in locked, f"{name} is in dev.in, not in dev.lock: run tools/lock.sh"
+        if "==" in requirement:
+            assert requirement == f"{name}=={locked[name]}", "dev.lock is old: run tools/lock.sh"
