@@ -12,6 +12,8 @@ from typing import Any
 
 __all__ = ["read_state", "state_path", "write_state"]
 
+_KEYS = {"planner", "tokens_so_far"}
+
 
 def state_path(folder: str, *, iteration: int, replica: int) -> str:
     """Path of a replica's state for a checkpoint of `iteration` under `--save` or `--load`."""
@@ -19,7 +21,12 @@ def state_path(folder: str, *, iteration: int, replica: int) -> str:
 
 
 def write_state(path: str, state: Mapping[str, Any]) -> None:
-    """Write `state`; a reader sees all of it or none."""
+    """Write `state`; a reader sees all of it or none.
+
+    Args:
+        path: from `state_path`.
+        state: `planner` (see `ReplicaPlanner.state_dict`) and `tokens_so_far`.
+    """
     os.makedirs(os.path.dirname(path), exist_ok=True)
     part = f"{path}.part"
     with open(part, "w", encoding="utf-8") as file:
@@ -33,7 +40,7 @@ def read_state(path: str) -> dict[str, Any] | None:
     """Return the state, or None where no such file exists.
 
     Raises:
-        ValueError: the file is not a JSON object.
+        ValueError: the file is no JSON object with the keys `tokens_so_far` and `planner`.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -44,6 +51,10 @@ def read_state(path: str) -> dict[str, Any] | None:
         raise ValueError(
             f"data state {path} is not JSON ({error}): restore or delete it"
         ) from error
-    if not isinstance(state, dict):
-        raise ValueError(f"data state {path} holds a {type(state).__name__}; expected an object")
+    if not isinstance(state, dict) or set(state) != _KEYS:
+        seen = sorted(state) if isinstance(state, dict) else type(state).__name__
+        raise ValueError(
+            f"data state {path} holds {seen}; expected {sorted(_KEYS)}: it was written by another "
+            "version of odb_megatron"
+        )
     return state

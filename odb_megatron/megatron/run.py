@@ -30,6 +30,7 @@ from odb_megatron.megatron.providers import (
 )
 from odb_megatron.megatron.recorder import StepRecorder
 from odb_megatron.megatron.setup import odb_config, total_samples
+from odb_megatron.plan.policy import PolicyName
 from odb_megatron.report.live import LiveReport, SourceTotals
 from odb_megatron.report.step_record import StepLog
 
@@ -194,10 +195,17 @@ class OdbRun:
         return loaders
 
     def _resume(self) -> None:
+        """Continue the data where the loaded checkpoint left it.
+
+        Under `samples` that is Megatron's own consumed-samples count, at any data-parallel size;
+        under `cost` it is the replica's window, so topology and policy must be the same.
+        """
         args = self._args
         if self._loader is None or self._exchange is None or not args.iteration or args.finetune:
             return
-        path = state_path(args.load, iteration=args.iteration, replica=self._exchange.replica)
+        is_cost = self.config.policy is PolicyName.COST
+        replica = self._exchange.replica if is_cost else 0
+        path = state_path(args.load, iteration=args.iteration, replica=replica)
         state = read_state(path)
         if state is None:
             if args.rank == 0:
@@ -207,8 +215,15 @@ class OdbRun:
                     flush=True,
                 )
             return
-        self._loader.load_state_dict(state["planner"])
-        self._tokens_before = int(state["tokens_so_far"])
+        self._tokens_before = state["tokens_so_far"]
+        planner = state["planner"]
+        if planner["consumed"] != args.consumed_train_samples:
+            raise ValueError(
+                f"data state {path} was saved after {planner['consumed']} samples, the checkpoint "
+                f"after {args.consumed_train_samples}: restore the file that belongs to it"
+            )
+        if is_cost or planner["policy"] != PolicyName.SAMPLES.value:
+            self._loader.load_state_dict(planner)
 
     # --- reports -------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ def activate() -> None:
         RuntimeError: CUDA is available here, or torch is told to count devices through NVML,
             in which case a replaced device count would make CUDA look available.
     """
-    global _active
+    global _active  # noqa: PLW0603 (a process-wide switch is what this is)
     if _active:
         return
     import torch
@@ -128,8 +128,8 @@ def _apply(replacement: Replacement) -> None:
         if in_megatron:
             return
         raise RuntimeError(
-            f"{replacement.module} has no {replacement.name}: this torch is not one that the CPU "
-            "device layer was written for (2.9 to 2.13)"
+            f"{replacement.module} has no {replacement.name}: the CPU device layer was "
+            "written for torch 2.13; use that, or mend its table"
         )
     made = replacement.make(original)
     setattr(owner, replacement.name, made)
