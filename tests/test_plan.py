@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odb_megatron.plan.alignment import common_count, fit_to_count, num_idle, num_split
+from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import COST_UNIT, CostModel, ModelShape
 from odb_megatron.plan.packing import pack, spread
 from odb_megatron.plan.padding import (
@@ -19,7 +20,7 @@ from odb_megatron.plan.padding import (
     length_multiple,
     padded_length,
 )
-from odb_megatron.plan.planner import PlanConfig, ReplicaPlanner, StepPlan
+from odb_megatron.plan.planner import ReplicaPlanner
 from odb_megatron.plan.policy import PolicyName
 from odb_megatron.plan.records import (
     RECORD_BYTES,
@@ -28,6 +29,7 @@ from odb_megatron.plan.records import (
     WindowRecord,
     check_agreement,
 )
+from odb_megatron.plan.step import StepPlan
 from odb_megatron.testing.worlds import World, observe_drawn, plan_step
 
 BUDGET = 64

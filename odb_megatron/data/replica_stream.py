@@ -7,6 +7,7 @@ and the planner asks. Uses torch's public DataLoader.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -62,5 +63,5 @@ class ReplicaStream:
         return item
 
 
-def _as_is(item: Sample | Hole | FetchError) -> Sample | Hole | FetchError:
+def _as_is(item: Any) -> Any:
     return item

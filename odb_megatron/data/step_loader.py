@@ -16,8 +16,10 @@ from odb_megatron.data.replica_stream import ReplicaStream
 from odb_megatron.data.sample import Hole, HoleReason, Sample
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
-from odb_megatron.plan.planner import PlanConfig, ReplicaPlanner, StepPlan, StepTotals
+from odb_megatron.plan.config import PlanConfig
+from odb_megatron.plan.planner import ReplicaPlanner
 from odb_megatron.plan.records import PlanRecord, WindowRecord
+from odb_megatron.plan.step import StepPlan, StepTotals
 
 __all__ = ["Exchange", "SourceCounts", "StepHeader", "StepLoader"]
 

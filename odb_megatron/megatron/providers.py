@@ -25,9 +25,9 @@ from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.data.tokenizer import adds_special_tokens, usable_tokenizer
 from odb_megatron.megatron.arguments import OdbConfig
 from odb_megatron.megatron.setup import dataset_config, total_samples
+from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel, ModelShape
 from odb_megatron.plan.padding import length_multiple
-from odb_megatron.plan.planner import PlanConfig
 from odb_megatron.plan.policy import PolicyName
 
 __all__ = [

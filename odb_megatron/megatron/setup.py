@@ -36,7 +36,7 @@ def parse_and_validate_args(args_defaults: dict[str, Any] | None = None) -> argp
     from megatron.training.checkpointing import load_args_from_checkpoint
     from megatron.training.global_vars import set_global_variables
 
-    args = megatron_arguments.parse_args(add_odb_arguments)
+    args: argparse.Namespace = megatron_arguments.parse_args(add_odb_arguments)
     if getattr(args, "yaml_cfg", None) is not None:
         raise ValueError(
             "--yaml-cfg replaces the command line that --odb reads: give flags instead"

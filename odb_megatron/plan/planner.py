@@ -7,149 +7,20 @@ A step goes through `draw` / `observe` until `draw` returns nothing, then `windo
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from odb_megatron.plan.alignment import common_count, fit_to_count, num_idle, num_split
-from odb_megatron.plan.cost import CostModel
+from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.packing import pack
-from odb_megatron.plan.policy import (
-    CostPolicy,
-    Held,
-    PolicyName,
-    SamplesPolicy,
-    StepPolicy,
-    StepTarget,
-)
+from odb_megatron.plan.policy import Held, StepTarget
 from odb_megatron.plan.records import PlanRecord, ReplicaFailedError, WindowRecord, check_agreement
+from odb_megatron.plan.step import StepPlan, StepTotals
 
-__all__ = ["PlanConfig", "ReplicaPlanner", "StepPlan", "StepTotals"]
+__all__ = ["ReplicaPlanner"]
 
 STATE_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanConfig:
-    """Everything that must be equal on all replicas for their plans to agree.
-
-    Attributes:
-        policy: step policy.
-        total: samples of the run (train), or of the stream (evaluation), over all replicas.
-        global_batch_size: samples per step asked for.
-        num_replicas: data-parallel size.
-        token_budget: most padded tokens of a micro-batch.
-        multiple: see `padding.length_multiple`.
-        window: samples each replica looks ahead (`cost`; ignored by `samples`).
-        max_delay_steps: see `CostPolicy`.
-        count_multiple: the micro-batch count is a multiple of this.
-        cost: cost model.
-        data: digest of the data source and its order, so that different files are noticed.
-    """
-
-    policy: PolicyName
-    total: int
-    global_batch_size: int
-    num_replicas: int
-    token_budget: int
-    multiple: int = 1
-    window: int = 0
-    max_delay_steps: int = 8
-    count_multiple: int = 1
-    cost: CostModel = CostModel()
-    data: str = ""
-
-    def __post_init__(self) -> None:
-        if self.num_replicas < 1 or self.count_multiple < 1:
-            raise ValueError(
-                f"num_replicas and count_multiple must be at least 1; got {self.num_replicas} "
-                f"and {self.count_multiple}"
-            )
-        if self.token_budget < self.multiple:
-            raise ValueError(
-                f"token budget {self.token_budget} is below the length multiple {self.multiple}: "
-                "no sample fits; raise --odb-token-budget"
-            )
-
-    def digest(self) -> int:
-        """Signed 64-bit digest of all fields."""
-        values = asdict(self) | {"policy": self.policy.value}
-        text = json.dumps(values, sort_keys=True).encode()
-        return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
-
-    def build_policy(self) -> StepPolicy:
-        """Return the step policy in force."""
-        if self.policy is PolicyName.SAMPLES:
-            return SamplesPolicy(total=self.total, global_batch_size=self.global_batch_size)
-        return CostPolicy(
-            total=self.total,
-            global_batch_size=self.global_batch_size,
-            window=self.window,
-            max_delay_steps=self.max_delay_steps,
-            num_replicas=self.num_replicas,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTotals:
-    """What all replicas know of a step, summed over them.
-
-    Attributes:
-        step: 0-based step of the run.
-        num_micro_batches: M, equal everywhere.
-        num_consumed: stream positions consumed; `num_samples + num_left_out`.
-        consumed_before: positions consumed before this step.
-        num_samples: samples emitted.
-        num_left_out: positions that emitted nothing.
-        num_truncated: samples that were cut.
-        num_tokens: tokens before padding.
-        num_padded_tokens: tokens after padding each sample to the length multiple.
-        num_squared_tokens: sum of squared lengths.
-        num_loss_tokens: positions that carry loss.
-        num_idle: idle micro-batches.
-        num_split: micro-batches that were split to meet M.
-        costs: cost per replica, micro-batch prices included.
-        wait_us: longest wait for data of any replica, microseconds.
-        is_final: no sample is left on any replica after this step.
-    """
-
-    step: int
-    num_micro_batches: int
-    num_consumed: int
-    consumed_before: int
-    num_samples: int
-    num_left_out: int
-    num_truncated: int
-    num_tokens: int
-    num_padded_tokens: int
-    num_squared_tokens: int
-    num_loss_tokens: int
-    num_idle: int
-    num_split: int
-    costs: tuple[int, ...]
-    wait_us: int
-    is_final: bool
-
-    @property
-    def balance(self) -> float:
-        """Mean over max cost of the replicas; 1.0 when there is no cost."""
-        most = max(self.costs)
-        return sum(self.costs) / len(self.costs) / most if most else 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """One replica's share of a step.
-
-    Attributes:
-        totals: see `StepTotals`.
-        micro_batches: stream positions per micro-batch; an empty one is idle.
-    """
-
-    totals: StepTotals
-    micro_batches: tuple[tuple[int, ...], ...]
 
 
 class ReplicaPlanner:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from odb_megatron.plan.planner import PlanConfig, ReplicaPlanner, StepPlan
+from odb_megatron.plan.config import PlanConfig
+from odb_megatron.plan.planner import ReplicaPlanner
 from odb_megatron.plan.records import PlanRecord, WindowRecord
+from odb_megatron.plan.step import StepPlan
 
 __all__ = ["World", "observe_drawn", "plan_step"]
 
