@@ -46,6 +46,7 @@ class ReplicaStream:
             sampler=range(first, max(first, total), num_replicas),
             num_workers=num_workers,
             collate_fn=_as_is,
+            generator=torch.Generator().manual_seed(first),  # else the model's would be advanced
         )
         self._items: Iterator[Sample | Hole | FetchError] = iter(loader)
 

@@ -141,9 +141,13 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
             return FetchError(error=error)
 
     def fingerprint(self) -> str:
-        """Digest of the sources, their split and the blend, equal on all replicas."""
+        """Digest of the sources, their split, the blend and the order; equal on all replicas."""
         digest = hashlib.sha256()
         for part in self._parts:
-            digest.update(f"{part.source.fingerprint()} {len(part.order)} {part.order[0]}".encode())
+            order = part.order
+            digest.update(f"{part.source.fingerprint()} {len(order)} {order.seed}".encode())
+            digest.update(f"{order[0]} {order[len(order) - 1]}".encode())
+        if self._blend is not None:
+            digest.update(np.ascontiguousarray(self._blend.source_index))
         digest.update(f"{self.epoch_size} {self._num_samples} {self._order}".encode())
         return digest.hexdigest()[:16]
