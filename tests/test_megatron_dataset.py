@@ -133,6 +133,14 @@ def test_splits_depend_on_neither_budget_nor_policy(write_chats: Any) -> None:
     assert (46, 5, 6) in seen
 
 
+def test_the_seed_decides_the_order(write_chats: Any) -> None:
+    def texts(seed: int) -> list[str]:
+        config = _config(blend=([write_chats("a", 57)], None), split="1", random_seed=seed)
+        return _texts(_stream(_build(config)[0]))
+
+    assert texts(1) == texts(1) != texts(2)
+
+
 def test_each_split_may_have_paths_of_its_own(write_chats: Any) -> None:
     paths = [write_chats(name, size) for name, size in (("a", 6), ("b", 4), ("c", 5))]
     config = _config(blend_per_split=[([paths[0], paths[1]], None), ([paths[2]], [1.0]), None])

@@ -538,7 +538,10 @@ def test_length_and_properties() -> None:
     stream, config = _stream([3] * 20), _config(num_replicas=1, global_batch_size=3)
     loader = StepLoader(stream, config, exchange=thread_exchanges(1)[0], consumed=6)
     assert (len(loader), loader.config, loader.stream) == (5, config, stream)
-    assert len(_steps(loader)) == 5
+    steps = _steps(loader)
+    assert len(steps) == 5
+    assert steps[0].header.totals.consumed_before == 6
+    assert _named(_steps(iter(loader))) == _named(steps)
 
 
 def test_on_step_sees_a_header_before_it_is_handed_out() -> None:

@@ -5,9 +5,12 @@ For tests and fuzzing of everything above `comm`.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
+from unittest import mock
 
 __all__ = ["ThreadExchange", "run_in_threads", "thread_exchanges"]
 
@@ -69,8 +72,22 @@ def run_in_threads(
             results[exchange.replica] = error
 
     threads = [threading.Thread(target=run, args=(exchange,)) for exchange in exchanges]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with _one_fork_at_a_time():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     return [results[exchange.replica] for exchange in exchanges]
+
+
+@contextlib.contextmanager
+def _one_fork_at_a_time() -> Iterator[None]:
+    """Replicas start data-loader workers at once; filelock's hooks refuse forks that overlap."""
+    lock, fork = threading.Lock(), os.fork
+
+    def fork_alone() -> int:
+        with lock:
+            return fork()
+
+    with mock.patch.object(os, "fork", fork_alone):
+        yield
