@@ -123,12 +123,12 @@ def test_a_stuck_or_dead_peer_ends_the_wait_of_the_others(tmp_path: Path) -> Non
         for process in processes:
             process.start()
         stuck = _failures(pipes, name="valid", timeout_s=TIMEOUT_S)
-        assert all(TIMEOUT_S - 1 < waited_s < TIMEOUT_S + 5 for waited_s in stuck)
+        assert all(TIMEOUT_S - 1 < waited_s < TIMEOUT_S + 20 for waited_s in stuck)
         assert processes[2].is_alive()  # guard: it was stuck, not gone
         for connection, _ in pipes:
             connection.send("go on")
         dead = _failures(pipes, name="train", timeout_s=60)
-        assert all(0.2 < waited_s < 20 for waited_s in dead)  # long before the time-out
+        assert all(0.2 < waited_s < 40 for waited_s in dead)  # long before the time-out
         processes[2].join(10)
         assert processes[2].exitcode == -signal.SIGKILL
     finally:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_data import BASE, Letters, Records, rules, single_stream
 
-from odb_megatron.data.chat_template import ChatRenderer
+from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
 from odb_megatron.data.order import CyclicOrder, PassOrder
 from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.replica_stream import ReplicaStream
@@ -249,6 +249,19 @@ def test_a_bad_record_comes_out_of_a_worker_with_file_and_line(
         if isinstance(error, BadRecordError):
             assert (error.path, error.line) == (str(path), 4)
     assert seen == {2: BadRecordError, 3: OverlongError}
+
+
+def test_a_chat_template_error_comes_out_of_a_worker_without_its_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "hi", "answer": "yo"}\n')
+    renderer = ChatRenderer(Letters("{{ messages | length }}{{ messages[0].content }}"))
+    source = ChatSource(str(path), rules=rules(), renderer=renderer)
+    stream = SampleStream([SourcePart(source=source, order=PassOrder(np.arange(1), seed=3))])
+    shard = ReplicaStream(stream, first=0, total=1, num_replicas=1, num_workers=1)
+    error = _failure(shard, 0)
+    assert isinstance(error, ChatTemplateError)
+    assert str(error).startswith(f"{path}:1: ")
+    assert "Traceback" not in str(error)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -55,6 +55,7 @@ class ReplicaStream:
 
         Raises:
             BadRecordError, OverlongError: by policy.
+            ChatTemplateError: always.
         """
         assert position == self._expected, f"position {position} asked, {self._expected} is next"
         self._expected += self._num_replicas

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from odb_megatron.data.chat_template import ChatTemplateError
 from odb_megatron.data.order import Order, PassOrder, SingleOrder
 from odb_megatron.data.sample import BadRecordError, Hole, Sample
 from odb_megatron.data.sources import SampleSource
@@ -64,7 +65,7 @@ class Blend:
 class FetchError:
     """An error met while preprocessing, carried out of a worker process as a value."""
 
-    error: BadRecordError | OverlongError
+    error: BadRecordError | OverlongError | ChatTemplateError
 
 
 class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
@@ -130,6 +131,7 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
 
         Raises:
             BadRecordError, OverlongError: by policy.
+            ChatTemplateError: always.
         """
         where = self.locate(position)
         return self._parts[where.source].source.sample(where.record, source=where.source)
@@ -137,7 +139,7 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
     def __getitem__(self, position: int) -> Sample | Hole | FetchError:
         try:
             return self.fetch(position)
-        except (BadRecordError, OverlongError) as error:
+        except (BadRecordError, OverlongError, ChatTemplateError) as error:
             return FetchError(error=error)
 
     def fingerprint(self) -> str:
