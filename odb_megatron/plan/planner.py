@@ -14,6 +14,7 @@ from typing import Any
 from odb_megatron.plan.alignment import common_count, fit_to_count, num_idle, num_split
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.packing import pack
+from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.policy import Held, StepTarget
 from odb_megatron.plan.records import PlanRecord, ReplicaFailedError, WindowRecord, check_agreement
 from odb_megatron.plan.step import StepPlan, StepTotals
@@ -80,7 +81,7 @@ class ReplicaPlanner:
         if num_tokens == 0:
             self._left_out += 1
             return
-        padded = -(-num_tokens // self.config.multiple) * self.config.multiple
+        padded = padded_length(num_tokens, self.config.multiple)
         held = Held(
             position=position,
             arrival=self._num_arrived,
