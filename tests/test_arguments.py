@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 import shlex
+from pathlib import Path
 
 import pytest
 
