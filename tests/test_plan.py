@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from odb_megatron.plan.alignment import common_count, fit_to_count, num_idle, num_split
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import COST_UNIT, CostModel, ModelShape
+from odb_megatron.plan.draw import Assignment
 from odb_megatron.plan.packing import pack, spread
 from odb_megatron.plan.padding import (
     OverlongError,
@@ -69,6 +70,8 @@ def worlds(draw: st.DrawFn) -> World:
             multiple=multiple,
             window=window,
             max_delay_steps=draw(st.integers(1, 4)),
+            assignment=draw(st.sampled_from(Assignment)),
+            draw_lead=draw(st.sampled_from([None, 0, 3])),
             count_multiple=draw(st.sampled_from([1, 1, 2, 4])),
         ),
         lengths=lengths,
@@ -180,7 +183,7 @@ class TestResume:
     @pytest.mark.parametrize(
         ("change", "text"),
         [
-            ({"version": 99}, "saved with version=99, this run has 1"),
+            ({"version": 99}, "saved with version=99, this run has 2"),
             ({"num_replicas": 4}, "saved with num_replicas=4, this run has 2"),
             ({"policy": "cost"}, "saved with policy=cost, this run has samples"),
             ({"extra": 1}, "written by another version"),
@@ -231,8 +234,9 @@ def _check_samples(world: World, steps: list[list[StepPlan]]) -> None:
 def _check_delay(world: World, steps: list[list[StepPlan]]) -> None:
     """Against a first-in-first-out queue that emits as many samples at each step."""
     for replica in range(world.config.num_replicas):
-        own = range(replica, len(world.lengths), world.config.num_replicas)
-        queue = [p for p in own if world.lengths[p]]
+        queue = sorted(p for plans in steps for m in plans[replica].micro_batches for p in m)
+        if world.config.assignment_in_force is Assignment.FIXED:
+            assert all(p % world.config.num_replicas == replica for p in queue)
         fifo: dict[int, int] = {}
         for step, plans in enumerate(steps):
             count = sum(len(m) for m in plans[replica].micro_batches)

@@ -25,10 +25,26 @@ def common_count(counts: Sequence[int], *, multiple: int = 1) -> int:
 
 
 def fit_to_count(
-    lengths: Sequence[int], costs: Sequence[int], *, count: int, token_budget: int
+    lengths: Sequence[int],
+    costs: Sequence[int],
+    *,
+    count: int,
+    token_budget: int,
+    patches: Sequence[int] = (),
+    max_patches: int = 0,
 ) -> list[list[int]]:
-    """Return exactly `count` micro-batches of slots into `lengths`; empty (idle) ones are last."""
-    bins = spread(lengths, costs, count=count, token_budget=token_budget) if lengths else []
+    """Return exactly `count` micro-batches of slots into `lengths`; empty (idle) ones are last.
+
+    The arguments are those of `packing.spread`.
+    """
+    bins = spread(
+        lengths,
+        costs,
+        count=count,
+        token_budget=token_budget,
+        patches=patches,
+        max_patches=max_patches,
+    )
     return bins + [[] for _ in range(count - len(bins))]
 
 

@@ -6,21 +6,34 @@ records alone (`StepTarget`) is equal on all replicas.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from odb_megatron.plan.records import WindowRecord
+import numpy as np
+import numpy.typing as npt
 
-__all__ = [
-    "CostPolicy",
-    "Held",
-    "PolicyName",
-    "SamplesPolicy",
-    "StepPolicy",
-    "StepTarget",
-]
+from odb_megatron.plan.cost import COST_UNIT, CostModel
+from odb_megatron.plan.packing import Caps, pack
+from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
+from odb_megatron.plan.selection import Aim, Selection, select
+from odb_megatron.plan.target import (
+    Knowledge,
+    StepTarget,
+    StepWish,
+    choose_count,
+    squared_tokens,
+    wanted_samples,
+)
+from odb_megatron.plan.window import Column, SampleWindow
+
+__all__ = ["BalanceScope", "CostPolicy", "PolicyName", "SamplesPolicy", "StepPolicy", "StepState"]
+
+_VIEW_STEPS = 8
+_LEAST_VIEW = 1024
+_RESERVE = 4  # standard deviations of a step's excess cost that a window should hold in reserve
+_RETURN = 4  # a window returns to its reserve by this part of the difference per step
+_MAX_FILL = (127, 128)
+_REACH_SHARE = 2, 5  # of the way from the oldest samples' rate to the longest samples' rate
 
 
 class PolicyName(Enum):
@@ -30,50 +43,30 @@ class PolicyName(Enum):
     COST = "cost"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A sample in the window.
+class BalanceScope(Enum):
+    """Where replicas wait for each other, and so what should cost the same.
 
-    Attributes:
-        position: position in the run's stream.
-        arrival: its rank among the samples this replica has observed (0 first).
-        num_tokens: length before padding.
-        padded: length after padding to the multiple.
-        num_loss_tokens: positions that carry loss.
-        cost: predicted cost.
-        truncated: whether it was cut.
-        due_step: step at which first-in-first-out order would have emitted it; None while that
-            step has not come.
+    STEP: once per optimizer step. MICROBATCH: in every micro-batch (expert parallelism, sharded
+    parameters, global auxiliary loss, pipelining).
     """
 
-    position: int
-    arrival: int
-    num_tokens: int
-    padded: int
-    num_loss_tokens: int
-    cost: int
-    truncated: bool = False
-    due_step: int | None = None
+    STEP = "step"
+    MICROBATCH = "microbatch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTarget:
-    """What all replicas derive from the first exchange.
+class StepState:
+    """What every replica knows when a step begins.
 
     Attributes:
-        end: stream positions below this may be drawn for this step.
-        cost: cost each replica should reach; None for no target (everything drawn is emitted).
-        steps_left: steps the remaining samples should spread over, this one included.
+        step: 0-based.
+        consumed: positions consumed before it by all replicas.
+        start: positions consumed when step 0 began.
     """
 
-    end: int
-    cost: int | None
-    steps_left: int
-
-    def digest(self) -> int:
-        """Signed 64-bit digest, compared in the second exchange."""
-        text = f"{self.end} {self.cost} {self.steps_left}".encode()
-        return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+    step: int
+    consumed: int
+    start: int
 
 
 class StepPolicy:
@@ -93,52 +86,89 @@ class StepPolicy:
         self.total = total
         self.global_batch_size = global_batch_size
 
-    def draw_before(self, consumed: int, *, num_held: int) -> tuple[int, int]:
+    @property
+    def mean_cost(self) -> int:
+        """Cost of an average sample as far as known, at least 1."""
+        return 1
+
+    def draw_before(self, consumed: int) -> tuple[int, int]:
         """Return (end, most): draw own positions below `end` until `most` samples are held."""
         raise NotImplementedError
 
-    def target(self, records: Sequence[WindowRecord], *, start: int) -> StepTarget:
+    def describe(self, window: SampleWindow, *, state: StepState, num_new: int) -> dict[str, int]:
+        """Return the fields of a window record that this policy needs.
+
+        Args:
+            window: this replica's.
+            state: the step's.
+            num_new: samples at the window's end that are in no earlier record.
+        """
+        del window, state, num_new
+        return {}
+
+    def target(
+        self, table: RecordTable[WindowRecord], *, state: StepState, steps_left: int, drained: bool
+    ) -> StepTarget:
         """Derive the step's target from all replicas' records.
 
         Args:
-            records: one per replica.
-            start: positions consumed when step 0 of the run began (0, or more after a resume
-                that changed the data-parallel size).
+            table: first records.
+            state: the step's.
+            steps_left: from `Termination.begin_step`.
+            drained: some replica has nothing left to draw.
         """
         raise NotImplementedError
 
     def select(
-        self, window: Sequence[Held], *, target: StepTarget, step: int, num_undrawn: int
-    ) -> list[Held]:
-        """Pick what this replica emits; `window` is in stream order."""
+        self, window: SampleWindow, *, target: StepTarget, state: StepState, num_to_come: int | None
+    ) -> Selection:
+        """Pick what this replica emits.
+
+        Args:
+            window: this replica's.
+            target: the step's.
+            state: the step's.
+            num_to_come: samples that will still join the window, None for "as many as it emits".
+        """
         raise NotImplementedError
+
+    def learn(self, table: RecordTable[PlanRecord], *, target: StepTarget, count: int) -> None:
+        """Take note of a step's outcome: all second records and the common count."""
+
+    def knowledge(self) -> list[int]:
+        """Return what was learned, for the state."""
+        return []
+
+    def restore(self, knowledge: list[int]) -> None:
+        """Continue from `knowledge`."""
 
 
 class SamplesPolicy(StepPolicy):
     """Each step consumes exactly the next `global_batch_size` positions of the stream."""
 
-    def draw_before(self, consumed: int, *, num_held: int) -> tuple[int, int]:
+    def draw_before(self, consumed: int) -> tuple[int, int]:
         """See base: the step's own positions, all of them."""
         return min(consumed + self.global_batch_size, self.total), self.total
 
-    def target(self, records: Sequence[WindowRecord], *, start: int) -> StepTarget:
+    def target(
+        self, table: RecordTable[WindowRecord], *, state: StepState, steps_left: int, drained: bool
+    ) -> StepTarget:
         """See base."""
-        consumed = records[0].position
-        left = -(-(self.total - consumed) // self.global_batch_size)
-        end = min(consumed + self.global_batch_size, self.total)
-        return StepTarget(end=end, cost=None, steps_left=left)
+        end = min(state.consumed + self.global_batch_size, self.total)
+        return StepTarget(end=end, cost=None, steps_left=steps_left)
 
     def select(
-        self, window: Sequence[Held], *, target: StepTarget, step: int, num_undrawn: int
-    ) -> list[Held]:
+        self, window: SampleWindow, *, target: StepTarget, state: StepState, num_to_come: int | None
+    ) -> Selection:
         """See base: everything held."""
-        return list(window)
+        return _everything(window)
 
 
 class CostPolicy(StepPolicy):
     """Each replica fills the step from its window to a common cost target.
 
-    Oldest first to 70 % of the target, then the largest that still fits (design: cost first).
+    Oldest first, long samples held back or brought forward so that tokens fit too (`selection`);
+    micro-batch count and cost of the step follow from what every replica can reach (`target`).
     The number of samples per step follows the global batch size: its running mean is steered to
     it, because every step corrects for what earlier steps were over or under.
 
@@ -147,9 +177,12 @@ class CostPolicy(StepPolicy):
         max_delay_steps: a sample is emitted at most this many steps after first-in-first-out
             order would have emitted it; at least 1.
         num_replicas: data-parallel replicas.
+        caps: limits of a micro-batch.
+        count_multiple: the micro-batch count is a multiple of this.
+        cost: cost model.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         *,
         total: int,
@@ -157,6 +190,9 @@ class CostPolicy(StepPolicy):
         window: int,
         max_delay_steps: int,
         num_replicas: int,
+        caps: Caps,
+        count_multiple: int,
+        cost: CostModel,
     ) -> None:
         super().__init__(total=total, global_batch_size=global_batch_size)
         least = -(-global_batch_size // num_replicas)
@@ -173,49 +209,183 @@ class CostPolicy(StepPolicy):
         self.window = window
         self.max_delay_steps = max_delay_steps
         self.num_replicas = num_replicas
+        self._caps = caps
+        self._count_multiple = count_multiple
+        self._cost = cost
+        self._knowledge = Knowledge()
 
-    def draw_before(self, consumed: int, *, num_held: int) -> tuple[int, int]:
+    @property
+    def mean_cost(self) -> int:
+        """See base."""
+        return self._knowledge.mean_cost
+
+    def draw_before(self, consumed: int) -> tuple[int, int]:
         """See base: fill the window."""
         return self.total, self.window
 
-    def target(self, records: Sequence[WindowRecord], *, start: int) -> StepTarget:
+    def describe(self, window: SampleWindow, *, state: StepState, num_new: int) -> dict[str, int]:
         """See base."""
-        first = records[0]
-        batch = self.global_batch_size
-        remaining = self.total - first.position
-        steps_left = max(1, (remaining + batch // 2) // batch)
-        held = sum(record.num_held for record in records)
-        if steps_left == 1 or held == 0:
+        rows = self._view(window, state)
+        if not rows.shape[1] and not num_new:
+            return {}
+        due = rows[:, self._due(rows, state.step)]
+        fresh = window.rows()[:, len(window) - num_new :]
+        tokens, cost = int(fresh[Column.PADDED].sum()), int(fresh[Column.COST].sum())
+        rate = self._knowledge.cost_per_token or max(1, cost // max(1, tokens))
+        excess = fresh[Column.COST] - float(rate) * fresh[Column.PADDED]
+        return {
+            "num_observed": num_new,
+            "tokens_observed": tokens,
+            "cost_observed": cost,
+            "spread_observed": squared_tokens(excess, unit=COST_UNIT),
+            "cost_due": int(due[Column.COST].sum()),
+            "micro_batches_due": self._needs(due),
+            "cost_per_token": self._rate(rows, state),
+        }
+
+    def target(
+        self, table: RecordTable[WindowRecord], *, state: StepState, steps_left: int, drained: bool
+    ) -> StepTarget:
+        """See base."""
+        knowledge = self._knowledge
+        knowledge.observe(table)
+        if steps_left == 1 or not knowledge.num_samples or not table.total("num_held"):
             return StepTarget(end=self.total, cost=None, steps_left=steps_left)
-        behind = batch * first.step - (first.position - start)
-        wanted = batch + max(-batch // 2, min(batch // 2, behind))
-        cost = sum(record.cost_held for record in records) * wanted // (held * self.num_replicas)
-        return StepTarget(end=self.total, cost=max(1, cost), steps_left=steps_left)
+        cost = max(1, self._wanted(state) * knowledge.cost // knowledge.num_samples)
+        cost = max(1, cost // self.num_replicas)
+        if drained:
+            return StepTarget(end=self.total, cost=cost, steps_left=steps_left)
+        wish = StepWish(
+            cost=cost,
+            token_budget=self._caps.token_budget,
+            count_multiple=self._count_multiple,
+        )
+        count, cost = choose_count(wish, table, margin=knowledge.margin)
+        return StepTarget(
+            end=self.total, cost=cost, steps_left=steps_left, num_micro_batches=count
+        )
 
     def select(
-        self, window: Sequence[Held], *, target: StepTarget, step: int, num_undrawn: int
-    ) -> list[Held]:
+        self, window: SampleWindow, *, target: StepTarget, state: StepState, num_to_come: int | None
+    ) -> Selection:
         """See base."""
         if target.cost is None:
-            return list(window) if target.steps_left == 1 else []
-        limit = target.cost
-        if num_undrawn == 0:  # this shard is drained: spread what is left evenly
-            limit = -(-sum(held.cost for held in window) // target.steps_left)
-        chosen = {held.position for held in window if self._overdue(held, step)}
-        cost = sum(held.cost for held in window if held.position in chosen)
-        for held in window:
-            if cost * 10 >= limit * 7:
-                break
-            if held.position not in chosen and cost + held.cost <= limit:
-                chosen.add(held.position)
-                cost += held.cost
-        for held in sorted(window, key=lambda held: (-held.cost, held.position)):
-            if held.position not in chosen and cost + held.cost <= limit:
-                chosen.add(held.position)
-                cost += held.cost
-        if not chosen and window:
-            chosen.add(window[0].position)
-        return [held for held in window if held.position in chosen]
+            return _everything(window) if target.steps_left == 1 else _nothing()
+        if not len(window):
+            return _nothing()
+        rows = self._view(window, state)
+        due = self._due(rows, state.step)
+        cost = target.cost
+        if num_to_come is not None:  # spread what is left evenly
+            left = window.cost + num_to_come * self.mean_cost
+            cost = -(-left // target.steps_left)
+        aim = self._aim(
+            rows, cost=cost, target=target, state=state, is_drained=num_to_come is not None
+        )
+        found = select(rows, due, aim=aim, caps=self._caps)
+        if found.chosen.any():
+            return found
+        only = np.zeros(rows.shape[1], dtype=np.bool_)
+        only[0] = True
+        return Selection(chosen=only, micro_batches=[[0]])
 
-    def _overdue(self, held: Held, step: int) -> bool:
-        return held.due_step is not None and step - held.due_step >= self.max_delay_steps
+    def learn(self, table: RecordTable[PlanRecord], *, target: StepTarget, count: int) -> None:
+        """See base."""
+        if target.cost is not None and target.num_micro_batches:
+            self._knowledge.learn(table, fixed=self._cost.fixed, count=count)
+
+    def knowledge(self) -> list[int]:
+        """See base."""
+        return self._knowledge.state()
+
+    def restore(self, knowledge: list[int]) -> None:
+        """See base."""
+        self._knowledge = Knowledge.restore(knowledge)
+
+    def _aim(
+        self,
+        rows: npt.NDArray[np.int64],
+        *,
+        cost: int,
+        target: StepTarget,
+        state: StepState,
+        is_drained: bool,
+    ) -> Aim:
+        """Return this replica's aim: enough tokens to bring its window back to its reserve."""
+        knowledge = self._knowledge
+        rate = knowledge.cost_per_token
+        share = self._share(state)
+        reserve = _RESERVE * knowledge.deviation(share, unit=COST_UNIT)
+        excess = int(rows[Column.COST].sum()) - rate * int(rows[Column.PADDED].sum())
+        tokens = (cost - (excess - reserve) // _RETURN) // rate
+        count = None
+        if target.num_micro_batches and not is_drained:
+            count = target.num_micro_batches
+            tokens = min(tokens, count * self._caps.token_budget * _MAX_FILL[0] // _MAX_FILL[1])
+        if is_drained:
+            tokens = int(rows[Column.PADDED].sum()) // target.steps_left
+        return Aim(
+            cost=cost,
+            tokens=max(tokens, 1),
+            cost_per_token=rate,
+            num_micro_batches=count,
+            hold=_VIEW_STEPS * share,
+        )
+
+    def _view(self, window: SampleWindow, state: StepState) -> npt.NDArray[np.int64]:
+        """Return the oldest samples, as many as one step may choose from: all overdue ones too."""
+        most = max(_LEAST_VIEW, _VIEW_STEPS * self._share(state))
+        rows = window.rows(most)
+        while most < len(window) and self._due(rows[:, -1:], state.step).any():
+            most *= 2
+            rows = window.rows(most)
+        return rows
+
+    def _wanted(self, state: StepState) -> int:
+        return wanted_samples(
+            global_batch_size=self.global_batch_size,
+            step=state.step,
+            consumed=state.consumed - state.start,
+        )
+
+    def _share(self, state: StepState) -> int:
+        return -(-self._wanted(state) // self.num_replicas)
+
+    def _due(self, rows: npt.NDArray[np.int64], step: int) -> npt.NDArray[np.bool_]:
+        since = rows[Column.DUE]
+        due: npt.NDArray[np.bool_] = (since >= 0) & (step - since >= self.max_delay_steps)
+        return due
+
+    def _needs(self, rows: npt.NDArray[np.int64]) -> int:
+        bins = pack(
+            rows[Column.PADDED].tolist(),
+            token_budget=self._caps.token_budget,
+            patches=rows[Column.PATCHES].tolist(),
+            max_patches=self._caps.max_patches,
+        )
+        return len(bins)
+
+    def _rate(self, rows: npt.NDArray[np.int64], state: StepState) -> int:
+        """Return the cost per token that this replica can sustain.
+
+        Between what its oldest samples (one and a half steps of them) cost per token, and what
+        their longest third does.
+        """
+        near = rows[:, : max(1, 3 * self._share(state) // 2)]
+        if not near.shape[1]:
+            return 0
+        costs, padded = near[Column.COST], near[Column.PADDED]
+        plain = int(costs.sum()) // int(padded.sum())
+        order = np.argsort(-padded, kind="stable")
+        tokens = np.cumsum(padded[order])
+        most = max(1, int(np.searchsorted(tokens, 2 * int(tokens[-1]) // 3, side="right")))
+        best = int(costs[order[:most]].sum()) // int(tokens[most - 1])
+        return max(1, plain + (best - plain) * _REACH_SHARE[0] // _REACH_SHARE[1])
+
+
+def _everything(window: SampleWindow) -> Selection:
+    return Selection(chosen=np.ones(len(window), dtype=np.bool_))
+
+
+def _nothing() -> Selection:
+    return Selection(chosen=np.zeros(0, dtype=np.bool_), micro_batches=[])

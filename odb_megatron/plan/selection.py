@@ -1,0 +1,209 @@
+"""Which samples of its window a replica emits, so that a step costs the same on all replicas.
+
+Pure. Must not see other replicas: the common target comes in as an `Aim`. What must go goes;
+then the oldest, long samples held back or brought forward just so far that cost and tokens both
+come out; then the largest that fits what cost is missing; then one swap at a time.
+
+Keys are floats, computed element by element and never summed, so they are the same on any CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_megatron.plan.packing import Caps, MicroBatchRooms
+from odb_megatron.plan.window import Column
+
+__all__ = ["Aim", "Selection", "select"]
+
+Integers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+_SEARCH_STEPS = 8
+_FILL_TRIES = 96
+_CLOSE_ENOUGH = 5000  # a gap below 1/5000 of the target cost is left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """What one replica's selection should come to.
+
+    Attributes:
+        cost: cost to reach and not to pass (what must go may pass it).
+        tokens: padded tokens wanted beside it.
+        cost_per_token: what an average token costs; a sample's *excess* is its cost beyond that.
+        num_micro_batches: pack into at most so many; None for as many as needed.
+        hold: ranks by which a sample of excess `cost` may be held back or brought forward.
+    """
+
+    cost: int
+    tokens: int
+    cost_per_token: int
+    num_micro_batches: int | None
+    hold: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What a replica emits.
+
+    Attributes:
+        chosen: marks among the oldest `len(chosen)` samples of the window.
+        micro_batches: slots into the same, per micro-batch; None to be packed by the caller.
+    """
+
+    chosen: Flags
+    micro_batches: list[list[int]] | None = None
+
+
+def select(rows: Integers, due: Flags, *, aim: Aim, caps: Caps) -> Selection:
+    """Select and pack.
+
+    Args:
+        rows: the window's oldest samples, int64 [len(Column), samples].
+        due: which of them must go.
+        aim: what to reach.
+        caps: limits of a micro-batch.
+    """
+    wanted = _by_age(rows, due, aim)
+    packing = _Packing(rows, caps, aim.num_micro_batches)
+    padded = rows[Column.PADDED]
+    for group in (due, wanted & ~due):
+        slots = np.flatnonzero(group)
+        for slot in slots[np.argsort(-padded[slots], kind="stable")].tolist():
+            packing.place(slot)
+    assert packing.chosen[due].all(), "samples that are due do not fit: the target is wrong"
+    _fill(packing, aim.cost)
+    _swap(packing, due, aim.cost)
+    _swap(packing, due, aim.cost)
+    return Selection(chosen=packing.chosen, micro_batches=packing.micro_batches())
+
+
+class _Packing:
+    """Samples chosen so far and where they are."""
+
+    def __init__(self, rows: Integers, caps: Caps, count: int | None) -> None:
+        self.costs = rows[Column.COST]
+        self.padded = rows[Column.PADDED]
+        self.patches = rows[Column.PATCHES]
+        self.rooms = MicroBatchRooms(caps, count=count)
+        self.cost = 0
+        self.where: Integers = np.full(rows.shape[1], -1, dtype=np.int64)
+        self._padded: list[int] = self.padded.tolist()
+        self._costs: list[int] = self.costs.tolist()
+        self._patches: list[int] | None = self.patches.tolist() if caps.max_patches else None
+
+    @property
+    def chosen(self) -> Flags:
+        """Which samples have a place."""
+        flags: Flags = self.where >= 0
+        return flags
+
+    def place(self, slot: int) -> bool:
+        """Find a place for a sample; return whether there was one."""
+        patches = self._patches[slot] if self._patches is not None else 0
+        index = self.rooms.place(self._padded[slot], patches)
+        if index < 0:
+            return False
+        self.where[slot] = index
+        self.cost += self._costs[slot]
+        return True
+
+    def micro_batches(self) -> list[list[int]]:
+        """Return the slots of each micro-batch that is not empty."""
+        bins: list[list[int]] = [[] for _ in range(self.rooms.num_micro_batches)]
+        for slot in np.flatnonzero(self.chosen).tolist():
+            bins[self.where[slot]].append(slot)
+        return [slots for slots in bins if slots]
+
+
+def _by_age(rows: Integers, due: Flags, aim: Aim) -> Flags:
+    """Choose the oldest up to the cost, long samples shifted until the tokens come out too."""
+    costs, padded = rows[Column.COST], rows[Column.PADDED]
+    usable = np.flatnonzero(due | (costs <= aim.cost))
+    costs, padded, must = costs[usable], padded[usable], due[usable]
+    excess = costs.astype(np.float64) - np.float64(aim.cost_per_token) * padded
+    unit = np.float64(aim.hold) / np.float64(max(1, aim.cost))
+    ranks = np.arange(len(usable), dtype=np.float64)
+    ranks[must] = -np.inf
+    low, high = -1.0, 1.0
+    order, taken = _prefix(costs, ranks, aim.cost)
+    for _ in range(_SEARCH_STEPS):
+        middle = (low + high) / 2
+        order, taken = _prefix(costs, ranks - excess * (unit * middle), aim.cost)
+        cost = int(costs[order[:taken]].sum())
+        missing = max(0, aim.cost - cost) // max(1, aim.cost_per_token)
+        off = int(padded[order[:taken]].sum()) + missing - aim.tokens
+        if abs(off) * 256 < aim.tokens:
+            break
+        if off > 0:
+            low = middle
+        else:
+            high = middle
+    chosen = np.zeros(rows.shape[1], dtype=np.bool_)
+    chosen[usable[order[:taken]]] = True
+    gap = aim.cost - int(costs[order[:taken]].sum())
+    rest = order[taken:]
+    for _ in range(3):  # what blocked the way is too large for the gap: go on behind it
+        rest = rest[costs[rest] <= gap]
+        more = int(np.searchsorted(np.cumsum(costs[rest]), gap, side="right"))
+        if not more:
+            break
+        chosen[usable[rest[:more]]] = True
+        gap -= int(costs[rest[:more]].sum())
+        rest = rest[more:]
+    return chosen
+
+
+def _prefix(
+    costs: Integers, keys: npt.NDArray[np.float64], cost: int
+) -> tuple[npt.NDArray[np.intp], int]:
+    order = np.argsort(keys, kind="stable")
+    return order, int(np.searchsorted(np.cumsum(costs[order]), cost, side="right"))
+
+
+def _fill(packing: _Packing, cost: int) -> None:
+    """Close the gap to `cost`: again and again the largest sample that fits it and has a room."""
+    rest = np.flatnonzero(~packing.chosen & (packing.costs <= cost - packing.cost))
+    order = rest[np.argsort(-packing.costs[rest], kind="stable")]
+    falling_costs, falling_lengths = -packing.costs[order], -packing.padded[order]
+    is_sorted = bool((falling_lengths[1:] >= falling_lengths[:-1]).all())
+    at, gap = 0, cost - packing.cost
+    for _ in range(_FILL_TRIES):
+        at = max(at, int(np.searchsorted(falling_costs, -gap)))
+        if is_sorted:
+            at = max(at, int(np.searchsorted(falling_lengths, -packing.rooms.largest)))
+        if at >= len(order) or gap * _CLOSE_ENOUGH <= cost:
+            break
+        packing.place(int(order[at]))
+        gap = cost - packing.cost
+        at += 1
+
+
+def _swap(packing: _Packing, due: Flags, cost: int) -> None:
+    """Exchange one chosen sample for one that is not, where that brings the cost closest."""
+    gap = cost - packing.cost
+    inside = np.flatnonzero(packing.chosen & ~due)
+    outside = np.flatnonzero(~packing.chosen)
+    if gap * _CLOSE_ENOUGH <= cost or not len(inside) or not len(outside):
+        return
+    outside = outside[np.argsort(packing.costs[outside], kind="stable")]
+    best = np.searchsorted(packing.costs[outside], packing.costs[inside] + gap, side="right") - 1
+    partner = outside[np.maximum(best, 0)]
+    gain = packing.costs[partner] - packing.costs[inside]
+    more = packing.padded[partner] - packing.padded[inside]
+    free = np.array(packing.rooms.by_micro_batch(), dtype=np.int64)
+    gain[(best < 0) | (more > free[packing.where[inside]])] = 0
+    at = int(gain.argmax())
+    if gain[at] <= 0:
+        return
+    old, new, index = int(inside[at]), int(partner[at]), int(packing.where[inside[at]])
+    patches = int(packing.patches[new] - packing.patches[old])
+    if not packing.rooms.accepts(index, num_patches=patches):
+        return
+    packing.rooms.exchange(index, tokens=int(more[at]), num_patches=patches)
+    packing.where[old], packing.where[new] = -1, index
+    packing.cost += int(gain[at])
