@@ -128,7 +128,6 @@ byte planned_m[N];
 byte trained_m[N];
 byte asked_at[N];
 byte closing_at = 255; /* exchange that was the first to carry a closing bit */
-byte num_returned; /* processes that have returned */
 
 hidden byte num, rest, cursor, at, each, common;
 
@@ -207,6 +206,10 @@ again:
 #ifndef PUT_AFTER
             nfull(steps[r]) || WOKEN(r);
 #endif
+            if
+            :: full(steps[r]) -> NEVER(FULL_WHEN_CLOSED, true)
+            :: nfull(steps[r])
+            fi;
             enter_window_exchange(r)
         };
         atomic {
@@ -236,11 +239,14 @@ again:
             if
             :: full(steps[r]) -> assert(closed[r]) /* nobody takes this step */
 #ifdef MUTATE_NO_IDLE_STEP
-            :: nfull(steps[r]) && w_held[r] == 0 -> skip
+            :: nfull(steps[r]) && p_samples[r] == 0 -> skip
 #endif
             :: nfull(steps[r]) -> steps[r]!put_m,is_final
             fi;
             put_m = 0;
+#ifdef MUTATE_PLAN_PAST_FINAL
+            is_final = 0;
+#endif
             if
             :: is_final -> result[r] = finished
             :: else -> goto again
@@ -248,8 +254,11 @@ again:
         }
     } unless { gone[r] };
 out:
-    num_returned++
+    skip
 }
+
+#define END_TRAINER(r) ended[r] = 1; goto out
+#define LEAVE_TRAINER(r) closed[r] = 1; goto close
 
 proctype trainer(byte r) {
     byte m;
@@ -258,23 +267,21 @@ take:
     {
         atomic {
             if
-            :: FAULT == LEAVE && trained[r] == leave_after -> goto close
-            :: FAULT == RAISE && r == victim && struck ->
-                if
-                :: nempty(steps[r]) -> steps[r]?m,is_final; m = 0
-                :: true
-                fi;
-                goto close
+            :: FAULT == LEAVE && trained[r] == leave_after -> LEAVE_TRAINER(r)
+            :: FAULT == RAISE && r == victim && struck -> LEAVE_TRAINER(r)
+            :: FAULT == RAISE && r == victim && struck && nempty(steps[r]) ->
+                steps[r]?m,is_final; m = 0; is_final = 0;
+                goto forward_raises
 #ifdef MUTATE_STOP_AT_ONCE
-            :: asked[r] -> goto close
+            :: asked[r] -> LEAVE_TRAINER(r)
 #endif
             :: nempty(steps[r]) && !(FAULT == LEAVE && trained[r] == leave_after) ->
                 steps[r]?m,is_final;
                 enter_step(r)
-            :: empty(steps[r]) && result[r] != planning -> goto out
+            :: empty(steps[r]) && result[r] != planning -> END_TRAINER(r)
             :: FAULT == HANG && r == victim && struck && WAITS(r) && result[r] == planning ->
                 result[r] = failed; /* its own deadline */
-                goto out
+                END_TRAINER(r)
             fi
         };
         atomic {
@@ -284,22 +291,25 @@ take:
                 result[r] = failed; gone[r] = 1; goto out
             fi;
             if
-            :: is_final -> goto out
+            :: is_final -> END_TRAINER(r)
             :: else -> goto take
             fi
         };
-close:  atomic { closed[r] = 1 }; /* wakes the planner, waits for its last exchange */
-        atomic {
+forward_raises:
+        atomic { LEAVE_TRAINER(r) };
+close:
+        atomic { /* the planner was woken: wait for its last exchange */
             if
             :: result[r] != planning
 #ifndef MUTATE_CLOSE_WAITS_FOREVER
             :: FAULT == RAISE -> gone[r] = 1 /* the deadline of close(): at any moment */
 #endif
-            fi
+            fi;
+            END_TRAINER(r)
         }
     } unless { gone[r] };
 out:
-    atomic { ended[r] = 1; num_returned++ }
+    skip
 }
 
 #define ASK(r) atomic { !asked[r] && !ended[r] -> asked[r] = 1; asked_at[r] = trained[r] }
@@ -320,9 +330,11 @@ proctype outside() {
     :: FAULT == CRASH -> gone[victim] = 1
     :: FAULT == RAISE -> struck = 1
     :: true
-    fi;
-    num_returned++
+    fi
 }
+
+/* Trainer and planner of r, or all of its process. */
+#define RETURNED(r) (gone[r] || (ended[r] && (result[r] != planning || (struck && r == victim))))
 
 init {
     atomic {
@@ -330,8 +342,7 @@ init {
         /* Without samples there is no step, and all know it. */
         if
         :: total == 0 ->
-            result[0] = finished; result[1] = finished; result[N-1] = finished;
-            num_returned = N
+            result[0] = finished; result[1] = finished; result[N-1] = finished
         :: else ->
             run planner(0); run planner(1);
 #if N == 3
@@ -346,7 +357,7 @@ init {
         run outside()
     };
     atomic {
-        num_returned == 2 * N + 1;
+        RETURNED(0) && RETURNED(1) && RETURNED(N-1);
         check_end();
         done = 1
     }

@@ -106,7 +106,6 @@ inline enter_window_exchange(r) {
     :: else
     fi;
 #endif
-    NEVER(FULL_WHEN_CLOSED, closed[r] && full(steps[r]));
     w_closing[r] = CLOSING(r);
     enter_exchange(r)
 }
@@ -171,7 +170,7 @@ inline enter_plan_exchange(r) {
     p_closing[r] = CLOSING(r);
     NEVER(CLOSING_IN_PLAN_RECORD, p_closing[r]);
 #ifdef MUTATE_EMIT_BEFORE_COMMIT
-    held[r] = held[r] - chosen; emitted = emitted | chosen;
+    held[r] = held[r] - chosen;
 #endif
     enter_exchange(r)
 }
@@ -201,9 +200,6 @@ inline commit(r) {
     committed[r]++;
     assert(SAME_M(0, r) && SAME_M(1, r) && SAME_M(N-1, r)); /* equal M */
     printf("replica %d step %d samples %d M %d\n", r, committed[r] - 1, chosen, common);
-#ifdef MUTATE_EMIT_BEFORE_COMMIT
-    chosen = 0;
-#endif
 #if DRAW == QUOTA
     num_emitted = num_emitted + p_samples[r];
     assert(num_emitted <= total);
@@ -212,7 +208,9 @@ inline commit(r) {
 #else
     assert((emitted & chosen) == 0); /* no sample twice */
     emitted = emitted | chosen;
+#ifndef MUTATE_EMIT_BEFORE_COMMIT
     held[r] = held[r] - chosen;
+#endif
     rest = SUM(p_remaining);
 #if DRAW == ONLINE
     rest = rest + total - next[r];

@@ -19,11 +19,11 @@ __all__ = ["Assignment", "OnlineShard", "deal", "held_goal", "own_positions"]
 
 Integers = npt.NDArray[np.int64]
 
-_KEPT_BACK = (3, 8)
-"""Share of the remaining positions not yet assigned when they run short, after a step ..."""
+_MOST_KEPT = 1
+"""Positions kept back when a run nears its end, at most, in batches."""
 
-_KEPT_BACK_LATE = (1, 8)
-"""... and inside a step, after the replicas have told what their windows cost."""
+_LAST_KEPT = 8
+"""Positions kept back when one batch remains, in percent of it; four times as many per step."""
 
 
 class Assignment(Enum):
@@ -36,20 +36,25 @@ class Assignment(Enum):
     FIXED = "fixed"
 
 
-def held_goal(remaining: int, *, capacity: int, least: int, is_late: bool) -> int:
+def held_goal(remaining: int, *, capacity: int, batch: int, is_late: bool) -> int:
     """Return how many positions all replicas should hold, assigned and not emitted.
 
-    Up to `capacity`; near the end a share of what remains is kept back, so that the last
-    positions are assigned when it is known which replicas need them.
+    `capacity`, as long as the run does not near its end. There some positions are kept back, so
+    that they can go where they are needed when it is known how the windows turned out: one
+    batch at first, towards the end a quarter of that per step, and half inside a step.
 
     Args:
         remaining: positions not yet emitted by anyone.
         capacity: what all replicas may hold.
-        least: hold at least so many (or all that remain), enough for the next step.
+        batch: positions per step.
         is_late: assigned inside a step, when the windows' costs are known.
     """
-    part, whole = _KEPT_BACK_LATE if is_late else _KEPT_BACK
-    return min(capacity, remaining, max(least, remaining - remaining * part // whole))
+    steps = 32 * remaining // batch - (48 if is_late else 32)  # in sixteenths of a halving
+    whole, part = min(steps >> 4, 16), steps & 15
+    kept = batch * (16 + part) * _LAST_KEPT
+    kept = kept << whole if whole >= 0 else kept >> -whole
+    kept = min(kept // 1600, batch * _MOST_KEPT)
+    return min(capacity, remaining, max(batch * 5 // 4, remaining - kept))
 
 
 def deal(amount: int, *, costs: Integers, caps: Integers, each: int) -> Integers:

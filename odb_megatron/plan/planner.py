@@ -380,7 +380,11 @@ class ReplicaPlanner:
         num_held, cost_held, num_upcoming = held
         outstanding = num_held + num_upcoming
         capacity = config.window + config.lead
-        caps = np.maximum(capacity - outstanding, 0)
+        each = self._policy.mean_cost
+        costs = cost_held + num_upcoming * each
+        # a window that is full of cost waits with drawing, even if it holds few samples
+        by_cost = (capacity * each - costs) // each
+        caps = np.maximum(np.minimum(capacity - outstanding, by_cost), 0)
         now = int(outstanding.sum())
         if self._target is not None and self._target.steps_left == 1:
             amount, caps = left, np.full_like(caps, left)
@@ -388,16 +392,13 @@ class ReplicaPlanner:
             goal = held_goal(
                 left + now,
                 capacity=capacity * config.num_replicas,
-                least=config.global_batch_size * 5 // 4,
+                batch=config.global_batch_size,
                 is_late=is_late,
             )
             amount = min(left, max(0, goal - now), int(caps.sum()))
         if not amount:
             return
-        each = self._policy.mean_cost
-        self._shard.assign(
-            deal(amount, costs=cost_held + num_upcoming * each, caps=caps, each=each)
-        )
+        self._shard.assign(deal(amount, costs=costs, caps=caps, each=each))
 
     def _num_needed(self, found: Selection, rows: npt.NDArray[np.int64]) -> int:
         if found.micro_batches is not None:

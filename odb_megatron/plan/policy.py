@@ -30,7 +30,8 @@ __all__ = ["BalanceScope", "CostPolicy", "PolicyName", "SamplesPolicy", "StepPol
 
 _VIEW_STEPS = 8
 _LEAST_VIEW = 1024
-_RESERVE = 4  # standard deviations of a step's excess cost that a window should hold in reserve
+_RESERVE = 6  # quarters of a step's standard deviation of excess cost to hold in reserve ...
+_RESERVE_PER_DOUBLING = 2  # ... and more for more replicas, since the poorest window limits all
 _RETURN = 4  # a window returns to its reserve by this part of the difference per step
 _MAX_FILL = (127, 128)
 _REACH_SHARE = 2, 5  # of the way from the oldest samples' rate to the longest samples' rate
@@ -315,7 +316,8 @@ class CostPolicy(StepPolicy):
         knowledge = self._knowledge
         rate = knowledge.cost_per_token
         share = self._share(state)
-        reserve = _RESERVE * knowledge.deviation(share, unit=COST_UNIT)
+        quarters = _RESERVE + _RESERVE_PER_DOUBLING * self.num_replicas.bit_length()
+        reserve = quarters * knowledge.deviation(share, unit=COST_UNIT) // 4
         excess = int(rows[Column.COST].sum()) - rate * int(rows[Column.PADDED].sum())
         tokens = (cost - (excess - reserve) // _RETURN) // rate
         count = None

@@ -23,6 +23,8 @@ Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 _SEARCH_STEPS = 8
+_SKIPS = 4
+_GOOD_PREFIX = 64  # a prefix that misses less than 1/64 of the cost is good enough
 _FILL_TRIES = 96
 _CLOSE_ENOUGH = 5000  # a gap below 1/5000 of the target cost is left
 
@@ -122,47 +124,52 @@ class _Packing:
 
 def _by_age(rows: Integers, due: Flags, aim: Aim) -> Flags:
     """Choose the oldest up to the cost, long samples shifted until the tokens come out too."""
-    costs, padded = rows[Column.COST], rows[Column.PADDED]
-    usable = np.flatnonzero(due | (costs <= aim.cost))
-    costs, padded, must = costs[usable], padded[usable], due[usable]
+    usable = np.flatnonzero(due | (rows[Column.COST] <= aim.cost))
+    costs, padded, must = rows[Column.COST][usable], rows[Column.PADDED][usable], due[usable]
     excess = costs.astype(np.float64) - np.float64(aim.cost_per_token) * padded
     unit = np.float64(aim.hold) / np.float64(max(1, aim.cost))
     ranks = np.arange(len(usable), dtype=np.float64)
     ranks[must] = -np.inf
     low, high = -1.0, 1.0
-    order, taken = _prefix(costs, ranks, aim.cost)
+    best: npt.NDArray[np.intp] | None = None
     for _ in range(_SEARCH_STEPS):
         middle = (low + high) / 2
-        order, taken = _prefix(costs, ranks - excess * (unit * middle), aim.cost)
-        cost = int(costs[order[:taken]].sum())
-        missing = max(0, aim.cost - cost) // max(1, aim.cost_per_token)
-        off = int(padded[order[:taken]].sum()) + missing - aim.tokens
-        if abs(off) * 256 < aim.tokens:
-            break
+        picked, gap = _prefix(costs, ranks - excess * (unit * middle), aim.cost)
+        off = int(padded[picked].sum()) + gap // aim.cost_per_token - aim.tokens
         if off > 0:
             low = middle
-        else:
-            high = middle
-    chosen = np.zeros(rows.shape[1], dtype=np.bool_)
-    chosen[usable[order[:taken]]] = True
-    gap = aim.cost - int(costs[order[:taken]].sum())
-    rest = order[taken:]
-    for _ in range(3):  # what blocked the way is too large for the gap: go on behind it
-        rest = rest[costs[rest] <= gap]
-        more = int(np.searchsorted(np.cumsum(costs[rest]), gap, side="right"))
-        if not more:
+            continue
+        high, best = middle, picked
+        if -off * 128 < aim.tokens:
             break
-        chosen[usable[rest[:more]]] = True
-        gap -= int(costs[rest[:more]].sum())
-        rest = rest[more:]
+    if best is None:
+        best, _ = _prefix(costs, ranks - excess * (unit * high), aim.cost)
+    chosen = np.zeros(rows.shape[1], dtype=np.bool_)
+    chosen[usable[best]] = True
     return chosen
 
 
 def _prefix(
     costs: Integers, keys: npt.NDArray[np.float64], cost: int
 ) -> tuple[npt.NDArray[np.intp], int]:
+    """Pick in the order of the keys up to `cost`, going on behind what is too large to fit.
+
+    Returns:
+        What was picked, and the cost that is missing.
+    """
     order = np.argsort(keys, kind="stable")
-    return order, int(np.searchsorted(np.cumsum(costs[order]), cost, side="right"))
+    picked, gap = [], cost
+    for _ in range(_SKIPS):
+        sums = np.cumsum(costs[order])
+        taken = int(np.searchsorted(sums, gap, side="right"))
+        if taken:
+            picked.append(order[:taken])
+            gap -= int(sums[taken - 1])
+        order = order[taken + 1 :]
+        if not len(order) or gap * _GOOD_PREFIX < cost:
+            break
+        order = order[costs[order] <= gap]
+    return np.concatenate(picked) if picked else order[:0], max(0, gap)
 
 
 def _fill(packing: _Packing, cost: int) -> None:

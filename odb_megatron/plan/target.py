@@ -20,8 +20,9 @@ _PPM = 1_000_000
 _MOST_SAMPLES = 1 << 22
 _FIRST_MARGIN = 20_000
 _MARGINS = (-150_000, 120_000)
+_GAIN = 4
 _LARGEST_CHANGE = 10_000
-_BALANCE_PER_PRICE = 50
+_BALANCE_PER_PRICE = 100
 _MOST_STRETCH = 8
 
 
@@ -136,7 +137,7 @@ class Knowledge:
             return
         lost = _PPM - _PPM * table.total("cost") // (len(table) * most)
         allowed = _PPM * fixed * count // (_BALANCE_PER_PRICE * most)
-        change = max(-_LARGEST_CHANGE, min(_LARGEST_CHANGE, 2 * (lost - allowed)))
+        change = max(-_LARGEST_CHANGE, min(_LARGEST_CHANGE, _GAIN * (lost - allowed)))
         self.margin = max(_MARGINS[0], min(_MARGINS[1], self.margin + change))
 
     def state(self) -> list[int]:

@@ -5,8 +5,9 @@ same phase. It must not look at one replica's window.
 
 Bound. Let `r` be the positions not yet consumed when the first replica is found drained (nothing
 left for it to draw) before the step `d`, and `b` the global batch size. Then the last step is at
-most step `d + n - 1` with `n = steps_bound(r)`, which is `r / b` rounded (up under the policy
-`samples`, where every step but the last takes exactly `b`), at least 1: the deadline is fixed once, in the step of the first
+most step `d + n - 1` with `n = steps_bound(r)`, which is `r / b` rounded up (a rest of
+less than a quarter of a batch joins the step before it, except under the policy `samples`, where
+every step but the last takes exactly `b`), at least 1: the deadline is fixed once, in the step of the first
 drained replica; from then on the number of steps left falls by at least one per step (it is the
 smaller of the estimate and the distance to the deadline); and the step with one step left emits
 everything. Before that, every step consumes at least one position, because a replica with a
@@ -46,11 +47,11 @@ def steps_bound(remaining: int, *, global_batch_size: int, rounds_up: bool = Fal
     Args:
         remaining: positions not consumed yet.
         global_batch_size: positions per step.
-        rounds_up: a part of a batch is a step of its own; otherwise the steps before it share it.
+        rounds_up: any rest is a step of its own; otherwise one of a quarter batch or more is.
     """
     if rounds_up:
         return max(1, -(-remaining // global_batch_size))
-    return max(1, (2 * remaining + global_batch_size) // (2 * global_batch_size))
+    return max(1, -(-(4 * remaining - global_batch_size) // (4 * global_batch_size)))
 
 
 class Termination:
