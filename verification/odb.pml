@@ -15,9 +15,11 @@
  *   DRAW       FIXED: shards | ONLINE: assigned online | BATCH: the policy `samples` |
  *              QUOTA: endless shards, a given number of samples
  *   RULE       EACH replica that holds samples emits one | SOME replica does
+ *   DRAIN      defined: a deadline ends the drain, as in odb_megatron/plan/termination.py
  *   FAULT      see below
  *   STOPS      defined: besides, any replicas may ask to stop, at any moment
  *   MOST       largest shard (FIXED)
+ *   LEAST      fewest samples of all replicas (draws other than FIXED)
  *   TOTAL      most samples of all replicas
  *   WINDOW     largest window
  *   FIT        samples that fit a micro-batch
@@ -65,6 +67,9 @@
 #ifndef TOTAL
 #define TOTAL (N * MOST)
 #endif
+#ifndef LEAST
+#define LEAST 0
+#endif
 #ifndef WINDOW
 #define WINDOW 2
 #endif
@@ -82,7 +87,7 @@ mtype = { planning, finished, stopped, failed };
 /* ---- the world, chosen by init ---- */
 byte window;      /* most samples a replica holds */
 byte total;       /* samples of the run */
-byte batch;       /* BATCH: samples per step */
+byte batch;       /* BATCH, DRAIN: samples per step */
 byte leave_after; /* LEAVE: steps that are trained */
 byte victim;      /* ERROR, HANG, CRASH, RAISE: which replica */
 short max_steps;  /* the stated bound */
@@ -93,6 +98,7 @@ byte next[N];     /* FIXED: first sample not drawn; other draws: its copy of the
 byte last[N];     /* FIXED: end of its shard */
 SAMPLES held[N];  /* its window */
 byte committed[N]; /* steps planned */
+byte last_step[N]; /* DRAIN: steps in all, fixed when the first replica is drained; 0: not yet */
 mtype result[N] = planning;
 
 /* ---- what it sends: window record, plan record ---- */

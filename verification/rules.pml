@@ -114,6 +114,8 @@ inline enter_window_exchange(r) {
 
 #ifdef MUTATE_SELECT_NOTHING
 #define MUST_EMIT(r) false
+#elif defined(REPLAY)
+#define MUST_EMIT(r) false
 #elif RULE == EACH
 #define MUST_EMIT(r) (w_held[r] > 0)
 #else /* the first replica that holds samples */
@@ -128,8 +130,70 @@ inline enter_window_exchange(r) {
 #define ANY_LEFT (SUM(w_held) + SUM(w_undrawn) > 0 || left_out)
 #endif
 
+/* What `plan/termination.py` calls steps_bound: a rest below a quarter of a batch is no step. */
+#define STEPS_BOUND(x) (4 * (x) <= 5 * batch -> 1 : CEIL(4 * (x) - batch, 4 * batch))
+
+/* A replica has nothing left to draw. Online this is known before the exchange. */
+#if DRAW == ONLINE
+#define ANY_DRAINED(r) (next[r] == total)
+#else
+#define ANY_DRAINED(r) (w_undrawn[0] == 0 || w_undrawn[1] == 0 || w_undrawn[N-1] == 0)
+#endif
+
+/* rest = steps left, this one included. When it is 1, all that is left is drawn and emitted. */
+inline steps_left(r) {
+    num = SUM(w_held) + SUM(w_undrawn) + (DRAW == ONLINE -> total - next[r] : 0);
+    rest = STEPS_BOUND(num);
+    if
+    :: ANY_DRAINED(r) && max_drain == 0 -> max_drain = committed[r] + rest
+    :: else
+    fi;
+#ifdef MUTATE_DEADLINE_MOVES
+    last_step[r] = 0;
+#endif
+    if
+    :: ANY_DRAINED(r) && last_step[r] == 0 -> last_step[r] = committed[r] + rest
+    :: else
+    fi;
+    if
+    :: last_step[r] > 0 -> rest = MIN2(rest, last_step[r] - committed[r])
+    :: else
+    fi;
+    assert(rest > 0)
+}
+
+inline draw_all(r) {
+#if DRAW == ONLINE
+    do
+    :: next[r] < total ->
+        if
+        :: next[r] % N == r -> held[r] = held[r] | BIT(next[r])
+        :: else
+        fi;
+        next[r]++
+    :: else -> break
+    od
+#else
+    held[r] = held[r] | (BIT(last[r]) - BIT(next[r]));
+    next[r] = last[r]
+#endif
+}
+
 /* chosen = the selection, num = its size. */
 inline select_samples(r) {
+#ifdef DRAIN
+    steps_left(r);
+    if
+    :: rest == 1 -> draw_all(r); chosen = held[r]
+    :: else -> select_any(r)
+    fi;
+    num = SIZE(chosen)
+#else
+    select_any(r)
+#endif
+}
+
+inline select_any(r) {
 #ifdef REPLAY
     chosen = replayed[committed[r] * N + r];
     assert((chosen & held[r]) == chosen && (chosen != 0 || !MUST_EMIT(r)));
@@ -166,7 +230,11 @@ inline enter_plan_exchange(r) {
     build_maybe(r, p_failed[r]);
     p_need[r] = CEIL(num, FIT);
     p_samples[r] = num;
-    p_remaining[r] = w_held[r] + w_undrawn[r] - num;
+#if DRAW == FIXED
+    p_remaining[r] = SIZE(held[r]) + last[r] - next[r] - num;
+#else
+    p_remaining[r] = (DRAW == QUOTA -> 0 : SIZE(held[r]) + w_undrawn[r] - num);
+#endif
     p_closing[r] = CLOSING(r);
     NEVER(CLOSING_IN_PLAN_RECORD, p_closing[r]);
 #ifdef MUTATE_EMIT_BEFORE_COMMIT
@@ -223,6 +291,7 @@ inline commit(r) {
 #ifdef MUTATE_FINAL_BY_REPLICA
     rest = p_remaining[r];
 #endif
+    assert(SUM(p_samples) > 0 || left_out); /* progress */
     assert(committed[r] <= max_steps);
     NEVER(LATEST_END, committed[r] == max_steps);
     NEVER(IDLE_MICRO_BATCH, p_samples[r] < common);
@@ -254,7 +323,9 @@ inline draw_online(r) {
 
 /* The bound on the steps after the first replica is drained. */
 inline check_drain(r) {
-#if DRAW == FIXED
+#ifdef DRAIN
+    /* steps_left has set it */
+#elif DRAW == FIXED
     if
     :: max_drain == 0 && (p_remaining[0] == 0 || p_remaining[1] == 0 || p_remaining[N-1] == 0) ->
         max_drain = committed[r] + (RULE == EACH -> MAX(p_remaining) : SUM(p_remaining))

@@ -187,13 +187,17 @@ def _worlds() -> list[Check]:
         ("virtual pipeline, two samples fit", (*two, "MOST=4", "FIT=2", "MULTIPLE=2")),
         ("online assignment", (*two, "DRAW=ONLINE", "TOTAL=8")),
         ("online assignment", (*three, "DRAW=ONLINE", "TOTAL=8")),
+        ("drain by deadline", (*two, "MOST=4", "TOTAL=7", "RULE=SOME", "DRAIN")),
+        ("drain by deadline", (*three, "MOST=3", "TOTAL=4", "RULE=SOME", "DRAIN")),
+        ("drain by deadline, online", (*two, "DRAW=ONLINE", "TOTAL=7", "RULE=SOME", "DRAIN")),
+        ("drain by deadline, online", (*three, "DRAW=ONLINE", "TOTAL=5", "RULE=SOME", "DRAIN")),
         ("policy samples", (*two, "DRAW=BATCH", "TOTAL=9")),
         ("policy samples", (*three, "DRAW=BATCH", "TOTAL=9")),
         ("quota", (*two, "DRAW=QUOTA", "TOTAL=8")),
         ("quota", (*three, "DRAW=QUOTA", "TOTAL=8")),
     ]
     long_two, long_three = (*two, "MOST=4", "TOTAL=5"), (*three, "MOST=4", "TOTAL=4", "WINDOW=1")
-    five_two = (*two, "MOST=5", "TOTAL=5")
+    five = (*two, "MOST=5", "TOTAL=5", "WINDOW=1")
     short_three = (*three, "MOST=3", "TOTAL=3", "WINDOW=1")
     worlds += [
         ("trainers leave", (*long_two, "FAULT=LEAVE")),
@@ -211,10 +215,7 @@ def _worlds() -> list[Check]:
         ("stop requests, online assignment", (*two, "DRAW=ONLINE", "TOTAL=5", "STOPS")),
         ("stop requests, policy samples", (*two, "DRAW=BATCH", "TOTAL=6", "STOPS")),
         ("stop requests, quota", (*two, "DRAW=QUOTA", "TOTAL=6", "STOPS")),
-        (
-            "stop requests, plan_ahead 3",
-            (*two, "MOST=5", "TOTAL=5", "WINDOW=1", "AHEAD=3", "STOPS"),
-        ),
+        ("stop requests, plan_ahead 3", (*five, "AHEAD=3", "STOPS")),
         ("stop requests, back-pressure after", (*long_two, "WINDOW=1", "PUT_AFTER", "STOPS")),
         ("trainers leave, plan_ahead 3", (*two, "MOST=5", "TOTAL=6", "AHEAD=3", "FAULT=LEAVE")),
         ("trainers leave, back-pressure after", (*long_two, "PUT_AFTER", "FAULT=LEAVE")),
@@ -229,7 +230,7 @@ def _worlds() -> list[Check]:
             name=f"{macros[0][2:]} replicas, {name}{': ends' if liveness else ''}",
             macros=macros,
             liveness=liveness,
-            quick=macros[0] == "N=2" and "HOLES" not in macros and not liveness,
+            quick=macros[0] == "N=2" and not liveness and not name.count(","),
         )
         for name, macros in worlds
         for liveness in (False, True)
@@ -243,7 +244,8 @@ def _mutations() -> list[Check]:
         ("COUNT_MIN", "common>=p_need", ()),
         ("COUNT_OWN", "planned_m", ()),
         ("COUNT_NOT_MULTIPLE", "common%2", ("MULTIPLE=2",)),
-        ("SELECT_NOTHING", "max_steps", ()),
+        ("SELECT_NOTHING", "p_samples", ()),
+        ("DEADLINE_MOVES", "max_drain", ("MOST=4", "RULE=SOME", "DRAIN")),
         ("FINAL_BY_REPLICA", DEADLOCK, ()),
         ("PLAN_PAST_FINAL", "w_held", ()),
         ("EMIT_BEFORE_COMMIT", "left_out", ("STOPS",)),

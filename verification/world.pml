@@ -38,12 +38,16 @@ inline choose_world() {
         each++
     :: else -> break
     od;
+#ifdef DRAIN
+    max_steps = total;
+#else
     if
     :: last[0] == 0 || last[1] == next[1] || last[N-1] == next[N-1] -> max_drain = max_steps
     :: else
     fi;
+#endif
 #else
-    CHOOSE(total, 0, TOTAL);
+    CHOOSE(total, LEAST, TOTAL);
 #endif
 #if DRAW == ONLINE
     cursor = 0; each = 0;
@@ -62,6 +66,9 @@ inline choose_world() {
     max_steps = CEIL(total, batch);
 #elif DRAW == QUOTA
     max_steps = CEIL(total, N);
+#endif
+#if defined(DRAIN) && !defined(REPLAY)
+    choose(batch, 1, 3);
 #endif
 #if FAULT == LEAVE
     choose(leave_after, 0, 3);

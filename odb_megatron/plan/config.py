@@ -128,4 +128,5 @@ class PlanConfig:
             caps=Caps(token_budget=self.token_budget, max_patches=self.max_patches),
             count_multiple=self.count_multiple,
             cost=self.cost,
+            scope=self.balance,
         )

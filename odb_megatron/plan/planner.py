@@ -17,7 +17,7 @@ from odb_megatron.plan.alignment import common_count, fit_to_count
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.draw import OnlineShard, deal, held_goal
 from odb_megatron.plan.packing import pack
-from odb_megatron.plan.policy import PolicyName, StepState
+from odb_megatron.plan.policy import BalanceScope, PolicyName, StepState
 from odb_megatron.plan.records import (
     PlanRecord,
     RecordTable,
@@ -157,7 +157,9 @@ class ReplicaPlanner:
             cost_held=window.cost,
             num_undrawn=self._num_undrawn(),
             closing=self._is_closing,
-            **self._policy.describe(window, state=self._state(), num_new=num_new),
+            **self._policy.describe(
+                window, state=self._state(), num_new=num_new, num_emitted=self._num_emitted
+            ),
         )
 
     def set_target(self, records: WindowRecords) -> None:
@@ -215,6 +217,9 @@ class ReplicaPlanner:
             num_remaining=undrawn + len(self._window) - num,
             num_kept=len(self._window) - num,
             cost_kept=self._window.cost - cost,
+            cost_missing=found.missing,
+            num_large=found.num_large,
+            cost_large=found.cost_large,
             wait_us=wait_us,
             closing=self._is_closing,
         )
@@ -426,6 +431,9 @@ class ReplicaPlanner:
                 patches=view[Column.PATCHES].tolist(),
                 max_patches=self.config.max_patches,
             )
+        if self.config.balance is BalanceScope.MICROBATCH:
+            costs = view[Column.COST].tolist()
+            bins = sorted(bins, key=lambda slots: -sum(costs[slot] for slot in slots))
         positions = view[Column.POSITION].tolist()
         return tuple(tuple(positions[slot] for slot in slots) for slots in bins)
 

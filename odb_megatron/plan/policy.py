@@ -12,6 +12,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from odb_megatron.plan.aligned import select_aligned
 from odb_megatron.plan.cost import COST_UNIT, CostModel
 from odb_megatron.plan.packing import Caps, pack
 from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
@@ -20,7 +21,6 @@ from odb_megatron.plan.target import (
     Knowledge,
     StepTarget,
     StepWish,
-    choose_count,
     squared_tokens,
     wanted_samples,
 )
@@ -32,6 +32,7 @@ _VIEW_STEPS = 8
 _LEAST_VIEW = 1024
 _RESERVE = 6  # quarters of a step's standard deviation of excess cost to hold in reserve ...
 _RESERVE_PER_DOUBLING = 2  # ... and more for more replicas, since the poorest window limits all
+_LARGE_HOLD = 1  # steps beyond first-in-first-out that large samples are held, on average
 _RETURN = 4  # a window returns to its reserve by this part of the difference per step
 _MAX_FILL = (127, 128)
 _REACH_SHARE = 2, 5  # of the way from the oldest samples' rate to the longest samples' rate
@@ -96,15 +97,18 @@ class StepPolicy:
         """Return (end, most): draw own positions below `end` until `most` samples are held."""
         raise NotImplementedError
 
-    def describe(self, window: SampleWindow, *, state: StepState, num_new: int) -> dict[str, int]:
+    def describe(
+        self, window: SampleWindow, *, state: StepState, num_new: int, num_emitted: int
+    ) -> dict[str, int]:
         """Return the fields of a window record that this policy needs.
 
         Args:
             window: this replica's.
             state: the step's.
             num_new: samples at the window's end that are in no earlier record.
+            num_emitted: samples this replica has emitted.
         """
-        del window, state, num_new
+        del window, state, num_new, num_emitted
         return {}
 
     def target(
@@ -181,6 +185,7 @@ class CostPolicy(StepPolicy):
         caps: limits of a micro-batch.
         count_multiple: the micro-batch count is a multiple of this.
         cost: cost model.
+        scope: what should cost the same on all replicas.
     """
 
     def __init__(  # noqa: PLR0913
@@ -194,6 +199,7 @@ class CostPolicy(StepPolicy):
         caps: Caps,
         count_multiple: int,
         cost: CostModel,
+        scope: BalanceScope = BalanceScope.STEP,
     ) -> None:
         super().__init__(total=total, global_batch_size=global_batch_size)
         least = -(-global_batch_size // num_replicas)
@@ -213,6 +219,7 @@ class CostPolicy(StepPolicy):
         self._caps = caps
         self._count_multiple = count_multiple
         self._cost = cost
+        self._scope = scope
         self._knowledge = Knowledge()
 
     @property
@@ -224,7 +231,9 @@ class CostPolicy(StepPolicy):
         """See base: fill the window."""
         return self.total, self.window
 
-    def describe(self, window: SampleWindow, *, state: StepState, num_new: int) -> dict[str, int]:
+    def describe(
+        self, window: SampleWindow, *, state: StepState, num_new: int, num_emitted: int
+    ) -> dict[str, int]:
         """See base."""
         rows = self._view(window, state)
         if not rows.shape[1] and not num_new:
@@ -242,6 +251,7 @@ class CostPolicy(StepPolicy):
             "cost_due": int(due[Column.COST].sum()),
             "micro_batches_due": self._needs(due),
             "cost_per_token": self._rate(rows, state),
+            **self._large(rows, num_emitted),
         }
 
     def target(
@@ -257,13 +267,18 @@ class CostPolicy(StepPolicy):
         if drained:
             return StepTarget(end=self.total, cost=cost, steps_left=steps_left)
         wish = StepWish(
-            cost=cost,
+            samples=self._wanted(state),
             token_budget=self._caps.token_budget,
             count_multiple=self._count_multiple,
+            hold=self._large_hold(state) if self._scope is BalanceScope.MICROBATCH else None,
         )
-        count, cost = choose_count(wish, table, margin=knowledge.margin)
+        count, cost, heights = knowledge.choose_step(wish, table)
         return StepTarget(
-            end=self.total, cost=cost, steps_left=steps_left, num_micro_batches=count
+            end=self.total,
+            cost=cost,
+            steps_left=steps_left,
+            num_micro_batches=count,
+            heights=heights,
         )
 
     def select(
@@ -283,7 +298,11 @@ class CostPolicy(StepPolicy):
         aim = self._aim(
             rows, cost=cost, target=target, state=state, is_drained=num_to_come is not None
         )
-        found = select(rows, due, aim=aim, caps=self._caps)
+        found = None
+        if self._scope is BalanceScope.MICROBATCH and aim.num_micro_batches is not None:
+            heights = target.heights
+            found = select_aligned(rows, due, aim=aim, heights=heights, caps=self._caps)
+        found = found or select(rows, due, aim=aim, caps=self._caps)
         if found.chosen.any():
             return found
         only = np.zeros(rows.shape[1], dtype=np.bool_)
@@ -293,7 +312,12 @@ class CostPolicy(StepPolicy):
     def learn(self, table: RecordTable[PlanRecord], *, target: StepTarget, count: int) -> None:
         """See base."""
         if target.cost is not None and target.num_micro_batches:
-            self._knowledge.learn(table, fixed=self._cost.fixed, count=count)
+            self._knowledge.learn(
+                table,
+                fixed=self._cost.fixed,
+                count=count,
+                by_missing=self._scope is BalanceScope.MICROBATCH,
+            )
 
     def knowledge(self) -> list[int]:
         """See base."""
@@ -353,10 +377,29 @@ class CostPolicy(StepPolicy):
     def _share(self, state: StepState) -> int:
         return -(-self._wanted(state) // self.num_replicas)
 
+    def _large_hold(self, state: StepState) -> tuple[int, int]:
+        """Return for how many steps a large sample is held, and the wait that ends it at once."""
+        share = self._share(state)
+        return self.window // share + _LARGE_HOLD, (self.max_delay_steps - 2) * share
+
     def _due(self, rows: npt.NDArray[np.int64], step: int) -> npt.NDArray[np.bool_]:
         since = rows[Column.DUE]
         due: npt.NDArray[np.bool_] = (since >= 0) & (step - since >= self.max_delay_steps)
         return due
+
+    def _large(self, rows: npt.NDArray[np.int64], num_emitted: int) -> dict[str, int]:
+        """Return number, waits and costs of samples that need a micro-batch of their own."""
+        level = self._knowledge.level
+        if self._scope is BalanceScope.STEP or not level:
+            return {}
+        large = rows[:, rows[Column.COST] > level]
+        found = {"num_large": large.shape[1]}
+        for index, (arrival, cost) in enumerate(
+            zip(large[Column.ARRIVAL, :2].tolist(), large[Column.COST, :2].tolist(), strict=True)
+        ):
+            found[f"large_wait_{index}"] = num_emitted - arrival
+            found[f"large_cost_{index}"] = cost
+        return found
 
     def _needs(self, rows: npt.NDArray[np.int64]) -> int:
         bins = pack(
@@ -376,6 +419,10 @@ class CostPolicy(StepPolicy):
         near = rows[:, : max(1, 3 * self._share(state) // 2)]
         if not near.shape[1]:
             return 0
+        if self._scope is BalanceScope.MICROBATCH:  # what costs more than a full one goes apart
+            rate = int(near[Column.COST].sum()) // int(near[Column.PADDED].sum())
+            small = near[Column.COST] <= rate * self._caps.token_budget
+            near = near[:, small] if small.any() else near
         costs, padded = near[Column.COST], near[Column.PADDED]
         plain = int(costs.sum()) // int(padded.sum())
         order = np.argsort(-padded, kind="stable")

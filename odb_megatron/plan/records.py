@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "NUM_LARGEST",
     "RECORD_BYTES",
     "PlanRecord",
     "RecordTable",
@@ -27,9 +26,6 @@ __all__ = [
 
 RECORD_BYTES = 256
 """Wire size of either record."""
-
-NUM_LARGEST = 4
-"""Costs of large samples that a window record carries."""
 
 _MESSAGE_BYTES = 96
 _NUM_NUMBERS = (RECORD_BYTES - _MESSAGE_BYTES) // 8
@@ -51,7 +47,6 @@ class WindowRecord:
         num_held: samples in the window.
         cost_held: their cost.
         num_undrawn: positions of this replica that are known to be its own and not drawn yet.
-        num_left_out: positions drawn since the last step that emit nothing.
         num_observed: samples observed since the last record.
         tokens_observed: their padded tokens.
         cost_observed: their cost.
@@ -59,7 +54,10 @@ class WindowRecord:
         cost_due: cost of the samples that must be emitted in this step.
         micro_batches_due: micro-batches they need.
         cost_per_token: cost per padded token that this replica can sustain in this step.
-        largest_due_0..3: costs of the largest samples that should be emitted soon, descending.
+        num_large: samples that cost more than an ordinary micro-batch (scope `microbatch`).
+        large_wait_0, large_wait_1: for the two of them that arrived first, how many samples this
+            replica has emitted beyond them (negative: it has not come to them yet).
+        large_cost_0, large_cost_1: what they cost, 0 for none.
         failed: this replica met an error and will raise after the exchange.
         closing: this replica ends its loader with this exchange.
         message: the error, cut to fit.
@@ -71,7 +69,6 @@ class WindowRecord:
     num_held: int = 0
     cost_held: int = 0
     num_undrawn: int = 0
-    num_left_out: int = 0
     num_observed: int = 0
     tokens_observed: int = 0
     cost_observed: int = 0
@@ -79,10 +76,11 @@ class WindowRecord:
     cost_due: int = 0
     micro_batches_due: int = 0
     cost_per_token: int = 0
-    largest_due_0: int = 0
-    largest_due_1: int = 0
-    largest_due_2: int = 0
-    largest_due_3: int = 0
+    num_large: int = 0
+    large_wait_0: int = 0
+    large_wait_1: int = 0
+    large_cost_0: int = 0
+    large_cost_1: int = 0
     failed: bool = False
     closing: bool = False
     message: str = ""
@@ -115,6 +113,9 @@ class PlanRecord:
         num_remaining: positions of this replica still to be emitted after this step.
         num_kept: samples left in the window.
         cost_kept: their cost.
+        cost_missing: cost by which its micro-batches stay below the target (scope `microbatch`).
+        num_large: samples in micro-batches of agreed heights (scope `microbatch`).
+        cost_large: what they cost.
         wait_us: microseconds the replica waited for data since the previous step.
         failed: see `WindowRecord`.
         closing: see `WindowRecord`.
@@ -134,6 +135,9 @@ class PlanRecord:
     num_remaining: int = 0
     num_kept: int = 0
     cost_kept: int = 0
+    cost_missing: int = 0
+    num_large: int = 0
+    cost_large: int = 0
     wait_us: int = 0
     failed: bool = False
     closing: bool = False

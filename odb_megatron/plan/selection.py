@@ -17,7 +17,7 @@ import numpy.typing as npt
 from odb_megatron.plan.packing import Caps, MicroBatchRooms
 from odb_megatron.plan.window import Column
 
-__all__ = ["Aim", "Selection", "select"]
+__all__ = ["Aim", "Selection", "oldest_first", "select"]
 
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -55,10 +55,16 @@ class Selection:
     Attributes:
         chosen: marks among the oldest `len(chosen)` samples of the window.
         micro_batches: slots into the same, per micro-batch; None to be packed by the caller.
+        missing: cost by which ordinary micro-batches stay below theirs (scope `microbatch`).
+        num_large: samples that cost more than an ordinary micro-batch (scope `microbatch`).
+        cost_large: what they cost.
     """
 
     chosen: Flags
     micro_batches: list[list[int]] | None = None
+    missing: int = 0
+    num_large: int = 0
+    cost_large: int = 0
 
 
 def select(rows: Integers, due: Flags, *, aim: Aim, caps: Caps) -> Selection:
@@ -70,7 +76,7 @@ def select(rows: Integers, due: Flags, *, aim: Aim, caps: Caps) -> Selection:
         aim: what to reach.
         caps: limits of a micro-batch.
     """
-    wanted = _by_age(rows, due, aim)
+    wanted = oldest_first(rows, due, aim)
     packing = _Packing(rows, caps, aim.num_micro_batches)
     padded = rows[Column.PADDED]
     for group in (due, wanted & ~due):
@@ -122,7 +128,7 @@ class _Packing:
         return [slots for slots in bins if slots]
 
 
-def _by_age(rows: Integers, due: Flags, aim: Aim) -> Flags:
+def oldest_first(rows: Integers, due: Flags, aim: Aim) -> Flags:
     """Choose the oldest up to the cost, long samples shifted until the tokens come out too."""
     usable = np.flatnonzero(due | (rows[Column.COST] <= aim.cost))
     costs, padded, must = rows[Column.COST][usable], rows[Column.PADDED][usable], due[usable]

@@ -7,23 +7,24 @@ between steps: what an average sample is, and how much of a replica's reach to l
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isqrt
 
 import numpy as np
 
 from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 
-__all__ = ["Knowledge", "StepTarget", "StepWish", "choose_count", "wanted_samples"]
+__all__ = ["Knowledge", "StepTarget", "StepWish", "squared_tokens", "wanted_samples"]
 
 _PPM = 1_000_000
 _MOST_SAMPLES = 1 << 22
 _FIRST_MARGIN = 20_000
-_MARGINS = (-150_000, 120_000)
+_MARGINS = (-150_000, 250_000)
 _GAIN = 4
 _LARGEST_CHANGE = 10_000
 _BALANCE_PER_PRICE = 100
 _MOST_STRETCH = 8
+_MOST_HEIGHTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,9 @@ class Knowledge:
         spread: sum of their squared excess cost, in tokens squared.
         margin: parts per million of a replica's reach to leave unused; negative to use more than
             the oldest samples alone allow.
+        num_small: samples emitted in ordinary micro-batches (scope `microbatch`; old ones fade).
+        small_cost: what they cost.
+        level: cost of an ordinary micro-batch of the last step (scope `microbatch`), else 0.
     """
 
     num_samples: int = 0
@@ -87,11 +91,19 @@ class Knowledge:
     cost: int = 0
     spread: int = 0
     margin: int = _FIRST_MARGIN
+    level: int = 0
+    num_small: int = 0
+    small_cost: int = 0
 
     @property
     def mean_cost(self) -> int:
         """Cost of an average sample, at least 1."""
         return max(1, self.cost // max(1, self.num_samples))
+
+    @property
+    def ordinary_cost(self) -> int:
+        """Cost of an average sample of ordinary micro-batches, at least 1."""
+        return max(1, self.small_cost // self.num_small) if self.num_small else self.mean_cost
 
     @property
     def cost_per_token(self) -> int:
@@ -120,7 +132,9 @@ class Knowledge:
             self.cost //= 2
             self.spread //= 2
 
-    def learn(self, table: RecordTable[PlanRecord], *, fixed: int, count: int) -> None:
+    def learn(
+        self, table: RecordTable[PlanRecord], *, fixed: int, count: int, by_missing: bool = False
+    ) -> None:
         """Adapt the margin to a step's balance.
 
         A full micro-batch costs its fixed price once: the cheaper that price, the less an
@@ -130,27 +144,61 @@ class Knowledge:
             table: second records of the step.
             fixed: price of a micro-batch.
             count: micro-batches of the step.
+            by_missing: go by what the replicas missed, not by the largest cost.
         """
         costs = table.column("cost")
         most = int(costs.max())
         if not most:
             return
         lost = _PPM - _PPM * table.total("cost") // (len(table) * most)
+        if by_missing:
+            self.num_small += table.total("num_samples") - table.total("num_large")
+            self.small_cost += table.total("cost") - table.total("cost_large")
+            if self.num_small > _MOST_SAMPLES:
+                self.num_small //= 2
+                self.small_cost //= 2
+            lost = _PPM * table.total("cost_missing") // (len(table) * most) // 4
         allowed = _PPM * fixed * count // (_BALANCE_PER_PRICE * most)
         change = max(-_LARGEST_CHANGE, min(_LARGEST_CHANGE, _GAIN * (lost - allowed)))
         self.margin = max(_MARGINS[0], min(_MARGINS[1], self.margin + change))
 
+    def choose_step(
+        self, wish: StepWish, table: RecordTable[WindowRecord]
+    ) -> tuple[int, int, tuple[int, ...]]:
+        """Return the step's micro-batch count, cost per replica and heights.
+
+        Args:
+            wish: what the step should be.
+            table: first records of the step.
+        """
+        rates = table.column("cost_per_token")
+        rates = rates[rates > 0]
+        least = int(rates.min()) if len(rates) else 1
+        reach = max(1, wish.token_budget * least * (_PPM - self.margin) // _PPM)
+        multiple = wish.count_multiple
+        heights: tuple[int, ...] = ()
+        if wish.hold is not None:
+            heights = _heights(table, wish.hold, above=reach)
+            self.level = reach
+        ordinary = max(1, wish.samples - len(heights) * len(table))
+        wanted = max(1, ordinary * self.ordinary_cost // len(table))
+        count, cost = _nearest_count(wanted, reach, multiple)
+        must = table.largest("cost_due") - sum(heights)
+        if must > cost:  # nobody can stay below: let everyone come up to it
+            cost = must
+            count = max(count, -(-cost // reach))
+        count = max(count + len(heights), table.largest("micro_batches_due"))
+        return -(-count // multiple) * multiple, cost + sum(heights), heights
+
     def state(self) -> list[int]:
         """Return the fields as a list."""
-        return [self.num_samples, self.tokens, self.cost, self.spread, self.margin]
+        return [getattr(self, field.name) for field in fields(self)]
 
     @classmethod
     def restore(cls, state: list[int]) -> Knowledge:
         """Inverse of `state`."""
-        num_samples, tokens, cost, spread, margin = state
-        return cls(
-            num_samples=num_samples, tokens=tokens, cost=cost, spread=spread, margin=margin
-        )
+        names = [field.name for field in fields(cls)]
+        return cls(**dict(zip(names, state, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,49 +206,55 @@ class StepWish:
     """What a step should be, before the replicas' reach is looked at.
 
     Attributes:
-        cost: cost per replica that the wanted samples come to.
+        samples: samples wanted of all replicas.
         token_budget: most tokens of a micro-batch.
         count_multiple: the micro-batch count is a multiple of this.
+        hold: large samples get micro-batches of agreed heights (scope `microbatch`): for how many
+            steps they are held, and the wait (`WindowRecord.large_wait_0`) that ends it at once.
     """
 
-    cost: int
+    samples: int
     token_budget: int
     count_multiple: int
+    hold: tuple[int, int] | None = None
 
 
-def choose_count(
-    wish: StepWish, table: RecordTable[WindowRecord], *, margin: int
-) -> tuple[int, int]:
-    """Return the step's micro-batch count and cost per replica.
+def _heights(
+    table: RecordTable[WindowRecord], hold: tuple[int, int], *, above: int
+) -> tuple[int, ...]:
+    """Return the costs of the large samples that are released in this step, descending.
 
-    The count is the one whose reach comes closest to the wish: a micro-batch has its fixed price
-    however full it is, so the cost may stretch by half a micro-batch to fill the last one, and
-    the next step asks for that much less.
-
-    Args:
-        wish: what the step should be.
-        table: first records of the step.
-        margin: see `Knowledge`.
+    So many per replica that they are held for `hold[0]` steps on average; which ones, those say
+    that have waited longest on any replica. The other replicas release their nearest below.
     """
-    rates = table.column("cost_per_token")
-    rates = rates[rates > 0]
-    least = int(rates.min()) if len(rates) else 1
-    reach = max(1, wish.token_budget * least * (_PPM - margin) // _PPM)
-    multiple = wish.count_multiple
-    low = max(multiple, wish.cost // reach // multiple * multiple)
+    num, steps = len(table), hold[0]
+    count = (2 * table.total("num_large") + num * steps) // (2 * num * steps)
+    waits, costs = [], []
+    for index in (0, 1):
+        waits += table.column(f"large_wait_{index}").tolist()
+        costs += table.column(f"large_cost_{index}").tolist()
+    waiting = sorted(
+        ((-wait, -cost) for wait, cost in zip(waits, costs, strict=True) if cost > above)
+    )
+    pressing = sum(-wait >= hold[1] for wait, _ in waiting)
+    chosen = waiting[: min(_MOST_HEIGHTS, max(count, pressing))]
+    return tuple(sorted((-cost for _, cost in chosen), reverse=True))
+
+
+def _nearest_count(wanted: int, reach: int, multiple: int) -> tuple[int, int]:
+    """Return the micro-batch count whose reach comes closest to the cost wanted, and its cost.
+
+    A micro-batch has its fixed price however full it is, so the cost may stretch by half a
+    micro-batch to fill the last one, and the next step asks for that much less.
+    """
+    low = max(multiple, wanted // reach // multiple * multiple)
     options = []
     for count in (low, low + multiple):
-        stretch = wish.cost * multiple // (2 * count)
-        most = wish.cost + min(stretch, wish.cost // _MOST_STRETCH)
-        cost = min(most, count * reach)
-        options.append((abs(cost - wish.cost), count, cost))
+        stretch = min(wanted * multiple // (2 * count), wanted // _MOST_STRETCH)
+        cost = min(wanted + stretch, count * reach)
+        options.append((abs(cost - wanted), count, cost))
     _, count, cost = min(options)
-    must = table.largest("cost_due")
-    if must > cost:  # nobody can stay below: let everyone come up to it
-        cost = must
-        count = max(count, -(-cost // reach))
-    count = max(count, table.largest("micro_batches_due"))
-    return -(-count // multiple) * multiple, max(1, cost)
+    return count, max(1, cost)
 
 
 def squared_tokens(excess: np.ndarray[tuple[int], np.dtype[np.float64]], *, unit: int) -> int:
