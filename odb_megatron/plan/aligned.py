@@ -126,9 +126,7 @@ class _Bins:
         for _ in range(_FILL_TRIES):
             if self.gaps[index] * _CLOSE_ENOUGH <= self._targets[index]:
                 return
-            fits = np.where(
-                (costs <= self.gaps[index]) & (lengths <= self.rooms[index]), costs, -1
-            )
+            fits = np.where((costs <= self.gaps[index]) & (lengths <= self.rooms[index]), costs, -1)
             at = int(fits.argmax()) if len(fits) else -1
             if at < 0 or fits[at] < 0 or not self._has_room(int(outside[at]), index):
                 return

@@ -11,14 +11,7 @@ from dataclasses import asdict, dataclass
 
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.draw import Assignment
-from odb_megatron.plan.packing import Caps
-from odb_megatron.plan.policy import (
-    BalanceScope,
-    CostPolicy,
-    PolicyName,
-    SamplesPolicy,
-    StepPolicy,
-)
+from odb_megatron.plan.policy import BalanceScope, PolicyName
 
 __all__ = ["MAX_WINDOW", "PlanConfig"]
 
@@ -38,7 +31,8 @@ class PlanConfig:
         token_budget: most padded tokens of a micro-batch.
         multiple: see `padding.length_multiple`.
         window: samples each replica looks ahead (`cost`; ignored by `samples`).
-        max_delay_steps: see `CostPolicy`.
+        max_delay_steps: a sample is emitted at most so many steps after first-in-first-out order
+            would have emitted it (`cost`); at least 1.
         count_multiple: the micro-batch count is a multiple of this.
         cost: cost model.
         max_patches: most patches of a micro-batch, 0 for no cap.
@@ -114,19 +108,3 @@ class PlanConfig:
         }
         text = json.dumps(values, sort_keys=True).encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
-
-    def build_policy(self) -> StepPolicy:
-        """Return the step policy in force."""
-        if self.policy is PolicyName.SAMPLES:
-            return SamplesPolicy(total=self.total, global_batch_size=self.global_batch_size)
-        return CostPolicy(
-            total=self.total,
-            global_batch_size=self.global_batch_size,
-            window=self.window,
-            max_delay_steps=self.max_delay_steps,
-            num_replicas=self.num_replicas,
-            caps=Caps(token_budget=self.token_budget, max_patches=self.max_patches),
-            count_multiple=self.count_multiple,
-            cost=self.cost,
-            scope=self.balance,
-        )

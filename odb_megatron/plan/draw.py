@@ -10,12 +10,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Assignment", "OnlineShard", "deal", "held_goal", "own_positions"]
+__all__ = [
+    "Assignment",
+    "DrawLimits",
+    "Holdings",
+    "OnlineShard",
+    "deal",
+    "held_goal",
+    "own_positions",
+]
 
 Integers = npt.NDArray[np.int64]
 
@@ -107,33 +116,116 @@ def own_positions(counts: Integers, replica: int, *, first: int) -> list[int]:
     return positions
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawLimits:
+    """What online assignment goes by.
+
+    Attributes:
+        total: positions of the run.
+        capacity: most positions a replica holds, in its window and assigned ahead.
+        batch: positions per step.
+    """
+
+    total: int
+    capacity: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """What each replica holds, int64 [replicas] each.
+
+    Attributes:
+        num_held: samples in the window.
+        cost_held: their cost.
+        num_upcoming: positions assigned and not drawn.
+    """
+
+    num_held: Integers
+    cost_held: Integers
+    num_upcoming: Integers
+
+
 class OnlineShard:
     """One replica's view of the assignment.
 
     Args:
-        replica: which one.
+        limits: what assignment goes by, equal on all replicas.
+        replica: which one this is.
         cursor: first position not assigned to anyone.
         upcoming: positions assigned to this replica and not drawn.
     """
 
-    def __init__(self, replica: int, *, cursor: int, upcoming: Sequence[int] = ()) -> None:
+    def __init__(
+        self, limits: DrawLimits, *, replica: int, cursor: int, upcoming: Sequence[int] = ()
+    ) -> None:
+        self._limits = limits
         self._replica = replica
-        self.cursor = cursor
-        self.upcoming: deque[int] = deque(upcoming)
+        self._cursor = cursor
+        self._upcoming: deque[int] = deque(upcoming)
         self._announced: list[int] = list(upcoming)
 
-    def assign(self, counts: Integers) -> None:
-        """Take this replica's part of a deal."""
-        positions = own_positions(counts, self._replica, first=self.cursor)
-        self.upcoming.extend(positions)
-        self._announced.extend(positions)
-        self.cursor += int(counts.sum())
+    @property
+    def cursor(self) -> int:
+        """First position not assigned to anyone."""
+        return self._cursor
+
+    @property
+    def num_unassigned(self) -> int:
+        """Positions not assigned to anyone."""
+        return max(0, self._limits.total - self._cursor)
+
+    @property
+    def upcoming(self) -> Sequence[int]:
+        """Positions assigned to this replica and not drawn."""
+        return self._upcoming
 
     def draw(self, most: int) -> list[int]:
         """Return the next positions, at most `most`."""
-        return [self.upcoming.popleft() for _ in range(min(most, len(self.upcoming)))]
+        return [self._upcoming.popleft() for _ in range(min(most, len(self._upcoming)))]
 
     def take_announced(self) -> list[int]:
         """Return positions assigned since the last call, in the order in which they are drawn."""
         announced, self._announced = self._announced, []
         return announced
+
+    def top_up(
+        self, holdings: Holdings, *, each: int, is_late: bool = False, is_final: bool = False
+    ) -> None:
+        """Assign new positions to all replicas and take this replica's part.
+
+        A window that is full of cost waits with drawing, even if it holds few samples: so no
+        replica runs so far ahead of the others that the end of the run could not make up for it.
+
+        Args:
+            holdings: what each replica holds.
+            each: expected cost of one position, at least 1.
+            is_late: see `held_goal`.
+            is_final: assign everything that is left.
+        """
+        left = self.num_unassigned
+        if not left:
+            return
+        held = holdings.num_held + holdings.num_upcoming
+        costs = holdings.cost_held + holdings.num_upcoming * each
+        if is_final:
+            caps = np.full_like(held, left)
+            amount = left
+        else:
+            capacity = self._limits.capacity
+            room = np.minimum(capacity - held, (capacity * each - costs) // each)
+            caps = np.maximum(room, 0)
+            now = int(held.sum())
+            goal = held_goal(
+                left + now,
+                capacity=capacity * len(held),
+                batch=self._limits.batch,
+                is_late=is_late,
+            )
+            amount = min(left, max(0, goal - now), int(caps.sum()))
+        if amount:
+            counts = deal(amount, costs=costs, caps=caps, each=each)
+            positions = own_positions(counts, self._replica, first=self._cursor)
+            self._upcoming.extend(positions)
+            self._announced.extend(positions)
+            self._cursor += amount

@@ -8,16 +8,21 @@ A step goes through `draw` / `observe` until `draw` returns nothing, then `windo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from odb_megatron.plan.alignment import common_count, fit_to_count
+from odb_megatron.plan.alignment import common_count, meet_count, needed_count
 from odb_megatron.plan.config import PlanConfig
-from odb_megatron.plan.draw import OnlineShard, deal, held_goal
-from odb_megatron.plan.packing import pack
-from odb_megatron.plan.policy import BalanceScope, PolicyName, StepState
+from odb_megatron.plan.cost_policy import build_policy
+from odb_megatron.plan.draw import DrawLimits, Holdings, OnlineShard
+from odb_megatron.plan.packing import Caps
+from odb_megatron.plan.policy import (
+    BalanceScope,
+    PolicyName,
+    StepState,
+)
 from odb_megatron.plan.records import (
     PlanRecord,
     RecordTable,
@@ -26,14 +31,13 @@ from odb_megatron.plan.records import (
     check_agreement,
 )
 from odb_megatron.plan.selection import Selection
+from odb_megatron.plan.state import STATE_VERSION, check_state, window_row
 from odb_megatron.plan.step import StepPlan, StepTotals
 from odb_megatron.plan.target import StepTarget
 from odb_megatron.plan.termination import LoaderClosedError, Phase, Termination
-from odb_megatron.plan.window import Column, SampleWindow
+from odb_megatron.plan.window import Column, SampleWindow, token_counts
 
 __all__ = ["ReplicaPlanner"]
-
-STATE_VERSION = 2
 
 WindowRecords = Sequence[WindowRecord] | RecordTable[WindowRecord]
 PlanRecords = Sequence[PlanRecord] | RecordTable[PlanRecord]
@@ -54,7 +58,8 @@ class ReplicaPlanner:
         self.config = config
         self.replica = replica
         self._digest = config.digest()
-        self._policy = config.build_policy()
+        self._caps = Caps(token_budget=config.token_budget, max_patches=config.max_patches)
+        self._policy = build_policy(config)
         self._start = consumed
         self._step = 0
         self._consumed = consumed  # positions, all replicas
@@ -73,9 +78,11 @@ class ReplicaPlanner:
             consumed=consumed,
             rounds_up=config.policy is PolicyName.SAMPLES,
         )
-        self._shard = OnlineShard(replica, cursor=consumed) if config.is_online else None
-        if self._shard is not None:
-            self._assign(np.zeros((3, config.num_replicas), dtype=np.int64), is_late=False)
+        self._shard: OnlineShard | None = None
+        if config.is_online:
+            self._shard = self._make_shard(consumed)
+            none = np.zeros(config.num_replicas, dtype=np.int64)
+            self._shard.top_up(Holdings(num_held=none, cost_held=none, num_upcoming=none), each=1)
 
     @property
     def consumed(self) -> int:
@@ -138,8 +145,13 @@ class ReplicaPlanner:
         if num_tokens == 0:
             self._left_out += 1
             return
-        self._append(
-            (position, self._num_arrived, num_tokens, num_loss_tokens, num_patches, truncated, -1)
+        self._window.append(
+            window_row(
+                self.config,
+                position=position,
+                arrival=self._num_arrived,
+                sample=(num_tokens, num_loss_tokens, truncated, num_patches),
+            )
         )
         self._num_arrived += 1
 
@@ -147,9 +159,14 @@ class ReplicaPlanner:
         """Return this replica's first record of the step."""
         assert not self._termination.is_over, "a planner never plans past the final step"
         window = self._window
-        num_new = min(len(window), self._num_arrived - self._num_recorded)
+        report = self._policy.describe(
+            window,
+            state=self._state(),
+            first_new=self._num_recorded,
+            num_emitted=self._num_emitted,
+        )
         self._num_recorded = self._num_arrived
-        return WindowRecord(
+        record = WindowRecord(
             config=self._digest,
             step=self._step,
             position=self._consumed,
@@ -157,10 +174,8 @@ class ReplicaPlanner:
             cost_held=window.cost,
             num_undrawn=self._num_undrawn(),
             closing=self._is_closing,
-            **self._policy.describe(
-                window, state=self._state(), num_new=num_new, num_emitted=self._num_emitted
-            ),
         )
+        return replace(record, **report)  # type: ignore[arg-type]
 
     def set_target(self, records: WindowRecords) -> None:
         """Derive the common target from all replicas' first records.
@@ -169,15 +184,12 @@ class ReplicaPlanner:
             ReplicaFailedError: a replica reported an error, or they do not agree.
             LoaderClosedError: a replica closed its loader.
         """
-        table = _as_table(records)
-        check_agreement(table, names=("config", "step", "position"))
-        self._stop_if_closing(table)
+        table = self._agreed(records, names=("config", "step", "position"))
         undrawn = table.column("num_undrawn")
-        drained = (
-            bool((undrawn == 0).any())
-            if self._shard is None
-            else self._shard.cursor >= self.config.total
-        )
+        if self._shard is None:
+            drained = bool((undrawn == 0).any())
+        else:
+            drained = self._shard.num_unassigned == 0
         left = self._termination.begin_step(
             step=self._step, consumed=self._consumed, is_drained=drained
         )
@@ -185,14 +197,22 @@ class ReplicaPlanner:
             table, state=self._state(), steps_left=left, drained=drained
         )
         if self._shard is not None:
-            held = np.stack((table.column("num_held"), table.column("cost_held"), undrawn))
-            self._assign(held, is_late=True)
+            self._shard.top_up(
+                Holdings(
+                    num_held=table.column("num_held"),
+                    cost_held=table.column("cost_held"),
+                    num_upcoming=undrawn,
+                ),
+                each=self._policy.mean_cost,
+                is_late=True,
+                is_final=left == 1,
+            )
 
     def plan_record(self, *, wait_us: int = 0) -> PlanRecord:
         """Select and pack this replica's share; return its second record of the step."""
         target = self._require_target()
         undrawn = self._num_undrawn()
-        drained = undrawn == 0 if self._shard is None else self._shard.cursor >= self.config.total
+        drained = (undrawn if self._shard is None else self._shard.num_unassigned) == 0
         found = self._policy.select(
             self._window,
             target=target,
@@ -201,18 +221,12 @@ class ReplicaPlanner:
         )
         rows = self._window.rows(len(found.chosen))[:, found.chosen]
         self._selection = found
-        tokens = rows[Column.NUM_TOKENS]
         num, cost = rows.shape[1], int(rows[Column.COST].sum())
-        return PlanRecord(
+        record = PlanRecord(
             target=target.digest(),
-            num_micro_batches=self._num_needed(found, rows),
+            num_micro_batches=needed_count(found, rows, caps=self._caps),
             num_samples=num,
             num_left_out=self._left_out,
-            num_truncated=int(rows[Column.TRUNCATED].sum()),
-            num_tokens=int(tokens.sum()),
-            num_padded_tokens=int(rows[Column.PADDED].sum()),
-            num_squared_tokens=int((tokens * tokens).sum()),
-            num_loss_tokens=int(rows[Column.LOSS_TOKENS].sum()),
             cost=cost,
             num_remaining=undrawn + len(self._window) - num,
             num_kept=len(self._window) - num,
@@ -223,6 +237,7 @@ class ReplicaPlanner:
             wait_us=wait_us,
             closing=self._is_closing,
         )
+        return replace(record, **token_counts(rows))  # type: ignore[arg-type]
 
     def commit(self, records: PlanRecords) -> StepPlan:
         """Fix the step from all replicas' second records and move on to the next.
@@ -231,14 +246,20 @@ class ReplicaPlanner:
             ReplicaFailedError: a replica reported an error, or they do not agree.
             LoaderClosedError: a replica closed its loader.
         """
-        table = _as_table(records)
-        check_agreement(table, names=("target",))
-        self._stop_if_closing(table)
+        table = self._agreed(records, names=("target",))
         needed = int(table.column("num_micro_batches").max())
         count = common_count([needed], multiple=self.config.count_multiple)
         totals = self._totals(table, count)
         self._policy.learn(table, target=self._require_target(), count=count)
-        plan = StepPlan(totals=totals, micro_batches=self._micro_batches(count))
+        assert self._selection is not None, "plan_record comes before commit"
+        micro_batches = meet_count(
+            self._selection,
+            self._window.rows(len(self._selection.chosen)),
+            count=count,
+            caps=self._caps,
+            by_cost=self.config.balance is BalanceScope.MICROBATCH,
+        )
+        plan = StepPlan(totals=totals, micro_batches=micro_batches)
         self._advance(table, totals)
         return plan
 
@@ -259,7 +280,7 @@ class ReplicaPlanner:
             "step": self._step,
             "consumed": self._consumed,
             "cursor": self._shard.cursor if self._shard is not None else self._cursor,
-            "upcoming": list(self._shard.upcoming) if self._shard is not None else [],
+            "upcoming": [] if self._shard is None else list(self._shard.upcoming),
             "num_emitted": self._num_emitted,
             "num_recorded": self._num_recorded,
             "deadline": self._termination.state(),
@@ -282,7 +303,7 @@ class ReplicaPlanner:
             ValueError: unknown or missing keys, another version, policy, topology or replica, or
                 a window sample that is no longer usable.
         """
-        self._check_state(state)
+        check_state(state, self.state_dict())
         self._start, self._step = state["start"], state["step"]
         self._consumed, self._cursor = state["consumed"], state["cursor"]
         self._num_emitted, self._num_recorded = state["num_emitted"], state["num_recorded"]
@@ -291,9 +312,7 @@ class ReplicaPlanner:
         self._termination.restore(state["deadline"], consumed=self._consumed)
         self._policy.restore(list(state["knowledge"]))
         if self._shard is not None:
-            self._shard = OnlineShard(
-                self.replica, cursor=state["cursor"], upcoming=state["upcoming"]
-            )
+            self._shard = self._make_shard(state["cursor"], state["upcoming"])
         for position, arrival, due in state["window"]:
             num_tokens, num_loss_tokens, truncated, *patches = fetched[position]
             if num_tokens == 0:
@@ -301,50 +320,11 @@ class ReplicaPlanner:
                     f"position {position} was in the window when the state was saved and can no "
                     "longer be used: the data or its policies have changed"
                 )
-            num_patches = patches[0] if patches else 0
-            self._append(
-                (position, arrival, num_tokens, num_loss_tokens, num_patches, truncated, due)
+            sample = (num_tokens, num_loss_tokens, bool(truncated), patches[0] if patches else 0)
+            self._window.append(
+                window_row(self.config, position=position, arrival=arrival, sample=sample, due=due)
             )
         self._num_arrived = self._num_emitted + len(self._window)
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        current = self.state_dict()
-        if set(state) != set(current):
-            raise ValueError(
-                f"data state has the keys {sorted(state)}; expected {sorted(current)}: it was "
-                "written by another version of odb_megatron"
-            )
-        for name in ("version", "policy", "num_replicas", "replica", "assignment"):
-            if state[name] != current[name]:
-                raise ValueError(
-                    f"data state was saved with {name}={state[name]}, this run has "
-                    f"{current[name]}: resume with the same setting, or start the data anew "
-                    "(--finetune)"
-                )
-
-    def _append(self, sample: tuple[int, int, int, int, int, bool, int]) -> None:
-        position, arrival, num_tokens, num_loss_tokens, num_patches, truncated, due = sample
-        config = self.config
-        if 0 < config.max_patches < num_patches:
-            raise ValueError(
-                f"position {position} has {num_patches} patches; a micro-batch may hold "
-                f"{config.max_patches}: raise max_patches, or shrink the images"
-            )
-        padded = -(-num_tokens // config.multiple) * config.multiple
-        cost = config.cost.sample(padded, num_patches=num_patches)
-        self._window.append(
-            (
-                position,
-                arrival,
-                num_tokens,
-                padded,
-                num_loss_tokens,
-                num_patches,
-                cost,
-                truncated,
-                due,
-            )
-        )
 
     def _state(self) -> StepState:
         return StepState(step=self._step, consumed=self._consumed, start=self._start)
@@ -356,118 +336,54 @@ class ReplicaPlanner:
     def _own_position_from(self, position: int) -> int:
         return position + (self.replica - position) % self.config.num_replicas
 
+    def _make_shard(self, cursor: int, upcoming: Sequence[int] = ()) -> OnlineShard:
+        config = self.config
+        limits = DrawLimits(
+            total=config.total,
+            capacity=config.window + config.lead,
+            batch=config.global_batch_size,
+        )
+        return OnlineShard(limits, replica=self.replica, cursor=cursor, upcoming=upcoming)
+
     def _num_undrawn(self) -> int:
         if self._shard is not None:
             return len(self._shard.upcoming)
         return max(0, -(-(self.config.total - self._cursor) // self.config.num_replicas))
 
-    def _stop_if_closing(self, table: RecordTable[Any]) -> None:
-        closing = table.column("closing")
+    def _agreed(self, records: Any, *, names: Sequence[str]) -> RecordTable[Any]:
+        """Return the records as a table; an error beats closing, and closing beats a mismatch."""
+        if not isinstance(records, RecordTable):
+            records = RecordTable.from_records(records)
+        check_agreement(records, names=())
+        closing = records.column("closing")
         if closing.any():
             self._termination.close()
             raise LoaderClosedError(
                 f"replica {int(closing.argmax())} closed its loader in step {self._step}"
             )
-
-    def _assign(self, held: npt.NDArray[np.int64], *, is_late: bool) -> None:
-        """Assign new positions to all replicas.
-
-        Args:
-            held: per replica the samples in its window, their cost, and positions assigned and
-                not drawn: int64 [3, replicas].
-            is_late: see `draw.held_goal`.
-        """
-        assert self._shard is not None
-        config, total = self.config, self.config.total
-        left = total - self._shard.cursor
-        if not left:
-            return
-        num_held, cost_held, num_upcoming = held
-        outstanding = num_held + num_upcoming
-        capacity = config.window + config.lead
-        each = self._policy.mean_cost
-        costs = cost_held + num_upcoming * each
-        # a window that is full of cost waits with drawing, even if it holds few samples
-        by_cost = (capacity * each - costs) // each
-        caps = np.maximum(np.minimum(capacity - outstanding, by_cost), 0)
-        now = int(outstanding.sum())
-        if self._target is not None and self._target.steps_left == 1:
-            amount, caps = left, np.full_like(caps, left)
-        else:
-            goal = held_goal(
-                left + now,
-                capacity=capacity * config.num_replicas,
-                batch=config.global_batch_size,
-                is_late=is_late,
-            )
-            amount = min(left, max(0, goal - now), int(caps.sum()))
-        if not amount:
-            return
-        self._shard.assign(deal(amount, costs=costs, caps=caps, each=each))
-
-    def _num_needed(self, found: Selection, rows: npt.NDArray[np.int64]) -> int:
-        if found.micro_batches is not None:
-            return len(found.micro_batches)
-        bins = pack(
-            rows[Column.PADDED].tolist(),
-            token_budget=self.config.token_budget,
-            patches=rows[Column.PATCHES].tolist(),
-            max_patches=self.config.max_patches,
-        )
-        return len(bins)
-
-    def _micro_batches(self, count: int) -> tuple[tuple[int, ...], ...]:
-        found = self._selection
-        assert found is not None, "plan_record comes before commit"
-        view = self._window.rows(len(found.chosen))
-        bins = found.micro_batches
-        if bins is None or len(bins) != count:
-            view = view[:, found.chosen]
-            bins = fit_to_count(
-                view[Column.PADDED].tolist(),
-                view[Column.COST].tolist(),
-                count=count,
-                token_budget=self.config.token_budget,
-                patches=view[Column.PATCHES].tolist(),
-                max_patches=self.config.max_patches,
-            )
-        if self.config.balance is BalanceScope.MICROBATCH:
-            costs = view[Column.COST].tolist()
-            bins = sorted(bins, key=lambda slots: -sum(costs[slot] for slot in slots))
-        positions = view[Column.POSITION].tolist()
-        return tuple(tuple(positions[slot] for slot in slots) for slots in bins)
+        check_agreement(records, names=names)
+        table: RecordTable[Any] = records
+        return table
 
     def _totals(self, table: RecordTable[PlanRecord], count: int) -> StepTotals:
-        samples, left_out = table.total("num_samples"), table.total("num_left_out")
-        unassigned = 0 if self._shard is None else self.config.total - self._shard.cursor
-        remaining = table.total("num_remaining") + unassigned
-        if self._consumed + samples + left_out + remaining != self.config.total:
-            raise ReplicaFailedError(
-                f"step {self._step} loses samples: {self._consumed} consumed before, {samples} "
-                f"emitted, {left_out} left out and {remaining} remaining are not the "
-                f"{self.config.total} of the run; this is a defect of odb_megatron, please report"
-            )
-        own = table.column("num_samples")
-        filled = np.minimum(own, count)
-        costs = table.column("cost") + count * self.config.cost.fixed
-        return StepTotals(
+        unassigned = 0 if self._shard is None else self._shard.num_unassigned
+        totals = StepTotals.add_up(
+            table,
             step=self._step,
-            num_micro_batches=count,
-            num_consumed=samples + left_out,
-            consumed_before=self._consumed,
-            num_samples=samples,
-            num_left_out=left_out,
-            num_truncated=table.total("num_truncated"),
-            num_tokens=table.total("num_tokens"),
-            num_padded_tokens=table.total("num_padded_tokens"),
-            num_squared_tokens=table.total("num_squared_tokens"),
-            num_loss_tokens=table.total("num_loss_tokens"),
-            num_idle=int((count - filled).sum()),
-            num_split=int((filled - table.column("num_micro_batches")).sum()),
-            costs=tuple(costs.tolist()),
-            wait_us=table.largest("wait_us"),
-            is_final=remaining == 0,
+            consumed=self._consumed,
+            num_unassigned=unassigned,
+            count=count,
+            fixed=self.config.cost.fixed,
         )
+        remaining = table.total("num_remaining") + unassigned
+        if self._consumed + totals.num_consumed + remaining != self.config.total:
+            raise ReplicaFailedError(
+                f"step {self._step} loses samples: {self._consumed} consumed before, "
+                f"{totals.num_samples} emitted, {totals.num_left_out} left out and {remaining} "
+                f"remaining are not the {self.config.total} of the run; this is a defect of "
+                "odb_megatron, please report"
+            )
+        return totals
 
     def _advance(self, table: RecordTable[PlanRecord], totals: StepTotals) -> None:
         assert self._selection is not None
@@ -481,10 +397,12 @@ class ReplicaPlanner:
         self._target = None
         self._selection = None
         if self._shard is not None:
-            kept, remaining = table.column("num_kept"), table.column("num_remaining")
-            held = np.stack((kept, table.column("cost_kept"), remaining - kept))
-            self._assign(held, is_late=False)
-
-
-def _as_table(records: Any) -> RecordTable[Any]:
-    return records if isinstance(records, RecordTable) else RecordTable.from_records(records)
+            kept = table.column("num_kept")
+            self._shard.top_up(
+                Holdings(
+                    num_held=kept,
+                    cost_held=table.column("cost_kept"),
+                    num_upcoming=table.column("num_remaining") - kept,
+                ),
+                each=self._policy.mean_cost,
+            )

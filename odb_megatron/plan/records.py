@@ -175,7 +175,7 @@ class RecordTable(Generic[Record]):
             parts = b"".join(parts)
         if len(parts) % RECORD_BYTES:
             raise ReplicaFailedError(f"{len(parts)} bytes are no whole number of records")
-        self._kind = kind
+        self._kind: type[Record] = kind
         self._data = parts
         self._numbers = np.frombuffer(parts, dtype="<i8").reshape(-1, RECORD_BYTES // 8)
         self._index = _columns_of(kind)
@@ -191,7 +191,8 @@ class RecordTable(Generic[Record]):
     def __getitem__(self, replica: int) -> Record:
         """Return one replica's record."""
         at = replica * RECORD_BYTES
-        return self._kind.from_bytes(self._data[at : at + RECORD_BYTES])
+        record: Record = self._kind.from_bytes(self._data[at : at + RECORD_BYTES])
+        return record
 
     def column(self, name: str) -> npt.NDArray[np.int64]:
         """Return a field of all records, int64 [replicas]."""

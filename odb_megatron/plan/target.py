@@ -49,12 +49,8 @@ class StepTarget:
 
     def digest(self) -> int:
         """Signed 64-bit digest, compared in the second exchange."""
-        text = (
-            f"{self.end} {self.cost} {self.steps_left} {self.num_micro_batches} {self.heights}"
-        )
-        return int.from_bytes(
-            hashlib.sha256(text.encode()).digest()[:8], "little", signed=True
-        )
+        text = f"{self.end} {self.cost} {self.steps_left} {self.num_micro_batches} {self.heights}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 def wanted_samples(*, global_batch_size: int, step: int, consumed: int) -> int:

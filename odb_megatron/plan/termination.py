@@ -7,10 +7,10 @@ Bound. Let `r` be the positions not yet consumed when the first replica is found
 left for it to draw) before the step `d`, and `b` the global batch size. Then the last step is at
 most step `d + n - 1` with `n = steps_bound(r)`, which is `r / b` rounded up (a rest of
 less than a quarter of a batch joins the step before it, except under the policy `samples`, where
-every step but the last takes exactly `b`), at least 1: the deadline is fixed once, in the step of the first
-drained replica; from then on the number of steps left falls by at least one per step (it is the
-smaller of the estimate and the distance to the deadline); and the step with one step left emits
-everything. Before that, every step consumes at least one position, because a replica with a
+every step but the last takes exactly `b`), at least 1: the deadline is fixed once, in the step of
+the first drained replica; from then on the number of steps left falls by at least one per step (it
+is the smaller of the estimate and the distance to the deadline); and the step with one step left
+emits everything. Before that, every step consumes at least one position, because a replica with a
 non-empty window selects at least one sample and an empty window with positions left is refilled.
 `Termination.begin_step` asserts the bound.
 """

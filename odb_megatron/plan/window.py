@@ -12,7 +12,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Column", "SampleWindow"]
+__all__ = ["Column", "SampleWindow", "token_counts"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -115,3 +115,19 @@ class SampleWindow:
             grown = np.empty((len(Column), 4 * (held + size)), dtype=np.int64)
         grown[:, :held] = self._rows[:, self._start : self._stop].copy()
         self._rows, self._start, self._stop = grown, 0, held
+
+
+def token_counts(rows: Integers) -> dict[str, int]:
+    """Return what a plan record says of the tokens of some samples.
+
+    Args:
+        rows: the samples, int64 [len(Column), samples].
+    """
+    tokens = rows[Column.NUM_TOKENS]
+    return {
+        "num_truncated": int(rows[Column.TRUNCATED].sum()),
+        "num_tokens": int(tokens.sum()),
+        "num_padded_tokens": int(rows[Column.PADDED].sum()),
+        "num_squared_tokens": int((tokens * tokens).sum()),
+        "num_loss_tokens": int(rows[Column.LOSS_TOKENS].sum()),
+    }
