@@ -13,6 +13,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -166,8 +167,7 @@ class TestSmallWorlds:
     @pytest.mark.parametrize("replicas", [2, 3])
     def test_every_world_keeps_the_rules(self, replicas: int, policy: PolicyName) -> None:
         seen: Counter[str] = Counter()
-        every = 1 if replicas == 2 else 3  # one third of 768 or 1536 worlds
-        for case in itertools.islice(small_worlds(replicas, policy), None, None, every):
+        for case in small_worlds(replicas, policy):
             rules, steps = check(case)
             seen += rules.seen
             if policy is PolicyName.SAMPLES:
@@ -283,7 +283,10 @@ class Trace:
 def simulate(model: Path, macros: Sequence[str] = (), *, seed: int = 1) -> str:
     """Run the model once at random; it must get to its end without a violation."""
     command = ["spin", "-T", f"-n{seed}", *(f"-D{macro}" for macro in macros), str(model)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    with tempfile.TemporaryDirectory() as folder:  # spin leaves its preprocessed input behind
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=30, check=False
+        )
     assert "error" not in done.stdout.lower() + done.stderr.lower(), done.stdout + done.stderr
     assert "timeout" not in done.stdout, done.stdout
     return done.stdout

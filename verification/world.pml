@@ -28,9 +28,10 @@ inline choose_world() {
     :: each < N ->
 #ifdef REPLAY
         num = shard[each];
-#endif
+#else
         at = MIN2(MOST, TOTAL - total);
-        CHOOSE(num, 0, at);
+        choose(num, 0, at);
+#endif
         next[each] = total;
         total = total + num;
         last[each] = total;
