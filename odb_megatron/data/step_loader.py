@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from odb_megatron.data.replica_stream import ReplicaStream
+from odb_megatron.data.replica_stream import PositionFeed, ReplicaStream
 from odb_megatron.data.sample import Hole, HoleReason, Sample
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
@@ -96,6 +96,7 @@ class StepLoader:
         self.source_counts = [SourceCounts() for _ in stream.source_names]
         self._planner = ReplicaPlanner(config, replica=exchange.replica, consumed=consumed)
         self._source: ReplicaStream | None = None
+        self._feed = PositionFeed()
         self._held: dict[int, Sample] = {}
         self._wait_s = 0.0
         self._items: Iterator[StepHeader | MicroBatch] = self._all_items()
@@ -190,18 +191,25 @@ class StepLoader:
 
     def _draw(self) -> None:
         started = time.perf_counter()
+        self._feed.extend(self._planner.upcoming())
         while positions := self._planner.draw():
-            if self._source is None:
-                self._source = ReplicaStream(
-                    self._stream,
-                    first=positions[0],
-                    total=self._config.total,
-                    num_replicas=self._config.num_replicas,
-                    num_workers=self._num_workers,
-                )
+            source = self._open(positions[0])
             for position in positions:
-                self._observe(position, self._source.take(position))
+                self._observe(position, source.take(position))
         self._wait_s += time.perf_counter() - started
+
+    def _open(self, first: int) -> ReplicaStream:
+        """Return this replica's samples; opened when the first position is drawn."""
+        if self._source is None:
+            config = self._config
+            if config.is_online:
+                self._source = ReplicaStream(
+                    self._stream, self._feed, num_workers=self._num_workers, lead=config.lead
+                )
+            else:
+                shard = range(first, max(first, config.total), config.num_replicas)
+                self._source = ReplicaStream(self._stream, shard, num_workers=self._num_workers)
+        return self._source
 
     def _observe(self, position: int, item: Sample | Hole) -> None:
         if isinstance(item, Hole):
