@@ -36,8 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from odb_megatron.launch import main as launch
 
         return launch(rest + arguments[1:])
+    if arguments:
+        parser.error(f"unrecognized arguments: {' '.join(arguments)}")
     parser.print_help()
-    return 2 if arguments else 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Must not interpret a record, and must not use the device or NCCL.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -37,9 +38,13 @@ class ControlGroup:
         self._timeout_s = timeout_s
         rank = dist.get_rank()
         self._replica = self._ranks.index(rank) if rank in self._ranks else -1
+        self._slots = [sorted(self._ranks).index(rank) for rank in self._ranks]  # torch sorts them
         self._group = dist.new_group(
             self._ranks, backend="gloo", timeout=timedelta(seconds=timeout_s)
         )
+        # Joins gloo's threads while there is an interpreter: one that still frees the tensors of
+        # the last exchange as Python ends aborts the process (exit code 134 after a good run).
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group(self._group))
         self.num_exchanges = 0
 
     @property
@@ -74,7 +79,7 @@ class ControlGroup:
                 f"{self._ranks} has stopped or is stuck; its own output says why"
             ) from error
         self.num_exchanges += 1
-        return [part.numpy().tobytes() for part in received]
+        return [received[slot].numpy().tobytes() for slot in self._slots]
 
     def gather_counts(self, counts: Sequence[int]) -> list[list[int]]:
         """All-gather equally long lists of integers (64 bit), in replica order."""

@@ -62,6 +62,9 @@ class SampleDataset(MegatronDataset):  # type: ignore[misc]
 
     Built by BlendedMegatronDatasetBuilder like Megatron's own GPTDataset, but it never cuts or
     concatenates documents.
+
+    Raises:
+        ValueError: a source of an unweighted blend has no record in this split.
     """
 
     def __init__(
@@ -73,6 +76,12 @@ class SampleDataset(MegatronDataset):  # type: ignore[misc]
         index_split: Split,
         config: SampleDatasetConfig,
     ) -> None:
+        paths, _ = _blend_of(config, index_split) or ([], None)
+        if len(indices) == 0 and num_samples is None and len(paths) > 1:
+            raise ValueError(  # Megatron's blend would fail by a bare assert
+                f"{dataset_path} has {len(dataset)} records and none of them falls into the "
+                f"{index_split.name} split: change --split, or leave the file out"
+            )
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         self.part = SourcePart(source=dataset, order=PassOrder(indices, seed=config.random_seed))
 
@@ -110,9 +119,12 @@ def build_datasets(
 
     Returns:
         SampleDataset, BlendedDataset or None per split.
+
+    Raises:
+        ValueError: a weighted blend without a sample count, or a source without a record.
     """
     sizes = [
-        count if _is_weighted(config, split) else None
+        _size_to_build(config, split, count)
         for split, count in zip(Split, num_samples, strict=True)
     ]
     builder = BlendedMegatronDatasetBuilder(SampleDataset, sizes, is_built_on_rank, config)
@@ -142,10 +154,8 @@ def count_epoch(config: SampleDatasetConfig, split: Split = Split.train) -> int:
     Raises:
         ValueError: no data was given for the split.
     """
-    blend = config.blend
-    bounds = (config.split_matrix or [])[split.value] if blend is not None else (0.0, 1.0)
-    if blend is None and config.blend_per_split is not None:
-        blend = config.blend_per_split[split.value]
+    blend = _blend_of(config, split)
+    bounds = (0.0, 1.0) if config.split_matrix is None else config.split_matrix[split.value]
     if blend is None or bounds is None:
         raise ValueError(
             f"--odb-epochs needs data for the {split.name} split: pass --data-path with a --split "
@@ -158,10 +168,20 @@ def count_epoch(config: SampleDatasetConfig, split: Split = Split.train) -> int:
     return total
 
 
-def _is_weighted(config: SampleDatasetConfig, split: Split) -> bool:
-    blend = config.blend
-    if blend is None and config.blend_per_split is not None:
-        blend = config.blend_per_split[split.value]
-        if blend is not None and len(blend[0]) == 1:
-            return False
-    return blend is not None and blend[1] is not None
+def _size_to_build(config: SampleDatasetConfig, split: Split, count: int | None) -> int | None:
+    _, weights = _blend_of(config, split) or ([], None)
+    if weights is None:
+        return None
+    if count is None and (config.split_matrix is None or config.split_matrix[split.value]):
+        raise ValueError(
+            f"the {split.name} split is a weighted blend, which has no end of its own: drop the "
+            "weights, or ask for a number of samples (no --full-validation)"
+        )
+    return count or 0
+
+
+def _blend_of(config: SampleDatasetConfig, split: Split) -> tuple[list[str], Any] | None:
+    """Paths and weights of a split."""
+    per_split = config.blend_per_split
+    blend: tuple[list[str], Any] | None = config.blend
+    return per_split[split.value] if blend is None and per_split is not None else blend

@@ -18,6 +18,9 @@ import torch
 __all__ = ["CyclicOrder", "Order", "PassOrder", "SingleOrder", "build_order"]
 
 
+_CACHED_RECORDS = 1 << 24
+
+
 class OrderName(Enum):
     """Megatron's `--dataloader-type` values that give an order."""
 
@@ -29,17 +32,24 @@ class PassOrder:
     """Shuffled passes over a set of records.
 
     Each pass visits every record once; its permutation depends on the seed and the pass alone
-    (numpy's RandomState, whose streams are frozen).
+    (numpy's RandomState, whose streams are frozen). Permutations in use are kept: at least two,
+    and as many as fit in 128 MiB, because `cyclic` jumps between passes.
 
     Args:
-        indices: record numbers of this split.
+        indices: record numbers of this split; passes are counted below 2**32.
         seed: `--seed`.
     """
 
     def __init__(self, indices: npt.NDArray[np.integer], *, seed: int) -> None:
         self._indices = indices
         self._seed = seed
+        self._most_cached = max(2, _CACHED_RECORDS // max(1, len(indices)))
         self._passes: OrderedDict[int, npt.NDArray[np.int64]] = OrderedDict()
+
+    @property
+    def seed(self) -> int:
+        """Seed of the passes."""
+        return self._seed
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -54,7 +64,7 @@ class PassOrder:
         if found is None:
             state = np.random.RandomState([self._seed % 2**32, number])
             found = self._passes[number] = state.permutation(len(self._indices))
-            while len(self._passes) > 2:
+            while len(self._passes) > self._most_cached:
                 self._passes.popitem(last=False)
         return found
 

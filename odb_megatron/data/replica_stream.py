@@ -68,6 +68,7 @@ class ReplicaStream:
             num_workers=workers,
             prefetch_factor=prefetch,
             collate_fn=_as_is,
+            generator=torch.Generator().manual_seed(first),  # else the model's would be advanced
         )
         self._items: Iterator[tuple[int, Sample | Hole | FetchError] | None] = iter(loader)
 
@@ -76,6 +77,7 @@ class ReplicaStream:
 
         Raises:
             BadRecordError, OverlongError: by policy.
+            ChatTemplateError: always.
         """
         while (found := next(self._items)) is None:
             pass  # a placeholder

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Protocol
@@ -152,6 +153,9 @@ class IndexedSource(_RuledSource):
 
     The documents are already tokens; `--append-eod` of Megatron's preprocessing decides whether an
     end-of-document token is learnt.
+
+    Raises:
+        ValueError: the index cannot be read, or the `.bin` file is shorter than it says.
     """
 
     def __init__(self, path: str, *, rules: SampleRules, mmap: bool = True) -> None:
@@ -161,11 +165,20 @@ class IndexedSource(_RuledSource):
         self.path = path
         try:
             self._dataset = IndexedDataset(path, multimodal=False, mmap=mmap)
-        except (AssertionError, ValueError, OSError) as error:
+        except (AssertionError, IndexError, ValueError, OSError, struct.error) as error:
             raise ValueError(
-                f"{path}.idx is not a readable Megatron index ({error or 'bad header'}): write it "
-                "with Megatron's tools/preprocess_data.py"
+                f"{path}.idx and .bin are no readable Megatron dataset ({error or 'damaged index'}"
+                "): write them with Megatron's tools/preprocess_data.py"
             ) from error
+        index, size, needed = self._dataset.index, os.path.getsize(path + ".bin"), 0
+        if len(index):
+            length = int(index.sequence_lengths[-1])
+            needed = int(index.sequence_pointers[-1]) + length * index.dtype_size
+        if size < needed:  # read without mmap, the missing tokens would be whatever memory holds
+            raise ValueError(
+                f"{path}.bin has {size} bytes, its index needs {needed}: the file is cut short; "
+                "copy or write it again"
+            )
         self._bounds: npt.NDArray[np.int64] = np.asarray(self._dataset.document_indices)
 
     def __len__(self) -> int:
@@ -223,9 +236,9 @@ class MapSource(_RuledSource):
         if missing:
             raise ValueError(f"item lacks {sorted(missing)}; it has {sorted(map(str, item))}")
         sample = Sample(
-            tokens=_integers(item["tokens"], "tokens"),
-            labels=_integers(item["labels"], "labels"),
-            loss_mask=np.asarray(item["loss_mask"], dtype=np.float32),
+            tokens=_numbers(item["tokens"], "tokens", kinds="iu").astype(np.int64),
+            labels=_numbers(item["labels"], "labels", kinds="iu").astype(np.int64),
+            loss_mask=_numbers(item["loss_mask"], "loss_mask", kinds="biuf").astype(np.float32),
             source=source,
         )
         if sample.num_loss_tokens == 0:
@@ -262,8 +275,9 @@ def file_fingerprint(path: str) -> str:
     return digest.hexdigest()
 
 
-def _integers(values: Any, name: str) -> npt.NDArray[np.int64]:
+def _numbers(values: Any, name: str, *, kinds: str) -> npt.NDArray[Any]:
     array = np.asarray(values)
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{name} has dtype {array.dtype}; expected integers")
-    return array.astype(np.int64)
+    if array.dtype.kind not in kinds:
+        expected = "integers" if kinds == "iu" else "0 and 1"
+        raise ValueError(f"{name} has dtype {array.dtype}; expected {expected}")
+    return array

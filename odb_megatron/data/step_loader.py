@@ -8,7 +8,8 @@ any item, so whoever replays the iterator replays the step's M with it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -99,7 +100,7 @@ class StepLoader:
         self._feed = PositionFeed()
         self._held: dict[int, Sample] = {}
         self._wait_s = 0.0
-        self._items: Iterator[StepHeader | MicroBatch] = self._all_items()
+        self._pending: deque[tuple[int, ...]] = deque()  # micro-batches of the current step
 
     @property
     def config(self) -> PlanConfig:
@@ -128,7 +129,18 @@ class StepLoader:
         )
 
     def __next__(self) -> StepHeader | MicroBatch:
-        return next(self._items)
+        # No generator: it would tie this object into a cycle, and data-loader workers that wait
+        # for the garbage collector stop only after torch's time-out of 5 s.
+        if self._pending:
+            return self._assemble(self._pending.popleft())
+        if self._planner.is_finished:
+            raise StopIteration
+        plan = self._plan_step()
+        header = StepHeader(totals=plan.totals, micro_batches=plan.micro_batches)
+        if self._on_step is not None:
+            self._on_step(header)
+        self._pending.extend(plan.micro_batches)
+        return header
 
     def state_dict(self) -> dict[str, object]:
         """Planner state after the last step handed out; see `ReplicaPlanner.state_dict`."""
@@ -150,21 +162,14 @@ class StepLoader:
                 fetched[position] = (len(item), item.num_loss_tokens, item.truncated > 0)
         self._planner.load_state_dict(state, fetched=fetched)
 
-    def _all_items(self) -> Iterator[StepHeader | MicroBatch]:
-        while not self._planner.is_finished:
-            plan = self._plan_step()
-            header = StepHeader(totals=plan.totals, micro_batches=plan.micro_batches)
-            if self._on_step is not None:
-                self._on_step(header)
-            yield header
-            for positions in plan.micro_batches:
-                yield self._assemble(positions)
-
     def _plan_step(self) -> StepPlan:
         windows = self._share(self._window_record, WindowRecord(config=0, step=0, position=0))
         self._planner.set_target([WindowRecord.from_bytes(data) for data in windows])
         plans = self._share(self._plan_record, PlanRecord(target=0))
-        return self._planner.commit([PlanRecord.from_bytes(data) for data in plans])
+        plan = self._planner.commit([PlanRecord.from_bytes(data) for data in plans])
+        if self._planner.is_finished:
+            self._source = None  # all is drawn: its workers end here
+        return plan
 
     def _share(
         self,
@@ -173,12 +178,12 @@ class StepLoader:
     ) -> list[bytes]:
         """Exchange a record; when it cannot be built, tell the others before raising."""
         try:
-            record = build()
+            record = build().to_bytes()
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             self._exchange.exchange(replace(blank, failed=True, message=message).to_bytes())
             raise
-        return self._exchange.exchange(record.to_bytes())
+        return self._exchange.exchange(record)
 
     def _window_record(self) -> WindowRecord:
         self._draw()

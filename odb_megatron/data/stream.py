@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from odb_megatron.data.chat_template import ChatTemplateError
 from odb_megatron.data.order import Order, PassOrder, SingleOrder
 from odb_megatron.data.sample import BadRecordError, Hole, Sample
 from odb_megatron.data.sources import SampleSource
@@ -64,7 +65,7 @@ class Blend:
 class FetchError:
     """An error met while preprocessing, carried out of a worker process as a value."""
 
-    error: BadRecordError | OverlongError
+    error: BadRecordError | OverlongError | ChatTemplateError
 
 
 class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
@@ -130,6 +131,7 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
 
         Raises:
             BadRecordError, OverlongError: by policy.
+            ChatTemplateError: always.
         """
         where = self.locate(position)
         return self._parts[where.source].source.sample(where.record, source=where.source)
@@ -137,13 +139,17 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
     def __getitem__(self, position: int) -> Sample | Hole | FetchError:
         try:
             return self.fetch(position)
-        except (BadRecordError, OverlongError) as error:
+        except (BadRecordError, OverlongError, ChatTemplateError) as error:
             return FetchError(error=error)
 
     def fingerprint(self) -> str:
-        """Digest of the sources, their split and the blend, equal on all replicas."""
+        """Digest of the sources, their split, the blend and the order; equal on all replicas."""
         digest = hashlib.sha256()
         for part in self._parts:
-            digest.update(f"{part.source.fingerprint()} {len(part.order)} {part.order[0]}".encode())
+            order = part.order
+            digest.update(f"{part.source.fingerprint()} {len(order)} {order.seed}".encode())
+            digest.update(f"{order[0]} {order[len(order) - 1]}".encode())
+        if self._blend is not None:
+            digest.update(np.ascontiguousarray(self._blend.source_index))
         digest.update(f"{self.epoch_size} {self._num_samples} {self._order}".encode())
         return digest.hexdigest()[:16]

@@ -58,7 +58,7 @@ class OdbConfig:
         """Fill in defaults.
 
         Raises:
-            ValueError: a planning flag without `--odb`, or a value out of range.
+            ValueError: a flag that would do nothing, or a value out of range.
         """
         if not args.odb:
             given = [
@@ -73,10 +73,18 @@ class OdbConfig:
             value = getattr(args, name)
             if value is not None and value < 1:
                 raise ValueError(f"{_PLANNING_FLAGS[name]} must be at least 1, got {value}")
+        policy = PolicyName(args.odb_policy or PolicyName.SAMPLES.value)
+        if policy is PolicyName.SAMPLES:
+            for name in ("odb_window", "odb_max_delay_steps"):
+                if getattr(args, name) is not None:
+                    raise ValueError(
+                        f"{_PLANNING_FLAGS[name]} would do nothing with --odb-policy samples, "
+                        "which never reorders: use --odb-policy cost, or drop it"
+                    )
         share = -(-args.global_batch_size // num_replicas)
         return cls(
             enabled=args.odb,
-            policy=PolicyName(args.odb_policy or PolicyName.SAMPLES.value),
+            policy=policy,
             token_budget=args.odb_token_budget or args.seq_length,
             window=args.odb_window or 4 * share,
             max_delay_steps=8 if args.odb_max_delay_steps is None else args.odb_max_delay_steps,

@@ -49,6 +49,22 @@ class StepCalculator:
         self._num_replicas = num_replicas
         self._totals: StepTotals | None = None
 
+    @classmethod
+    def install(cls, *, num_replicas: int) -> StepCalculator:
+        """Put a StepCalculator in the place of Megatron's global calculator."""
+        from megatron.core import num_microbatches_calculator as megatron
+
+        calculator = cls(megatron._GLOBAL_NUM_MICROBATCHES_CALCULATOR, num_replicas=num_replicas)
+        megatron._GLOBAL_NUM_MICROBATCHES_CALCULATOR = calculator
+        return calculator
+
+    def remove(self) -> None:
+        """Put Megatron's own calculator back; harmless when called twice."""
+        from megatron.core import num_microbatches_calculator as megatron
+
+        if megatron._GLOBAL_NUM_MICROBATCHES_CALCULATOR is self:
+            megatron._GLOBAL_NUM_MICROBATCHES_CALCULATOR = self._base
+
     def begin_step(self, totals: StepTotals) -> None:
         """The trainer is about to run this step."""
         self._totals = totals

@@ -64,7 +64,9 @@ def padded_batch(item: dict[str, Tensor]) -> Batch:
     device = torch.cuda.current_device()
     width = max(1, int(item["length"].max()))
     names = ("tokens", "labels", "loss_mask", "position_ids")
-    tensors = {name: item[name][:, :width].to(device, non_blocking=True) for name in names}
+    tensors = {
+        name: item[name][:, :width].contiguous().to(device, non_blocking=True) for name in names
+    }
     return Batch(**tensors)
 
 

@@ -8,6 +8,7 @@ Each replacement wraps the original and is undone by `Hooks.remove`. Must not pl
 | `training_log` | tells a listener what Megatron logs |
 | `save_checkpoint` | the data state is written beside the model's |
 | `compute_throughputs_and_append_to_progress_log` | counts real tokens |
+| `evaluate_and_print_results` | fails on `--full-validation` (training.py 4382, 0.19.2) |
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from odb_megatron.data.step_loader import StepHeader
+from odb_megatron.data.step_loader import StepHeader, StepLoader
 
 __all__ = ["Hooks", "RunListener"]
 
@@ -58,6 +59,7 @@ class Hooks:
         wrappers = {
             "get_forward_backward_func": self._wrap_get_forward_backward_func,
             "training_log": self._wrap_training_log,
+            "evaluate_and_print_results": self._wrap_evaluate_and_print_results,
         }
         if self._packed:
             wrappers |= {
@@ -109,6 +111,26 @@ class Hooks:
 
         return training_log
 
+    def _wrap_evaluate_and_print_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
+            megatron_args = _megatron_args()
+            steps = megatron_args.eval_iters
+            if not megatron_args.full_validation or isinstance(steps, list):
+                return original(*args, **kwargs)
+            iterator = signature.bind(*args, **kwargs).arguments["data_iterator"]
+            loader = getattr(iterator, "iterable", None)
+            # The count is the validation set's; only that one is wrapped to start again by itself.
+            one_pass = len(loader) if isinstance(loader, StepLoader) else steps
+            megatron_args.eval_iters = [one_pass]
+            try:
+                return original(*args, **kwargs)
+            finally:
+                megatron_args.eval_iters = steps
+
+        return evaluate_and_print_results
+
     def _wrap_save_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
             result = original(iteration, *args, **kwargs)
@@ -119,12 +141,10 @@ class Hooks:
 
     def _wrap_progress_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def compute_throughputs_and_append_to_progress_log(*args: Any, **kwargs: Any) -> Any:
-            from megatron.training import get_args
-
             tokens = self._listener.tokens_so_far()
             if tokens is None:
                 return original(*args, **kwargs)
-            megatron_args = get_args()
+            megatron_args = _megatron_args()
             samples, length = megatron_args.consumed_train_samples, megatron_args.seq_length
             megatron_args.consumed_train_samples, megatron_args.seq_length = tokens, 1
             try:
@@ -140,3 +160,9 @@ def _training_module() -> Any:
     from megatron.training import training
 
     return training
+
+
+def _megatron_args() -> Any:
+    from megatron.training import get_args
+
+    return get_args()

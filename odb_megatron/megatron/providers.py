@@ -16,7 +16,7 @@ from megatron.core.datasets.utils import Split
 from odb_megatron.comm.control import ControlGroup, ranks_of
 from odb_megatron.data.chat_template import ChatRenderer
 from odb_megatron.data.megatron_dataset import build_datasets, stream_from_dataset
-from odb_megatron.data.order import PassOrder, build_order
+from odb_megatron.data.order import Order, PassOrder, build_order
 from odb_megatron.data.padded import PaddedDataset
 from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.sources import MapSource
@@ -65,14 +65,10 @@ def build_streams(
     rules = config.sample_rules(multiple=length_multiple())
     total = total_samples(args)
     lengths = [total, *sizes[1:]]
-    order = None  # the padded baseline is ordered by Megatron's own sampler
-    if config.enabled:
-        order = build_order(
-            args.dataloader_type,
-            total=total,
-            num_replicas=args.data_parallel_size,
-            data_sharding=args.data_sharding,
-        )
+    orders = [
+        _order(args, config, length, split=split)
+        for split, length in zip(Split, lengths, strict=True)
+    ]
     if datasets is not None:
         return [
             None
@@ -80,9 +76,9 @@ def build_streams(
             else SampleStream(
                 [_own_part(dataset, split, rules=rules, seed=args.seed)],
                 num_samples=length,
-                order=order if split is Split.train else None,
+                order=order,
             )
-            for split, dataset, length in zip(Split, datasets, lengths, strict=True)
+            for split, dataset, length, order in zip(Split, datasets, lengths, orders, strict=True)
         ]
     renderer, tokenizer = _renderer(args)
     built = build_datasets(
@@ -93,10 +89,8 @@ def build_streams(
     return [
         None
         if dataset is None or length == 0
-        else stream_from_dataset(
-            dataset, num_samples=length, order=order if split is Split.train else None
-        )
-        for split, dataset, length in zip(Split, built, lengths, strict=True)
+        else stream_from_dataset(dataset, num_samples=length, order=order)
+        for dataset, length, order in zip(built, lengths, orders, strict=True)
     ]
 
 
@@ -117,7 +111,8 @@ def build_loader(
         batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
         whole = getattr(args, "full_validation", False)
         total = stream.epoch_size if whole else ENDLESS
-        consumed = args.consumed_valid_samples if split is Split.valid and not whole else 0
+        goes_on = split is Split.valid and not whole and not args.skip_train
+        consumed = args.consumed_valid_samples if goes_on else 0
     plan = PlanConfig(
         policy=config.policy if training else PolicyName.SAMPLES,
         total=total,
@@ -183,6 +178,22 @@ def _renderer(args: argparse.Namespace) -> tuple[ChatRenderer | None, Any]:
         usable_tokenizer(tokenizer), add_special_tokens=adds_special_tokens(tokenizer)
     )
     return renderer, tokenizer
+
+
+def _order(
+    args: argparse.Namespace, config: OdbConfig, length: int | None, *, split: Split
+) -> Order | None:
+    """Return the order that Megatron's sampler of the split has; None for the stream's own."""
+    if not config.enabled:
+        return None  # the padded baseline has that sampler itself
+    if not length or (split is not Split.train and args.full_validation):
+        return None
+    return build_order(
+        args.dataloader_type,
+        total=length,
+        num_replicas=args.data_parallel_size,
+        data_sharding=args.data_sharding,
+    )
 
 
 def _own_part(dataset: Any, split: Split, *, rules: SampleRules, seed: int) -> SourcePart:

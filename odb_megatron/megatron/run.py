@@ -36,6 +36,12 @@ from odb_megatron.report.step_record import StepLog
 
 __all__ = ["OdbRun"]
 
+_MESSAGE_BYTES = 1024
+_LOST_WINDOW = (
+    ". That is right after a run without --odb or with --odb-policy samples; after --odb-policy "
+    "cost its windows are lost, so samples are left out and others come twice"
+)
+
 
 class OdbRun:
     """One run of `pretrain()`, packed with `--odb` and padded without.
@@ -74,6 +80,7 @@ class OdbRun:
         self._report: LiveReport | None = None
         self._log: StepLog | None = None
         self._tokens_before = 0
+        self._eval_left_out = self._eval_truncated = 0
         self.forward_step = make_forward_step(
             packed_batch if self.config.enabled else padded_batch, on_batch=self._on_batch
         )
@@ -96,6 +103,8 @@ class OdbRun:
         trace: TracebackType | None,
     ) -> None:
         self._hooks.remove()
+        if self._calculator is not None:
+            self._calculator.remove()
         try:
             clean = kind is None or (isinstance(error, SystemExit) and not error.code)
             self._finish(together=clean)
@@ -113,6 +122,8 @@ class OdbRun:
     def on_header(self, header: StepHeader, *, training: bool) -> None:
         """See `hooks.RunListener`: fix the loop's end and the step's sample count."""
         if not training:
+            self._eval_left_out += header.totals.num_left_out
+            self._eval_truncated += header.totals.num_truncated
             return
         assert self._calculator is not None
         self._calculator.begin_step(header.totals)
@@ -160,6 +171,11 @@ class OdbRun:
                     "there is nothing to train on: the train split is empty; change --split or "
                     "--data-path"
                 )
+            if streams[1] is None and (self._args.full_validation or self._args.eval_iters):
+                raise ValueError(
+                    "there is nothing to evaluate on: the validation split is empty; change "
+                    "--split, give --valid-data-path, or pass --eval-iters 0"
+                )
             groups = [control_group(self._args, name=name) for name in ("train", "valid", "test")]
             self._exchange = groups[0]
             self._start(streams, groups[0])
@@ -173,7 +189,6 @@ class OdbRun:
     def _build_loaders(
         self, streams: Sequence[SampleStream | None], groups: Sequence[ControlGroup]
     ) -> list[StepLoader | None]:
-        from megatron.core import num_microbatches_calculator as calculator
         from megatron.core.datasets.utils import Split
 
         loaders = [
@@ -183,10 +198,7 @@ class OdbRun:
             for split, stream, group in zip(Split, streams, groups, strict=True)
         ]
         self._loader = loaders[0]
-        self._calculator = StepCalculator(
-            calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR, num_replicas=groups[0].num_replicas
-        )
-        calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = self._calculator
+        self._calculator = StepCalculator.install(num_replicas=groups[0].num_replicas)
         self._args.dataloader_type = "external"
         remaining = max(0, self._total - self._args.consumed_train_samples)
         steps = -(-remaining // self._args.global_batch_size)
@@ -201,17 +213,27 @@ class OdbRun:
         under `cost` it is the replica's window, so topology and policy must be the same.
         """
         args = self._args
-        if self._loader is None or self._exchange is None or not args.iteration or args.finetune:
+        if self._loader is None or self._exchange is None or not args.iteration:
+            return
+        if args.finetune or args.skip_train:
             return
         is_cost = self.config.policy is PolicyName.COST
         replica = self._exchange.replica if is_cost else 0
         path = state_path(args.load, iteration=args.iteration, replica=replica)
         state = read_state(path)
+        found = self._exchange.gather_counts([int(state is not None)])
+        if [0] in found and [1] in found:
+            missing = state_path(args.load, iteration=args.iteration, replica=found.index([0]))
+            raise ValueError(
+                f"data state {missing} is missing and those of other replicas are not: restore it, "
+                "use the data-parallel size that saved, or start the data anew (--finetune)"
+            )
         if state is None:
             if args.rank == 0:
                 print(
                     f"odb: no data state in the checkpoint of iteration {args.iteration}; the data "
-                    f"goes on at sample {args.consumed_train_samples} of the stream",
+                    f"goes on at sample {args.consumed_train_samples} of the stream"
+                    + (_LOST_WINDOW if is_cost else ""),
                     flush=True,
                 )
             return
@@ -263,6 +285,12 @@ class OdbRun:
         if self._report is not None:
             scope = "" if together else " (this replica only: the run did not end cleanly)"
             self._report.finish(sources, scope=scope)
+            if self._eval_left_out or self._eval_truncated:
+                print(
+                    f"odb: evaluations left out {self._eval_left_out} samples and truncated "
+                    f"{self._eval_truncated}",
+                    flush=True,
+                )
 
     def _source_totals(self, *, together: bool) -> list[SourceTotals]:
         if self._loader is None or self._exchange is None:
@@ -270,16 +298,27 @@ class OdbRun:
         counted = self._loader.source_counts
         names = ("samples", "tokens", "loss_tokens", "truncated", "bad_records", "overlong")
         numbers = [getattr(counts, name) for counts in counted for name in names]
+        messages = [counts.first_message for counts in counted]
         if together:
             gathered = self._exchange.gather_counts(numbers)
             numbers = [sum(values) for values in zip(*gathered, strict=True)]
+            messages = _first_messages(messages, self._exchange)
         return [
             SourceTotals(
                 name=source,
-                first_message=counts.first_message,
+                first_message=message,
                 **dict(zip(names, numbers[at * len(names) :], strict=False)),
             )
-            for at, (source, counts) in enumerate(
-                zip(self._loader.stream.source_names, counted, strict=True)
+            for at, (source, message) in enumerate(
+                zip(self._loader.stream.source_names, messages, strict=True)
             )
         ]
+
+
+def _first_messages(own: Sequence[str], exchange: ControlGroup) -> list[str]:
+    """Return, for each source, the message of the first replica that has one, cut to fit."""
+    sent = b"".join(text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0") for text in own)
+    found = exchange.exchange(sent)
+    places = [slice(at, at + _MESSAGE_BYTES) for at in range(0, len(sent), _MESSAGE_BYTES)]
+    texts = [[part[at].rstrip(b"\0").decode("utf-8", "ignore") for part in found] for at in places]
+    return [next(filter(None, replicas), "") for replicas in texts]

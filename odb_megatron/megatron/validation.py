@@ -93,6 +93,11 @@ _REFUSALS = (
         "--odb does not skip iterations in this version: drop --iterations-to-skip",
     ),
     _Refusal(
+        _is_on("non_persistent_save_interval"),
+        "--odb keeps its data state beside regular checkpoints: use --save-interval, and drop "
+        "--non-persistent-save-interval",
+    ),
+    _Refusal(
         _is_on("phase_transition_iterations"),
         "--odb has one phase in this version: drop --phase-transition-iterations",
     ),

@@ -155,7 +155,8 @@ class LiveReport:
     def _summary(self, sources: Sequence[SourceTotals], scope: str) -> list[str]:
         totals = self.totals
         if totals.steps == 0:
-            return [f"{self._title}: no optimizer step was run"]
+            lines = [f"{self._title}: no optimizer step was run"]
+            return lines + self._not_reached() + _source_lines(sources, scope)
         emitted = totals.samples + totals.left_out
         padded = emitted * self._sequence_length
         mean = emitted / totals.steps
@@ -184,11 +185,11 @@ class LiveReport:
         )
         if totals.first_loss is not None and totals.last_loss is not None:
             lines.append(f"  loss                {totals.first_loss:.4f} -> {totals.last_loss:.4f}")
-        if self._consumed < self._total_samples:
-            lines.append(
-                f"  not reached         {self._total_samples - self._consumed} requested samples"
-            )
-        return lines + _source_lines(sources, scope)
+        return lines + self._not_reached() + _source_lines(sources, scope)
+
+    def _not_reached(self) -> list[str]:
+        missing = self._total_samples - self._consumed
+        return [f"  not reached         {missing} requested samples"] if missing > 0 else []
 
 
 def _source_lines(sources: Sequence[SourceTotals], scope: str) -> list[str]:

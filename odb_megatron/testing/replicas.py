@@ -5,10 +5,12 @@ For tests and fuzzing of everything above `comm`.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
+from unittest import mock
 
 __all__ = ["ThreadExchange", "run_in_threads", "thread_exchanges"]
 
@@ -56,7 +58,36 @@ def thread_exchanges(num_replicas: int, *, timeout_s: float = 20.0) -> list[Thre
 def run_in_threads(
     function: Callable[[ThreadExchange], T], exchanges: Sequence[ThreadExchange]
 ) -> list[T | BaseException]:
-    """Run `function` once per replica, each in a thread; return results or what was raised."""
-    with ThreadPoolExecutor(len(exchanges)) as pool:
-        futures = [pool.submit(function, exchange) for exchange in exchanges]
-        return [future.exception() or future.result() for future in futures]
+    """Run `function` once per replica, each in a thread; return results or what was raised.
+
+    The function may start data-loader workers: a process forked in a thread of a
+    ThreadPoolExecutor would exit with code 1.
+    """
+    results: dict[int, T | BaseException] = {}
+
+    def run(exchange: ThreadExchange) -> None:
+        try:
+            results[exchange.replica] = function(exchange)
+        except BaseException as error:
+            results[exchange.replica] = error
+
+    threads = [threading.Thread(target=run, args=(exchange,)) for exchange in exchanges]
+    with _one_fork_at_a_time():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return [results[exchange.replica] for exchange in exchanges]
+
+
+@contextlib.contextmanager
+def _one_fork_at_a_time() -> Iterator[None]:
+    """Replicas start data-loader workers at once; filelock's hooks refuse forks that overlap."""
+    lock, fork = threading.Lock(), os.fork
+
+    def fork_alone() -> int:
+        with lock:
+            return fork()
+
+    with mock.patch.object(os, "fork", fork_alone):
+        yield

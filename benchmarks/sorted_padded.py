@@ -1,0 +1,146 @@
+"""A pretrain script for the length-sorted padded batches of `sorted_batches`: no ODB, no packing.
+
+Takes Megatron's flags as examples/pretrain_gpt_odb.py does, and `--sorted-token-budget`. The data
+is read once to learn all lengths and again while training, so that reading is in a step's time as
+for the other variants. Must not be used to train: the order of samples depends on their lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from sorted_batches import SortedStep, num_padded, sorted_rounds, sorted_steps
+
+from odb_megatron.data.padded import PaddedDataset
+from odb_megatron.data.sample import Hole, Sample
+from odb_megatron.data.step_loader import StepHeader
+from odb_megatron.megatron.counters import StepCalculator
+from odb_megatron.megatron.hooks import Hooks
+from odb_megatron.megatron.run import OdbRun
+from odb_megatron.megatron.setup import parse_and_validate_args
+from odb_megatron.plan.step import StepTotals
+
+
+class SortedRun(OdbRun):
+    """The padded baseline's run with its train data in sorted batches of varying size.
+
+    Steps come with a header, as packed ones do, so that every step has its own M and the counters
+    follow its samples.
+    """
+
+    def __init__(self, args: argparse.Namespace, *, token_budget: int) -> None:
+        super().__init__(args)
+        self._token_budget = token_budget
+        self._hooks = Hooks(self, packed=True)
+
+    def _make_provider(self) -> Callable[..., tuple[Any, Any, Any]]:
+        base = super()._make_provider()
+
+        def provider(sizes: Sequence[int | None], vp_stage: int | None = None) -> Any:
+            train, _, _ = base(sizes, vp_stage)
+            return self._sorted_items(train), None, None
+
+        provider.is_distributed = True  # type: ignore[attr-defined]  # every rank builds its data
+        return provider
+
+    def _sorted_items(self, dataset: PaddedDataset) -> Iterator[Any]:
+        args, exchange = self._args, self._exchange
+        assert exchange is not None
+        samples = [_sample(dataset, position) for position in range(len(dataset))]
+        rounds = sorted_rounds(
+            [len(sample) for sample in samples],
+            token_budget=self._token_budget,
+            max_samples=args.global_batch_size // exchange.num_replicas,
+            num_replicas=exchange.num_replicas,
+        )
+        steps = sorted_steps(rounds, global_batch_size=args.global_batch_size, seed=args.seed)
+        self._calculator = StepCalculator.install(num_replicas=exchange.num_replicas)
+        args.dataloader_type = "external"
+        args.train_iters = len(steps)
+        totals = all_totals(steps, samples)
+        return _items(dataset, steps, totals, replica=exchange.replica)
+
+
+def all_totals(steps: Sequence[SortedStep], samples: Sequence[Sample]) -> list[StepTotals]:
+    """The totals of each step, in the form a plan has them; the cost is padded tokens."""
+    lengths = [len(sample) for sample in samples]
+    consumed = 0
+    built = []
+    for index, step in enumerate(steps):
+        positions = [at for one in step.rounds for batch in one for at in batch]
+        costs = tuple(
+            sum(num_padded(batch, lengths) for batch in batches)
+            for batches in zip(*step.rounds, strict=True)
+        )
+        totals = StepTotals(
+            step=index,
+            num_micro_batches=len(step.rounds),
+            num_consumed=len(positions),
+            consumed_before=consumed,
+            num_samples=len(positions),
+            num_left_out=0,
+            num_truncated=sum(samples[at].truncated > 0 for at in positions),
+            num_tokens=sum(lengths[at] for at in positions),
+            num_padded_tokens=sum(costs),
+            num_squared_tokens=sum(lengths[at] ** 2 for at in positions),
+            num_loss_tokens=sum(samples[at].num_loss_tokens for at in positions),
+            num_idle=0,
+            num_split=0,
+            costs=costs,
+            wait_us=0,
+            is_final=index == len(steps) - 1,
+        )
+        consumed += len(positions)
+        built.append(totals)
+    return built
+
+
+def main() -> None:
+    """Run the script."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--sorted-token-budget", type=int, required=True)
+    options, rest = parser.parse_known_args()
+    sys.argv = [sys.argv[0], *rest]
+    args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
+    model_config = gpt_config_from_args(args)
+    with SortedRun(args, token_budget=options.sorted_token_budget) as run:
+        model_config.transformer_layer_spec = run.layer_spec
+        pretrain(
+            pretrain_cfg_container_from_args(args, model_config),
+            run.datasets_provider,
+            ModelType.encoder_or_decoder,
+            run.forward_step,
+        )
+
+
+def _items(
+    dataset: PaddedDataset,
+    steps: Sequence[SortedStep],
+    totals: Sequence[StepTotals],
+    *,
+    replica: int,
+) -> Iterator[Any]:
+    """One replica's items: per step its header, then batches as the padded baseline has them."""
+    for step, total in zip(steps, totals, strict=True):
+        batches = tuple(one[replica] for one in step.rounds)
+        yield StepHeader(totals=total, micro_batches=batches)
+        for batch in batches:
+            yield torch.utils.data.default_collate([dataset[position] for position in batch])
+
+
+def _sample(dataset: PaddedDataset, position: int) -> Sample:
+    sample = dataset.stream.fetch(position)
+    if isinstance(sample, Hole):
+        raise ValueError(f"sorted batches take whole data only; left out: {sample.message}")
+    return sample
+
+
+if __name__ == "__main__":
+    main()

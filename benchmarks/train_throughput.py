@@ -1,0 +1,327 @@
+"""Samples per second of real training: ODB against padded micro-batches, on the CPU.
+
+Real `pretrain()` runs of one model over the same samples, one process group per run, variants
+interleaved. The first steps of a run are left out of the times. Must not compare runs of different
+repeats: ratios are taken within a repeat.
+
+    python benchmarks/train_throughput.py --data chitchat --json build/bench/train_throughput.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from chat_data import ChatData, MissingDataError, mean_length, prepare
+from intervals import ratio_interval
+from training_runs import (
+    EXAMPLE_SCRIPT,
+    Launch,
+    ModelSize,
+    TrainingRun,
+    data_flags,
+    run_training,
+    write_json,
+)
+
+SORTED_SCRIPT = Path(__file__).resolve().parent / "sorted_padded.py"
+NUM_WARM_UP_STEPS = 2
+MODEL = ModelSize(num_layers=3, hidden=96, num_heads=4, ffn_hidden=288, seq_length=1024)
+QUICK_MODEL = ModelSize(num_layers=1, hidden=32, num_heads=2, ffn_hidden=64, seq_length=256)
+TRAIN_FLAGS = shlex.split("--odb-overlong truncate --lr 1e-3 --lr-decay-style constant --seed 1234")
+RATIOS = {
+    "cost_over_samples": ("odb_cost", "odb_samples"),
+    "samples_over_sorted": ("odb_samples", "sorted"),
+    "cost_over_sorted": ("odb_cost", "sorted"),
+    "samples_over_standard_mean": ("odb_samples", "standard_mean"),
+    "cost_over_standard_mean": ("odb_cost", "standard_mean"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batching:
+    """Batch sizes of one benchmark.
+
+    Attributes:
+        token_budget: most tokens of a micro-batch; what the padded variants exceed is said there.
+        mean_length: mean tokens of a sample, cut to the context.
+        standard: micro-batch size whose worst case fits the budget.
+        standard_mean: micro-batch size of which the mean fits.
+        global_batch_size: samples per step.
+        num_samples: samples of a run, a multiple of it.
+    """
+
+    token_budget: int
+    mean_length: float
+    standard: int
+    standard_mean: int
+    global_batch_size: int
+    num_samples: int
+
+    @classmethod
+    def choose(cls, options: argparse.Namespace, *, seq_length: int, mean: float) -> Batching:
+        """Fit batch sizes to the budget; the global batch size is rounded to both of them."""
+        budget = options.token_budget or 2 * seq_length
+        if budget < seq_length:
+            raise ValueError(
+                f"--token-budget {budget} is below the context of {seq_length} tokens: raise it"
+            )
+        standard = budget // seq_length
+        standard_mean = max(standard, int(budget // mean))
+        unit = math.lcm(standard, standard_mean) * options.dp
+        batch = unit * max(1, round(options.global_batch_size / unit))
+        steps = max(NUM_WARM_UP_STEPS + 2, -(-options.samples // batch))
+        return cls(
+            token_budget=budget,
+            mean_length=mean,
+            standard=standard,
+            standard_mean=standard_mean,
+            global_batch_size=batch,
+            num_samples=steps * batch,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to form batches."""
+
+    description: str
+    flags: tuple[str, ...]
+    script: Path = EXAMPLE_SCRIPT
+
+
+def main() -> int:
+    """Run, measure, report; return the exit code."""
+    options = _parse()
+    model = QUICK_MODEL if options.quick else MODEL
+    try:
+        data = prepare(options.data)
+    except MissingDataError as error:
+        print(f"skipped: {error}", flush=True)
+        write_json(options.json, {"skipped": str(error)})
+        return 0
+    mean = mean_length(data, seq_length=model.seq_length)
+    batching = Batching.choose(options, seq_length=model.seq_length, mean=mean)
+    print(f"{model}\n{batching}", flush=True)
+    variants = all_variants(batching)
+    shared = _shared_flags(model, data, batching)
+    runs = _run_all(variants, shared, options)
+    result = summarize(variants, runs)
+    result["setting"] = _setting(options, model, batching)
+    write_json(options.json, result)
+    _print_result(result)
+    if not result["same_samples"]:
+        print("FAILED: the variants did not train the same samples", flush=True)
+        return 1
+    return 0
+
+
+def all_variants(batching: Batching) -> dict[str, Variant]:
+    """The variants by name; `standard` is what speed-ups are relative to."""
+    budget = batching.token_budget
+    micro_batch, odb = "--micro-batch-size", ("--odb", "--odb-token-budget", str(budget))
+    return {
+        "standard": Variant(
+            description=f"padded, {batching.standard} samples per micro-batch: the most whose "
+            f"worst case fits the {budget} tokens; padded to the longest of the micro-batch",
+            flags=(micro_batch, str(batching.standard)),
+        ),
+        "standard_mean": Variant(
+            description=f"padded, {batching.standard_mean} samples per micro-batch: the budget "
+            "over the mean length; padded to the longest of the micro-batch, so a micro-batch may "
+            f"exceed the {budget} tokens",
+            flags=(micro_batch, str(batching.standard_mean)),
+        ),
+        "sorted": Variant(
+            description="padded, sorted by length with all lengths known beforehand (an offline "
+            "oracle): longest * samples within the budget, batches of one length side by side on "
+            "the replicas, in shuffled order",
+            flags=(micro_batch, "1", "--sorted-token-budget", str(budget)),
+            script=SORTED_SCRIPT,
+        ),
+        "odb_samples": Variant(
+            description="ODB, policy samples: the padded baseline's samples in every step",
+            flags=(*odb, micro_batch, "1", "--odb-policy", "samples"),
+        ),
+        "odb_cost": Variant(
+            description="ODB, policy cost: steps of even cost from a look-ahead window",
+            flags=(*odb, micro_batch, "1", "--odb-policy", "cost"),
+        ),
+    }
+
+
+def summarize(
+    variants: Mapping[str, Variant], runs: Mapping[str, Sequence[TrainingRun]]
+) -> dict[str, object]:
+    """Summarize the runs: `runs[variant][repeat]`."""
+    measured = {name: [measure(run) for run in own] for name, own in runs.items()}
+    rates = {name: [one["samples_per_s"] for one in own] for name, own in measured.items()}
+
+    def ratio(over: str, under: str) -> dict[str, object]:
+        pairs = zip(rates[over], rates[under], strict=True)
+        return ratio_interval([one / other for one, other in pairs]).as_json()
+
+    summaries: dict[str, object] = {}
+    for name, variant in variants.items():
+        own = measured[name]
+        means = {key: sum(one[key] for one in own) / len(own) for key in own[0]}
+        names = ("samples_per_s", "tokens_per_s", "padding_fraction", "samples_per_step")
+        summaries[name] = {
+            "description": variant.description,
+            **{key: means[key] for key in names},
+            "max_micro_batch_tokens": max(map(_max_micro_batch_tokens, runs[name])),
+            "speedup_vs_standard": ratio(name, "standard"),
+            "runs": [
+                {**one, "command": list(run.command)}
+                for one, run in zip(own, runs[name], strict=True)
+            ],
+        }
+    ids = {_ids(run) for own in runs.values() for run in own}
+    return {
+        "variants": summaries,
+        "ratios": {name: ratio(over, under) for name, (over, under) in RATIOS.items()},
+        "same_samples": len(ids) == 1,
+    }
+
+
+def measure(run: TrainingRun) -> dict[str, float]:
+    """Numbers of one run; rates are over the steps behind the warm-up.
+
+    `samples_per_s` is the timed steps' rate in tokens over the mean length of *all* samples of the
+    run: which samples fall into the warm-up differs between variants, and counting those of the
+    timed steps would favour a variant that happened to begin with long ones. The plain count is
+    `timed_samples_per_s`.
+    """
+    steps = run.steps[0]
+    timed = list(zip(*run.steps, strict=True))[NUM_WARM_UP_STEPS:]
+    seconds = sum(max(step.step_s for step in replicas) for replicas in timed)
+    tokens_per_s = sum(replicas[0].tokens for replicas in timed) / seconds
+    num_samples = sum(step.samples for step in steps)
+    num_tokens = sum(step.tokens for step in steps)
+    return {
+        "samples_per_s": tokens_per_s * num_samples / num_tokens,
+        "tokens_per_s": tokens_per_s,
+        "timed_samples_per_s": sum(replicas[0].samples for replicas in timed) / seconds,
+        "padding_fraction": 1 - num_tokens / sum(step.computed_tokens for step in steps),
+        "samples_per_step": num_samples / len(steps),
+        "num_steps": len(steps),
+        "num_samples": num_samples,
+        "num_tokens": num_tokens,
+        "timed_steps": len(timed),
+        "timed_s": seconds,
+        "wall_s": run.wall_s,
+        "load_average": run.load_average,
+    }
+
+
+def _run_all(
+    variants: Mapping[str, Variant], shared: Sequence[str], options: argparse.Namespace
+) -> dict[str, list[TrainingRun]]:
+    """Run every variant once per repeat, each repeat starting with another one."""
+    runs: dict[str, list[TrainingRun]] = {name: [] for name in variants}
+    names = list(variants)
+    for repeat in range(options.repeats):
+        print(f"repeat {repeat + 1} of {options.repeats}", flush=True)
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            launch = Launch(
+                name=name,
+                flags=[*shared, *variants[name].flags],
+                num_replicas=options.dp,
+                script=variants[name].script,
+            )
+            runs[name].append(run_training(launch))
+    return runs
+
+
+def _shared_flags(model: ModelSize, data: ChatData, batching: Batching) -> list[str]:
+    sizes = ["--global-batch-size", str(batching.global_batch_size)]
+    sizes += ["--train-samples", str(batching.num_samples)]
+    return [*model.flags(), *data_flags(data.path, data.tokenizer), *TRAIN_FLAGS, *sizes]
+
+
+def _ids(run: TrainingRun) -> tuple[str, ...]:
+    """All sample ids of a run, sorted."""
+    steps = (step for replica in run.steps for step in replica)
+    return tuple(sorted(id_ for step in steps for ids in step.ids for id_ in ids))
+
+
+def _max_micro_batch_tokens(run: TrainingRun) -> int:
+    """Tokens of the largest micro-batch, padding included where the run pads."""
+    is_packed = "--odb" in run.command
+    return max(
+        sum(lengths) if is_packed else len(lengths) * max(lengths, default=0)
+        for replica in run.steps
+        for step in replica
+        for lengths in step.lengths
+    )
+
+
+def _setting(
+    options: argparse.Namespace, model: ModelSize, batching: Batching
+) -> dict[str, object]:
+    return {
+        "data": options.data,
+        "repeats": options.repeats,
+        "num_replicas": options.dp,
+        "threads_per_replica": 1,
+        "num_warm_up_steps": NUM_WARM_UP_STEPS,
+        "model": asdict(model),
+        "batching": asdict(batching),
+        "cores": os.cpu_count(),
+        "machine": platform.platform(),
+        "note": "load_average is the 1-minute load before each run; on a shared machine rates "
+        "move with it and ratios within a repeat move less",
+    }
+
+
+def _print_result(result: Mapping[str, object]) -> None:
+    variants, ratios = result["variants"], result["ratios"]
+    assert isinstance(variants, dict)
+    assert isinstance(ratios, dict)
+    print("variant           samples/s  tokens/s  padding  samples/step  speed-up over standard")
+    for name, one in variants.items():
+        print(
+            f"{name:16s} {one['samples_per_s']:10.2f} {one['tokens_per_s']:9.0f} "
+            f"{one['padding_fraction']:8.1%} {one['samples_per_step']:13.1f}  "
+            f"{_ratio_text(one['speedup_vs_standard'])}"
+        )
+    for name, one in ratios.items():
+        print(f"{name}: {_ratio_text(one)}", flush=True)
+
+
+def _ratio_text(ratio: Mapping[str, Any]) -> str:
+    low, high = ratio["ci95"]
+    interval = "one run: no interval" if low is None else f"95 % interval {low:.3f} to {high:.3f}"
+    return f"{ratio['mean']:.3f} ({interval})"
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--data", default="chitchat", help="chitchat (default), chat-mix or a file")
+    add("--repeats", type=int, default=3, help="runs of each variant (default 3)")
+    add("--samples", type=int, default=640, help="samples of a run, rounded up to whole steps")
+    add("--token-budget", type=int, help="tokens of a micro-batch; default twice the context")
+    add("--global-batch-size", type=int, default=32, help="rounded to the micro-batch sizes")
+    add("--dp", type=int, default=2, help="data-parallel replicas")
+    add("--quick", action="store_true", help="tiny model, few steps, one repeat: for the tests")
+    add("--json", type=Path, help="write the result here")
+    options = parser.parse_args()
+    if options.repeats < 1 or options.samples < 1 or options.dp < 1:
+        parser.error("--repeats, --samples and --dp must be at least 1")
+    if options.quick:
+        options.repeats, options.samples = 1, 64
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

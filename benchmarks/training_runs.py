@@ -1,0 +1,186 @@
+"""Starts real `pretrain()` runs on the CPU in processes of their own and reads their step logs.
+
+Must not interpret what a run measured, and must not import torch or Megatron: each run pays for its
+own start, and nothing of one run lives on in the next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from odb_megatron.report.step_record import StepRecord
+
+__all__ = [
+    "EXAMPLE_SCRIPT",
+    "ROOT",
+    "Launch",
+    "ModelSize",
+    "TrainingRun",
+    "data_flags",
+    "run_training",
+    "write_json",
+]
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE_SCRIPT = ROOT / "examples" / "pretrain_gpt_odb.py"
+
+_HOST_FLAGS = shlex.split(
+    "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm "
+    "--no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion "
+    "--distributed-backend gloo --calculate-per-token-loss --num-workers 0 "
+    "--eval-iters 0 --eval-interval 1000000 --log-interval 1000000"
+)
+_SHAPE_FLAGS = shlex.split(
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--attention-dropout 0 --hidden-dropout 0 --make-vocab-size-divisible-by 64"
+)
+_GRACE_S = 60.0
+_SHOWN_LINES = 150
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Sizes of the trained GPT (RoPE, RMSNorm, SwiGLU, no dropout, fp32)."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    ffn_hidden: int
+    seq_length: int
+
+    def flags(self) -> list[str]:
+        """Megatron's flags for it, those of the CPU included."""
+        sizes = {
+            "--num-layers": self.num_layers,
+            "--hidden-size": self.hidden,
+            "--num-attention-heads": self.num_heads,
+            "--ffn-hidden-size": self.ffn_hidden,
+            "--seq-length": self.seq_length,
+            "--max-position-embeddings": self.seq_length,
+        }
+        pairs = [part for flag, size in sizes.items() for part in (flag, str(size))]
+        return [*pairs, *_SHAPE_FLAGS, *_HOST_FLAGS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What to run.
+
+    Attributes:
+        name: shown while it runs and in the results.
+        flags: the script's flags, without `--odb-log-dir`.
+        num_replicas: data-parallel size; one process each.
+        script: a pretrain script.
+        num_threads: threads of each process.
+        timeout_s: the run is ended and reported as failed after this many seconds.
+    """
+
+    name: str
+    flags: Sequence[str]
+    num_replicas: int
+    script: Path = EXAMPLE_SCRIPT
+    num_threads: int = 1
+    timeout_s: float = 900.0
+
+    def command(self, log_dir: str) -> list[str]:
+        """The command line."""
+        head = [sys.executable, "-m", "odb_megatron.launch", "--device", "cpu"]
+        head += ["--nproc-per-node", str(self.num_replicas), "--", str(self.script)]
+        return [*head, *self.flags, "--odb-log-dir", log_dir]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """What a finished run left.
+
+    Attributes:
+        name: of the launch.
+        command: the exact command line.
+        wall_s: seconds from start to end of the processes.
+        load_average: the machine's 1-minute load before the run started.
+        steps: step records, `[replica][step]`.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    wall_s: float
+    load_average: float
+    steps: tuple[tuple[StepRecord, ...], ...] = field(repr=False)
+
+
+def data_flags(data: Path, tokenizer: Path) -> list[str]:
+    """Flags that train on all of `data`."""
+    tokenizer_flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
+    return [*tokenizer_flags, str(tokenizer), "--data-path", str(data), "--split", "100,0,0"]
+
+
+def run_training(launch: Launch) -> TrainingRun:
+    """Run to the end and read the step logs.
+
+    Raises:
+        RuntimeError: it failed or took too long; the end of its output is in the message.
+    """
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="odb-bench-") as folder:
+        log_dir, output = os.path.join(folder, "log"), os.path.join(folder, "output.txt")
+        command = launch.command(log_dir)
+        environment = dict(os.environ, OMP_NUM_THREADS=str(launch.num_threads))
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # the CPU device layer refuses a visible GPU
+        started = time.perf_counter()
+        problem = _run(command, environment, output=output, timeout_s=launch.timeout_s)
+        wall_s = time.perf_counter() - started
+        if problem is not None:
+            with open(output, encoding="utf-8", errors="replace") as file:
+                shown = "".join(file.readlines()[-_SHOWN_LINES:])
+            raise RuntimeError(f"the run {launch.name} {problem}; its output ends with:\n{shown}")
+        steps = tuple(_read_steps(log_dir, replica) for replica in range(launch.num_replicas))
+    print(f"  {launch.name}: {len(steps[0])} steps, {wall_s:.0f} s in all", flush=True)
+    return TrainingRun(
+        name=launch.name, command=tuple(command), wall_s=wall_s, load_average=load, steps=steps
+    )
+
+
+def write_json(path: Path | None, values: Mapping[str, object]) -> None:
+    """Write `values`; None writes nothing."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}", flush=True)
+
+
+def _read_steps(log_dir: str, replica: int) -> tuple[StepRecord, ...]:
+    path = Path(log_dir) / f"steps-{replica:05d}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return tuple(StepRecord(**json.loads(line)) for line in lines)
+
+
+def _run(
+    command: Sequence[str], environment: Mapping[str, str], *, output: str, timeout_s: float
+) -> str | None:
+    """Return None, or what went wrong. The launcher passes SIGTERM on to its processes."""
+    with open(output, "wb") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT
+        )
+        try:
+            code = process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"was ended after {timeout_s:.0f} s"
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(timeout=_GRACE_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+    return None if code == 0 else f"ended with exit code {code}"

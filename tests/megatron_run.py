@@ -1,0 +1,283 @@
+"""Runs Megatron's `pretrain()` again and again in the processes of one gloo group.
+
+What runs in the replicas; `megatron_world` starts them and talks to them. Must not judge a result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import gc
+import io
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Case", "Outcome", "serve"]
+
+CASE_TIMEOUT_S = 90
+"""A run that takes longer prints where every thread is and ends its process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One call of `pretrain()`.
+
+    Attributes:
+        flags: the command line behind the script's name.
+        items: own datasets per split (train, valid, test) as lists of items; None: `--data-path`.
+    """
+
+    flags: tuple[str, ...]
+    items: tuple[list[dict[str, Any]] | None, ...] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What one replica did.
+
+    Attributes:
+        error: exception raised as "Type: text", empty if none (and for `sys.exit(0)`).
+        exited: whether the run ended by `sys.exit(0)`.
+        output: everything printed.
+        steps: this replica's lines of the step log (`--odb-log-dir`).
+        forwards: training micro-batches run, by iteration (1-based).
+        flops: arguments of Megatron's FLOPs function in each training iteration:
+            (batch size, real tokens, squared tokens).
+        progress_tokens: tokens written to the progress log at each save.
+        learning_rates: as Megatron logs them, by iteration.
+        eval_ids: stream positions of each evaluation step, in order.
+        final: some of Megatron's arguments after the run.
+        restored: whether every name that ODB replaces is the original again.
+        seconds: wall clock.
+    """
+
+    error: str = ""
+    trace: str = ""
+    exited: bool = False
+    output: str = ""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    forwards: dict[int, int] = field(default_factory=dict)
+    flops: list[tuple[int, float | None, float | None]] = field(default_factory=list)
+    progress_tokens: list[int] = field(default_factory=list)
+    learning_rates: dict[int, float] = field(default_factory=dict)
+    eval_ids: list[tuple[int, ...]] = field(default_factory=list)
+    final: dict[str, Any] = field(default_factory=dict)
+    restored: bool = True
+    seconds: float = 0.0
+
+
+class ListDataset:
+    """A user's own map-style dataset."""
+
+    def __init__(self, items: Sequence[dict[str, Any]]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._items[index]
+
+
+def serve(rank: int, connections: Sequence[Connection]) -> None:
+    """Run the cases that arrive on this replica's connection until None does."""
+    connection = connections[rank]
+    while (case := connection.recv()) is not None:
+        connection.send(run_case(case))
+
+
+def run_case(case: Case) -> Outcome:
+    """Run one case in this process."""
+    outcome = Outcome()
+    printed = io.StringIO()
+    started = time.monotonic()
+    faulthandler.dump_traceback_later(CASE_TIMEOUT_S, exit=True, file=sys.__stderr__)
+    argv = sys.argv
+    sys.argv = ["pretrain_gpt_odb.py", *case.flags]
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            _pretrain(case, outcome)
+    except SystemExit as stop:
+        outcome.exited = not stop.code
+        outcome.error = f"SystemExit: {stop.code}" if stop.code else ""
+    except Exception as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+        outcome.trace = traceback.format_exc()
+    finally:
+        sys.argv = argv
+        outcome.final = _final_values()
+        _forget_run()
+        faulthandler.cancel_dump_traceback_later()
+    outcome.output = printed.getvalue()
+    outcome.steps = _read_steps(case)
+    outcome.seconds = time.monotonic() - started
+    return outcome
+
+
+def _pretrain(case: Case, outcome: Outcome) -> None:
+    """As examples/pretrain_gpt_odb.py, observed."""
+    from megatron.core.enums import ModelType
+    from megatron.training import argument_utils, training
+
+    from odb_megatron.megatron.run import OdbRun
+    from odb_megatron.megatron.setup import parse_and_validate_args
+
+    args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
+    model_config = argument_utils.gpt_config_from_args(args)
+    datasets = None if case.items is None else _datasets(case.items)
+    with _observed(training, outcome):
+        before = _replaced_names(training)
+        try:
+            with OdbRun(args, datasets=datasets) as run:
+                model_config.transformer_layer_spec = run.layer_spec
+                training.pretrain(
+                    argument_utils.pretrain_cfg_container_from_args(args, model_config),
+                    run.datasets_provider,
+                    ModelType.encoder_or_decoder,
+                    _counted(run.forward_step, outcome, args),
+                )
+        finally:
+            outcome.restored = _replaced_names(training) == before
+
+
+def _datasets(items: Sequence[list[dict[str, Any]] | None]) -> Callable[..., list[Any]]:
+    def build(_sizes: Sequence[int | None]) -> list[Any]:
+        return [None if split is None else ListDataset(split) for split in items]
+
+    return build
+
+
+@contextlib.contextmanager
+def _observed(training: Any, outcome: Outcome) -> Iterator[None]:
+    """Note what Megatron hands to its own functions while a case runs."""
+
+    def num_floating_point_operations(original: Any) -> Any:
+        def observed(args: Any, batch_size: int, **sums: float | None) -> Any:
+            tokens = sums["total_real_tokens_in_batch"]
+            outcome.flops.append((batch_size, tokens, sums["seqlen_squared_sum_in_batch"]))
+            return original(args, batch_size, **sums)
+
+        return observed
+
+    def progress(original: Any) -> Any:
+        def observed(*arguments: Any) -> Any:
+            args = training.get_args()
+            outcome.progress_tokens.append(args.consumed_train_samples * args.seq_length)
+            return original(*arguments)
+
+        return observed
+
+    def training_log(original: Any) -> Any:
+        @functools.wraps(original)
+        def observed(*arguments: Any, **named: Any) -> Any:
+            outcome.learning_rates[arguments[3]] = arguments[2]
+            return original(*arguments, **named)
+
+        return observed
+
+    observers = {
+        "num_floating_point_operations": num_floating_point_operations,
+        "compute_throughputs_and_append_to_progress_log": progress,
+        "training_log": training_log,
+    }
+    originals = {name: getattr(training, name) for name in observers}
+    for name, observe in observers.items():
+        setattr(training, name, observe(originals[name]))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(training, name, original)
+
+
+def _counted(forward_step: Any, outcome: Outcome, args: Any) -> Any:
+    """Count training micro-batches, and note what evaluation reads."""
+
+    def counting(data_iterator: Any, model: Any, *rest: Any) -> Any:
+        if torch.is_grad_enabled():
+            iteration = args.curr_iteration + 1
+            outcome.forwards[iteration] = outcome.forwards.get(iteration, 0) + 1
+            return forward_step(data_iterator, model, *rest)
+        return forward_step(_Noted(data_iterator, outcome.eval_ids), model, *rest)
+
+    return counting
+
+
+class _Noted:
+    """An iterator that notes the stream positions of what it hands out."""
+
+    def __init__(self, items: Iterator[Any], seen: list[tuple[int, ...]]) -> None:
+        self._items = items
+        self._seen = seen
+
+    def __iter__(self) -> _Noted:
+        return self
+
+    def __next__(self) -> Any:
+        item = next(self._items)
+        if isinstance(item, dict):
+            self._seen.append(tuple(item["position"].tolist()))
+        else:
+            self._seen.append(item.positions)
+        return item
+
+
+def _replaced_names(training: Any) -> list[Any]:
+    from megatron.core import num_microbatches_calculator
+
+    names = (
+        "get_forward_backward_func",
+        "training_log",
+        "save_checkpoint",
+        "compute_throughputs_and_append_to_progress_log",
+    )
+    calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    return [*(getattr(training, name) for name in names), calculator]
+
+
+def _final_values() -> dict[str, Any]:
+    from megatron.training import global_vars
+
+    args = global_vars._GLOBAL_ARGS
+    if args is None:
+        return {}
+    names = ("train_iters", "consumed_train_samples", "consumed_valid_samples", "iteration")
+    return {name: getattr(args, name, None) for name in names}
+
+
+def _forget_run() -> None:
+    """Drop every global of a run, so that the next one starts as in a fresh process."""
+    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    from megatron.training import checkpointing, global_vars, training
+
+    global_vars.unset_global_variables()
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    parallel_state.destroy_model_parallel()
+    training.num_checkpoints_memory_reported = 0
+    training._seqlen_stats_in_iteration = None
+    training._seqlen_stats_active = False
+    checkpointing._LOADED_ITERATION = None
+    gc.collect()
+    distributed = torch.distributed
+    for group in list(distributed.distributed_c10d._world.pg_map):
+        if group is not distributed.group.WORLD:
+            distributed.destroy_process_group(group)
+
+
+def _read_steps(case: Case) -> list[dict[str, Any]]:
+    if "--odb-log-dir" not in case.flags:
+        return []
+    folder = Path(case.flags[case.flags.index("--odb-log-dir") + 1])
+    path = folder / f"steps-{torch.distributed.get_rank():05d}.jsonl"
+    return [json.loads(line) for line in path.open()] if path.exists() else []

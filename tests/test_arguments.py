@@ -1,0 +1,129 @@
+"""The `--odb-*` flags: defaults, refusals, and the line that reproduces a run."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+import pytest
+
+from odb_megatron.data.preprocess import BadRecordPolicy
+from odb_megatron.megatron.arguments import OdbConfig, add_odb_arguments
+from odb_megatron.plan.padding import OverlongPolicy
+from odb_megatron.plan.policy import PolicyName
+
+
+def _parse(text: str) -> argparse.Namespace:
+    parser = add_odb_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    args = parser.parse_args(shlex.split(text))
+    args.seq_length, args.global_batch_size = 128, 10
+    return args
+
+
+def _config(text: str, *, num_replicas: int = 4) -> OdbConfig:
+    return OdbConfig.from_args(_parse(text), num_replicas=num_replicas)
+
+
+def test_defaults() -> None:
+    config = _config("--odb")
+    assert config == OdbConfig(
+        enabled=True,
+        policy=PolicyName.SAMPLES,
+        token_budget=128,
+        window=12,  # four times a replica's share of 10 over 4, rounded up
+        max_delay_steps=8,
+        overlong=OverlongPolicy.ERROR,
+        bad_record=BadRecordPolicy.ERROR,
+        epochs=None,
+        attention="auto",
+        log_dir=None,
+        context=128,
+    )
+
+
+def test_everything_given() -> None:
+    config = _config(
+        "--odb --odb-policy cost --odb-token-budget 512 --odb-window 40 --odb-max-delay-steps 3 "
+        "--odb-overlong solo --odb-bad-record skip --odb-epochs 2 --odb-attention cpu "
+        "--odb-log-dir logs"
+    )
+    assert (config.policy, config.token_budget, config.window) == (PolicyName.COST, 512, 40)
+    assert (config.max_delay_steps, config.epochs) == (3, 2)
+    assert (config.overlong, config.bad_record) == (OverlongPolicy.SOLO, BadRecordPolicy.SKIP)
+    assert (config.attention, config.log_dir) == ("cpu", "logs")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--odb-policy samples", "--odb-policy would do nothing without --odb: add --odb, or drop"),
+        ("--odb-token-budget 9", "--odb-token-budget would do nothing without --odb"),
+        ("--odb-window 9", "--odb-window would do nothing without --odb"),
+        ("--odb-max-delay-steps 9", "--odb-max-delay-steps would do nothing without --odb"),
+        (
+            "--odb-epochs 1 --odb-policy cost",
+            "--odb-policy, --odb-epochs would do nothing without --odb: add --odb, or drop them",
+        ),
+        ("--odb --odb-token-budget 0", "--odb-token-budget must be at least 1, got 0"),
+        ("--odb --odb-policy cost --odb-window -3", "--odb-window must be at least 1, got -3"),
+        ("--odb --odb-epochs 0", "--odb-epochs must be at least 1, got 0"),
+        ("--odb --odb-window 9", "--odb-window would do nothing with --odb-policy samples"),
+        (
+            "--odb --odb-policy samples --odb-max-delay-steps 9",
+            "--odb-max-delay-steps would do nothing with --odb-policy samples, which never "
+            "reorders: use --odb-policy cost, or drop it",
+        ),
+    ],
+)
+def test_refused(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _config(flags)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--odb-policy best", "--odb-overlong cut", "--odb-bad-record warn", "--odb-budget 9"]
+)
+def test_unknown_words_and_flags(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parse(flags)
+    assert flags.split()[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["", "--odb-overlong drop --odb-bad-record skip"])
+def test_the_padded_baseline_has_the_record_policies(flags: str) -> None:
+    config = _config(flags)
+    assert not config.enabled
+    rules = config.sample_rules(multiple=1)
+    assert (rules.context, rules.token_budget) == (128, 128)
+    assert (rules.overlong is OverlongPolicy.DROP) == bool(flags)
+    assert (rules.bad_record is BadRecordPolicy.SKIP) == bool(flags)
+
+
+@pytest.mark.parametrize("budget", [64, 128, 4096])
+def test_the_budget_limits_packed_samples(budget: int) -> None:
+    rules = _config(f"--odb --odb-token-budget {budget}").sample_rules(multiple=16)
+    assert (rules.context, rules.token_budget, rules.multiple) == (128, budget, 16)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--odb",
+        "--odb --odb-epochs 3 --odb-overlong truncate",
+        "--odb --odb-policy cost",
+        "--odb --odb-policy cost --odb-window 33 --odb-max-delay-steps 2 --odb-token-budget 777",
+        "--odb --odb-bad-record skip --odb-attention cpu",
+    ],
+)
+def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
+    config = _config(flags)
+    assert _config(config.describe()) == config
+
+
+def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = add_odb_arguments(argparse.ArgumentParser())
+    actions = [action for action in parser._actions if action.dest.startswith("odb")]
+    assert len(actions) == 10
+    assert all(action.help for action in actions)
+    parser.print_help()
+    assert "online dynamic batching" in capsys.readouterr().out

@@ -1,0 +1,221 @@
+"""The benchmarks: their arithmetic, their data, and short real runs of both."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def _module(name: str) -> ModuleType:
+    """Import a benchmark's module as its scripts do: from the scripts' own folder."""
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.append(str(BENCHMARKS))
+    return importlib.import_module(name)
+
+
+def _run(script: str, *flags: str, folder: Path) -> tuple[dict[str, Any], str]:
+    """Run a benchmark from another folder than the repository; return its JSON and output."""
+    target = folder / "result.json"
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *flags, "--json", str(target)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
+    return result, done.stdout
+
+
+# --- intervals ---------------------------------------------------------------------------------
+
+
+def test_the_interval_of_known_ratios() -> None:
+    ratio = _module("intervals").ratio_interval([1.0, math.e, math.e**2])
+    half = 4.303 / math.sqrt(3)  # logs 0, 1, 2: mean 1, standard deviation 1, 2 degrees of freedom
+    assert ratio.mean == pytest.approx(math.e)
+    assert ratio.low == pytest.approx(math.exp(1 - half))
+    assert ratio.high == pytest.approx(math.exp(1 + half))
+    assert ratio.as_json() == {"mean": ratio.mean, "ci95": [ratio.low, ratio.high]}
+
+
+def test_one_ratio_has_no_interval_and_equal_ones_an_empty_one() -> None:
+    ratio_interval = _module("intervals").ratio_interval
+    assert ratio_interval([1.5]).as_json() == {"mean": pytest.approx(1.5), "ci95": [None, None]}
+    assert ratio_interval([2.0] * 40).as_json()["ci95"] == pytest.approx([2.0, 2.0])
+
+
+@pytest.mark.parametrize("ratios", [[], [1.0, 0.0], [-1.0]])
+def test_ratios_must_be_positive(ratios: list[float]) -> None:
+    with pytest.raises(ValueError, match="ratios must be positive and at least one; got"):
+        _module("intervals").ratio_interval(ratios)
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+    ratio_interval = _module("intervals").ratio_interval
+    generator = random.Random(0)
+    hits = 0
+    for _ in range(1000):
+        found = ratio_interval([math.exp(generator.gauss(0.2, 0.1)) for _ in range(5)])
+        hits += found.low <= math.exp(0.2) <= found.high
+    assert 930 <= hits <= 970
+
+
+# --- sorted batches ----------------------------------------------------------------------------
+
+
+@given(
+    lengths=st.lists(st.integers(1, 100), min_size=4, max_size=200),
+    num_replicas=st.integers(1, 4),
+    max_samples=st.integers(1, 20),
+    seed=st.integers(0, 10),
+)
+def test_sorted_batches_keep_the_budget_and_every_sample(
+    lengths: list[int], num_replicas: int, max_samples: int, seed: int
+) -> None:
+    module = _module("sorted_batches")
+    lengths = lengths[: len(lengths) // num_replicas * num_replicas]
+    rounds = module.sorted_rounds(
+        lengths, token_budget=100, max_samples=max_samples, num_replicas=num_replicas
+    )
+    batch_size = max_samples * num_replicas
+    steps = module.sorted_steps(rounds, global_batch_size=batch_size, seed=seed)
+    assert steps == module.sorted_steps(rounds, global_batch_size=batch_size, seed=seed)
+    batches = [batch for step in steps for one in step.rounds for batch in one]
+    assert all(len(one) == num_replicas for step in steps for one in step.rounds)
+    assert sorted(position for batch in batches for position in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert 1 <= len(batch) <= max_samples
+        assert module.num_padded(batch, lengths) <= 100
+    emitted = 0
+    for number, step in enumerate(steps[:-1], start=1):
+        emitted += step.num_samples
+        assert abs(emitted - number * batch_size) <= batch_size / 2
+
+
+def test_sorted_batches_are_of_like_lengths_and_shuffled() -> None:
+    module = _module("sorted_batches")
+    lengths = [random.Random(1).randrange(1, 500) for _ in range(400)]
+    rounds = module.sorted_rounds(lengths, token_budget=1000, max_samples=8, num_replicas=2)
+    tokens = sum(module.num_padded(batch, lengths) for one in rounds for batch in one)
+    assert 1 - sum(lengths) / tokens < 0.05
+    steps = module.sorted_steps(rounds, global_batch_size=16, seed=3)
+    assert [one for step in steps for one in step.rounds] != rounds
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_samples", "text"),
+    [
+        ([5, 11], 4, "a sample of 11 tokens is over the budget of 10"),
+        ([5], 4, "1 samples in batches of at most 4 cannot be dealt to 2 replicas: give a mult"),
+        ([5, 5], 0, "2 samples in batches of at most 0 cannot be dealt to 2 replicas: give a mult"),
+    ],
+)
+def test_what_cannot_be_sorted_is_refused(lengths: list[int], max_samples: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        _module("sorted_batches").sorted_rounds(
+            lengths, token_budget=10, max_samples=max_samples, num_replicas=2
+        )
+
+
+# --- data --------------------------------------------------------------------------------------
+
+
+def _node(name: str, role: str, *replies: dict[str, Any]) -> dict[str, Any]:
+    return {"message_id": name, "role": role, "text": f"text {name}", "replies": list(replies)}
+
+
+def test_a_tree_gives_each_conversation_that_ends_in_an_answer_once(tmp_path: Path) -> None:
+    follow_ups = [_node("c", "prompter"), _node("d", "prompter", _node("e", "assistant"))]
+    answer = _node("b", "assistant", *follow_ups, _node("f", "prompter"))
+    trees = [_node("a", "prompter", answer, _node("g", "assistant")), _node("h", "prompter")]
+    path = tmp_path / "trees.jsonl"
+    path.write_text("".join(json.dumps({"prompt": tree}) + "\n" for tree in trees))
+    found = list(_module("chat_data").oasst_conversations(path))
+    assert [[message["content"][-1] for message in messages] for messages in found] == [
+        ["a", "b"],  # cut before c; not again for f
+        ["a", "b", "d", "e"],
+        ["a", "g"],
+    ]
+    assert [message["role"] for message in found[1]] == ["user", "assistant"] * 2
+
+
+def test_the_real_trees_give_the_conversations_they_are_known_to_hold() -> None:
+    module = _module("chat_data")
+    path = module.chat_mix_folder() / module.OASST_FILE
+    if not path.is_file():
+        pytest.skip(f"{path.name} is not in {path.parent}")
+    found = list(module.oasst_conversations(path))
+    assert len(found) == 564
+    assert all(messages[-1]["role"] == "assistant" for messages in found)
+    assert len({json.dumps(messages) for messages in found}) > 550
+
+
+def test_without_the_chat_mix_the_benchmark_says_so_and_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ODB_CHAT_DATA", str(tmp_path / "absent"))
+    result, output = _run("train_throughput.py", "--data", "chat-mix", folder=tmp_path)
+    assert "set ODB_CHAT_DATA to the folder that holds them" in result["skipped"]
+    assert result["skipped"] in output
+
+
+# --- real runs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_packed_training_has_the_padded_baselines_losses(tmp_path: Path) -> None:
+    result, _ = _run("loss_parity.py", "--steps", "8", folder=tmp_path)
+    assert result["steps"] == 8
+    assert 0 <= result["max_abs_loss_diff"] < 1e-5
+    assert 0 <= result["max_abs_grad_norm_diff"] < 1e-3
+    for name in ("same_samples", "consumed_samples_equal", "learning_rate_equal", "all_finite"):
+        assert result[name] is True
+    assert len(result["m_values"]) >= 2
+    assert result["samples_left_out"] > 0
+    assert result["idle_microbatches"] > 0
+    padded, *packed = result["runs"]
+    assert padded["computed_tokens"] > padded["tokens"]  # the baseline did pad
+    assert len(packed) == 2
+    assert all("--odb" in run["command"] for run in packed)
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_the_throughput_benchmark_measures_every_variant(tmp_path: Path) -> None:
+    result, output = _run("train_throughput.py", "--quick", "--data", "chitchat", folder=tmp_path)
+    variants = result["variants"]
+    assert list(variants) == ["standard", "standard_mean", "sorted", "odb_samples", "odb_cost"]
+    assert result["same_samples"] is True
+    budget = result["setting"]["batching"]["token_budget"]
+    for name, variant in variants.items():
+        assert variant["samples_per_s"] > 0
+        assert variant["tokens_per_s"] > 0
+        assert 0 <= variant["padding_fraction"] < 1
+        assert len(variant["runs"]) == 1
+        assert variant["speedup_vs_standard"]["ci95"] == [None, None]
+        if name != "standard_mean":
+            assert variant["max_micro_batch_tokens"] <= budget
+        assert name in output
+    assert variants["odb_samples"]["padding_fraction"] < 0.01
+    assert variants["standard"]["padding_fraction"] > variants["sorted"]["padding_fraction"]
+    batch = result["setting"]["batching"]["global_batch_size"]
+    for name in ("standard", "standard_mean", "odb_samples"):
+        assert variants[name]["samples_per_step"] == batch
+    assert {"cost_over_samples", "samples_over_sorted", "cost_over_sorted"} <= set(result["ratios"])

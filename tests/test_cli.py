@@ -1,0 +1,98 @@
+"""The `odb-megatron` command: what it prints, its exit codes, and that it starts fast."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from odb_megatron import __version__
+from odb_megatron.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = Path(sys.executable).with_name("odb-megatron")
+COMMANDS = [[sys.executable, "-m", "odb_megatron"]]
+if SCRIPT.exists():
+    COMMANDS.append([str(SCRIPT)])
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPROFILEIMPORTTIME": ""}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: Path(command[0]).name)
+def test_help_of_the_installed_command(command: list[str]) -> None:
+    done = _run(*command, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: odb-megatron" in done.stdout
+    assert "launch" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["--version"]])
+def test_no_heavy_import(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from odb_megatron.cli import main\n"
+        "try:\n"
+        f"    main({arguments!r})\n"
+        "except SystemExit as ended:\n"
+        "    assert not ended.code, ended.code\n"
+        "heavy = {'torch', 'numpy', 'megatron', 'transformers', 'tqdm'} & set(sys.modules)\n"
+        "print('heavy:', sorted(heavy), file=sys.stderr)\n"
+    )
+    start = time.monotonic()
+    done = _run(sys.executable, "-c", code)
+    assert (done.returncode, done.stderr) == (0, "heavy: []\n")
+    assert time.monotonic() - start < 1.0 * _slowness()
+
+
+def _slowness() -> float:
+    """How much slower than a quiet machine Python starts now (about 0.02 s there)."""
+    start = time.monotonic()
+    _run(sys.executable, "-c", "pass")
+    return max(1.0, (time.monotonic() - start) / 0.05)
+
+
+def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert capsys.readouterr().out.startswith("usage: odb-megatron")
+
+
+def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["trian", "--x"])
+    assert ended.value.code == 2
+    assert "trian" in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--colour"])
+    assert ended.value.code == 2
+    assert "--colour" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"odb-megatron {__version__}\n"
+
+
+def test_a_command_gets_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from odb_megatron import launch
+
+    seen: list[list[str]] = []
+    monkeypatch.setattr(launch, "main", lambda argv: seen.append(argv) or 7)
+    assert main(["launch", "--nproc-per-node", "2", "s.py", "--help", "--version"]) == 7
+    assert seen == [["--nproc-per-node", "2", "s.py", "--help", "--version"]]
+    monkeypatch.setattr(sys, "argv", ["odb-megatron", "launch", "s.py"])
+    assert main() == 7
+    assert seen[1] == ["s.py"]

@@ -1,0 +1,195 @@
+"""What ODB replaces in `megatron.training.training`: called as before, told, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_counters import _totals
+
+from odb_megatron.data.step_loader import StepHeader
+from odb_megatron.megatron import hooks as hooks_module
+from odb_megatron.megatron.hooks import Hooks
+
+PADDED = {"get_forward_backward_func", "training_log", "evaluate_and_print_results"}
+PACKED = PADDED | {"save_checkpoint", "compute_throughputs_and_append_to_progress_log"}
+
+
+class _Listener:
+    def __init__(self, tokens: int | None = None) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.tokens = tokens
+
+    def on_schedule(self, *, training: bool) -> None:
+        self.told.append(("schedule", training))
+
+    def on_header(self, header: StepHeader, *, training: bool) -> None:
+        self.told.append(("header", header.totals.num_micro_batches, training))
+
+    def on_logged(self, values: dict[str, Any]) -> None:
+        self.told.append(("logged", values))
+
+    def on_saved(self, iteration: int) -> None:
+        self.told.append(("saved", iteration))
+
+    def tokens_so_far(self) -> int | None:
+        return self.tokens
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands in for megatron.training.training; what its functions got is in `calls`."""
+    calls: list[Any] = []
+
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., str]:
+        calls.append(("func", args, kwargs))
+
+        def schedule(**arguments: Any) -> str:
+            calls.append(("schedule", arguments))
+            return "losses"
+
+        return schedule
+
+    def training_log(loss_dict: Any, iteration: int, seen: Any = None) -> str:
+        calls.append(("log", loss_dict, iteration, seen))
+        return "flag"
+
+    def save_checkpoint(iteration: int, model: Any, *, extra: Any = None) -> None:
+        calls.append(("save", iteration, model, extra))
+        if model == "broken":
+            raise OSError("disk full")
+
+    def compute_throughputs_and_append_to_progress_log(iteration: int, flops: float) -> None:
+        args = module.args
+        calls.append(("progress", iteration, args.consumed_train_samples * args.seq_length))
+        if flops < 0:
+            raise OSError("disk full")
+
+    def evaluate_and_print_results(prefix: str, forward: Any, data_iterator: Any) -> str:
+        calls.append(("evaluate", prefix, module.args.eval_iters))
+        return "done"
+
+    module = SimpleNamespace(
+        calls=calls,
+        args=SimpleNamespace(
+            consumed_train_samples=10, seq_length=64, eval_iters=5, full_validation=False
+        ),
+        get_forward_backward_func=get_forward_backward_func,
+        training_log=training_log,
+        save_checkpoint=save_checkpoint,
+        compute_throughputs_and_append_to_progress_log=(
+            compute_throughputs_and_append_to_progress_log
+        ),
+        evaluate_and_print_results=evaluate_and_print_results,
+    )
+    monkeypatch.setattr(hooks_module, "_training_module", lambda: module)
+    monkeypatch.setattr(hooks_module, "_megatron_args", lambda: module.args)
+    return module
+
+
+def _functions(module: SimpleNamespace) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in PACKED}
+
+
+def _items(num_micro_batches: int) -> Iterator[Any]:
+    header = StepHeader(totals=_totals(8), micro_batches=((1,),) * num_micro_batches)
+    yield header
+    yield from range(num_micro_batches)
+
+
+@pytest.mark.parametrize(("packed", "names"), [(True, PACKED), (False, PADDED)])
+def test_install_and_remove(training: SimpleNamespace, packed: bool, names: set[str]) -> None:
+    before = _functions(training)
+    hooks = Hooks(_Listener(), packed=packed)
+    hooks.install()
+    now = _functions(training)
+    assert {name for name in now if now[name] is not before[name]} == names
+    hooks.remove()
+    assert _functions(training) == before
+    hooks.remove()
+    assert _functions(training) == before
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_schedule_runs_the_headers_m(
+    training: SimpleNamespace, virtual: bool, forward_only: bool
+) -> None:
+    listener = _Listener()
+    Hooks(listener, packed=True).install()
+    iterator = _items(3)
+    schedule = training.get_forward_backward_func(1, group="all")
+    data_iterator = [iterator, iter(())] if virtual else iterator
+    result = schedule(
+        data_iterator=data_iterator, num_microbatches=4, forward_only=forward_only, model="m"
+    )
+    assert result == "losses"
+    assert training.calls[0] == ("func", (1,), {"group": "all"})
+    arguments = training.calls[1][1]
+    assert (arguments["num_microbatches"], arguments["model"]) == (3, "m")
+    assert list(iterator) == [0, 1, 2]
+    assert listener.told == [("schedule", not forward_only), ("header", 3, not forward_only)]
+
+
+def test_a_padded_schedule_keeps_megatrons_count(training: SimpleNamespace) -> None:
+    listener = _Listener()
+    Hooks(listener, packed=False).install()
+    iterator = iter([1, 2])
+    training.get_forward_backward_func()(data_iterator=iterator, num_microbatches=4)
+    assert training.calls[1] == (
+        "schedule",
+        {"data_iterator": iterator, "num_microbatches": 4},
+    )
+    assert listener.told == [("schedule", True)]
+
+
+def test_what_is_no_header_is_a_defect(training: SimpleNamespace) -> None:
+    Hooks(_Listener(), packed=True).install()
+    with pytest.raises(AssertionError, match="expected a step header, got 7"):
+        training.get_forward_backward_func()(data_iterator=iter([7]), num_microbatches=4)
+
+
+def test_log_is_told_after_megatrons_own(training: SimpleNamespace) -> None:
+    listener = _Listener()
+    Hooks(listener, packed=True).install()
+    assert training.training_log({"lm loss": 1.0}, 3, seen="x") == "flag"
+    assert training.calls == [("log", {"lm loss": 1.0}, 3, "x")]
+    assert listener.told == [
+        ("logged", {"loss_dict": {"lm loss": 1.0}, "iteration": 3, "seen": "x"})
+    ]
+
+
+def test_save_is_told_when_it_succeeded(training: SimpleNamespace) -> None:
+    listener = _Listener()
+    Hooks(listener, packed=True).install()
+    training.save_checkpoint(6, "model", extra=1)
+    with pytest.raises(OSError, match="disk full"):
+        training.save_checkpoint(7, "broken")
+    assert training.calls == [("save", 6, "model", 1), ("save", 7, "broken", None)]
+    assert listener.told == [("saved", 6)]
+
+
+@pytest.mark.parametrize(("tokens", "written"), [(123, 123), (0, 0), (None, 640)])
+def test_progress_counts_real_tokens(
+    training: SimpleNamespace, tokens: int | None, written: int
+) -> None:
+    Hooks(_Listener(tokens), packed=True).install()
+    training.compute_throughputs_and_append_to_progress_log(2, 1.0)
+    with pytest.raises(OSError, match="disk full"):
+        training.compute_throughputs_and_append_to_progress_log(3, -1.0)
+    assert training.calls == [("progress", 2, written), ("progress", 3, written)]
+    assert (training.args.consumed_train_samples, training.args.seq_length) == (10, 64)
+
+
+@pytest.mark.parametrize(("full", "given"), [(False, 5), (True, [5])])
+def test_full_validation_gets_its_count_as_a_list(
+    training: SimpleNamespace, full: bool, given: Any
+) -> None:
+    """Megatron 0.19.2 takes element 0 of what it made of the count, and fails on an int."""
+    Hooks(_Listener(), packed=True).install()
+    training.args.full_validation = full
+    assert training.evaluate_and_print_results("here", None, data_iterator=iter(())) == "done"
+    assert training.calls == [("evaluate", "here", given)]
+    assert training.args.eval_iters == 5

@@ -1,0 +1,163 @@
+"""`odb_megatron.report`: what a run prints, on a terminal and in a log, and the step log."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from odb_megatron.report.live import LiveReport, SourceTotals
+from odb_megatron.report.step_record import StepLog, StepRecord
+
+FIRST = StepRecord(
+    iteration=1, loss=2.5, grad_norm=1.0, learning_rate=1e-3, consumed_samples=8, samples=7,
+    left_out=1, tokens=300, computed_tokens=320, loss_tokens=150, num_micro_batches=3, idle=1,
+    split=2, fill=0.75, balance=0.9, wait_s=0.25, step_s=0.5,
+    ids=(("0:3@0",), ("0:5@0",)), lengths=((100,), (200,)),
+)  # fmt: skip
+SECOND = replace(
+    FIRST, iteration=2, loss=1.25, consumed_samples=20, samples=12, left_out=0, tokens=700,
+    computed_tokens=704, loss_tokens=350, num_micro_batches=5, idle=0, split=0, fill=0.85,
+    balance=1.0, wait_s=0.0, step_s=1.5,
+)  # fmt: skip
+SOURCE = SourceTotals(
+    name="a.jsonl", samples=19, tokens=1000, loss_tokens=500, truncated=2, bad_records=1, overlong=0
+)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _report(stream: io.StringIO, *, total: int = 20, consumed: int = 0) -> LiveReport:
+    return LiveReport(
+        total_samples=total,
+        consumed_before=consumed,
+        global_batch_size=10,
+        sequence_length=128,
+        title="odb run",
+        stream=stream,
+    )
+
+
+def _text(records: list[StepRecord], sources: list[SourceTotals], **how: object) -> str:
+    stream = io.StringIO()
+    report = _report(stream, **{k: v for k, v in how.items() if k != "scope"})  # type: ignore[arg-type]
+    for record in records:
+        report.step(record)
+    report.finish(sources, scope=str(how.get("scope", "")))
+    return stream.getvalue()
+
+
+def test_the_text_of_a_whole_run() -> None:
+    assert _text([FIRST, SECOND], [SOURCE]) == (
+        "odb step 1 | loss 2.5000 | samples 8 (8/20) | tokens 300 | M 3 | fill 0.75 | "
+        "balance 0.900 | padding avoided 69% | wait 250 ms\n"
+        "odb step 2 | loss 1.2500 | samples 12 (20/20) | tokens 700 | M 5 | fill 0.85 | "
+        "balance 1.000 | padding avoided 54% | wait 0 ms\n"
+        "odb run: 2 optimizer steps, 20 samples (20 of 20 requested)\n"
+        "  samples per step    mean 10.0, 8 to 12 (--global-batch-size 10)\n"
+        "  tokens              padded to [1, 128]: 2560; computed: 1024; real: 1000 "
+        "(padding avoided 60.0%)\n"
+        "  loss tokens         500\n"
+        "  micro-batches       8 per replica, M from 3 to 5; 1 idle, 2 split\n"
+        "  mean per step       fill 0.800, balance 0.950\n"
+        "  time                2.0 s in steps, 0.2 s of it waiting for data; 10.00 samples/s\n"
+        "  loss                2.5000 -> 1.2500\n"
+        "  sources:\n"
+        "    a.jsonl: 19 samples, 1000 tokens, 500 loss tokens; left out: 1 bad records, "
+        "0 overlong; truncated: 2\n"
+    )
+
+
+def test_samples_not_reached_are_named() -> None:
+    text = _text([FIRST], [], total=30)
+    assert "1 optimizer steps, 8 samples (8 of 30 requested)" in text
+    assert "  not reached         22 requested samples\n" in text
+    assert "not reached" not in _text([FIRST, SECOND], [])
+
+
+def test_a_resumed_run_counts_from_where_it_started() -> None:
+    later = replace(FIRST, iteration=4, consumed_samples=28)
+    text = _text([later], [], total=28, consumed=20)
+    assert "samples 8 (28/28)" in text
+    assert "1 optimizer steps, 8 samples (28 of 28 requested)" in text
+
+
+def test_no_step_at_all() -> None:
+    assert _text([], [], consumed=20) == "odb run: no optimizer step was run\n"
+
+
+def test_what_was_left_out_before_a_first_step_is_shown() -> None:
+    text = _text([], [SOURCE])
+    assert text.startswith(
+        "odb run: no optimizer step was run\n  not reached         20 requested samples\n"
+    )
+    assert "a.jsonl: 19 samples, 1000 tokens, 500 loss tokens; left out: 1 bad records" in text
+
+
+def test_no_sources_and_a_scope() -> None:
+    assert "sources" not in _text([FIRST], [])
+    text = _text([FIRST], [SOURCE], scope=" (this replica only)")
+    assert "  sources (this replica only):\n    a.jsonl: 19 samples" in text
+
+
+def test_the_first_left_out_message_is_shown() -> None:
+    told = replace(SOURCE, first_message="a.jsonl:3: no columns")
+    text = _text([FIRST], [told, SOURCE])
+    assert text.count("      first left out: a.jsonl:3: no columns\n") == 1
+    assert text.count("first left out") == 1
+
+
+def test_the_padded_baseline_has_no_fill_balance_or_loss() -> None:
+    plain = replace(FIRST, fill=None, balance=None, loss=None)
+    text = _text([plain], [])
+    assert text.startswith("odb step 1 | samples 8 (8/20) | tokens 300 | M 3 | padding avoided")
+    for word in ("fill", "balance", "loss  "):
+        assert word not in text
+
+
+def test_a_rank_without_the_loss_keeps_the_others() -> None:
+    text = _text([FIRST, replace(SECOND, loss=None)], [])
+    assert "  loss                2.5000 -> 2.5000\n" in text
+
+
+def test_a_terminal_gets_one_bar_and_the_summary() -> None:
+    stream = _Terminal()
+    report = _report(stream, total=28, consumed=8)
+    report.step(replace(FIRST, consumed_samples=16))
+    report.step(replace(SECOND, consumed_samples=28))
+    report.finish([SOURCE])
+    text = stream.getvalue()
+    bar, summary = text.split("odb run: ")
+    assert "| 8/28 [" in bar
+    assert "| 28/28 [" in bar
+    assert "\r" in bar
+    assert "odb step 2 | loss 1.2500" in bar
+    assert "\nodb step" not in bar  # no plain line beside the bar
+    assert summary.startswith("2 optimizer steps, 20 samples (28 of 28 requested)")
+
+
+def test_standard_output_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    report = LiveReport(total_samples=8, global_batch_size=8, sequence_length=128, title="odb run")
+    report.step(FIRST)
+    assert capsys.readouterr().out.startswith("odb step 1 | loss 2.5")
+
+
+def test_the_step_log_appends_one_line_per_step(tmp_path: Path) -> None:
+    for record in (FIRST, SECOND):  # the second process is a resumed run
+        log = StepLog(str(tmp_path / "logs"), replica=3)
+        log.write(record)
+        lines = Path(log.path).read_text().splitlines()  # before closing: lines are not held back
+        assert json.loads(lines[-1])["iteration"] == record.iteration
+        log.close()
+        with pytest.raises(ValueError, match="closed file"):
+            log.write(record)
+    assert Path(log.path).name == "steps-00003.jsonl"
+    assert len(lines) == 2
+    assert json.loads(lines[0])["ids"] == [["0:3@0"], ["0:5@0"]]
+    assert json.loads(lines[0])["loss"] == 2.5

@@ -1,0 +1,365 @@
+"""`odb_megatron.data.megatron_dataset`: splits, blends and caches by Megatron's own builder.
+
+One spawn of two gloo processes covers what needs process groups; the rest runs here without.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from made_up_data import Letters, Records, rules
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.utils import Split
+
+from odb_megatron.data.chat_template import ChatRenderer
+from odb_megatron.data.megatron_dataset import (
+    SampleDataset,
+    SampleDatasetConfig,
+    build_datasets,
+    count_epoch,
+    stream_from_dataset,
+)
+from odb_megatron.data.sample import Sample
+from odb_megatron.data.sources import MapSource
+from odb_megatron.data.stream import SampleStream
+from odb_megatron.plan.padding import OverlongPolicy
+from odb_megatron.testing.gloo import run_replicas
+
+NO_SIZES = (None, None, None)
+
+
+@pytest.fixture(scope="module")
+def write_chats(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Write a file of `size` records; each text says which it is."""
+    folder = tmp_path_factory.mktemp("chats")
+
+    def write(name: str, size: int) -> str:
+        path = folder / f"{name}-{size}.jsonl"
+        if not path.exists():
+            path.write_text("".join(f'{{"text": "{name} {i}"}}\n' for i in range(size)))
+        return str(path)
+
+    return write
+
+
+def _config(**changes: Any) -> SampleDatasetConfig:
+    values: dict[str, Any] = {
+        "random_seed": 1234,
+        "sequence_length": 64,
+        "rules": rules(),
+        "renderer": ChatRenderer(Letters()),
+    }
+    return SampleDatasetConfig(**values | changes)
+
+
+def _build(config: SampleDatasetConfig, sizes: Sequence[int | None] = NO_SIZES) -> list[Any]:
+    return build_datasets(config, num_samples=sizes, is_built_on_rank=lambda: True)
+
+
+def _stream(dataset: Any, *, num_samples: int | None = None) -> SampleStream:
+    return stream_from_dataset(dataset, num_samples=num_samples)
+
+
+def _texts(stream: SampleStream, positions: Sequence[int] | None = None) -> list[str]:
+    texts = []
+    for position in range(stream.epoch_size) if positions is None else positions:
+        sample = stream.fetch(position)
+        assert isinstance(sample, Sample)
+        texts.append(Letters.decode([*sample.tokens.tolist(), int(sample.labels[-1])])[:-1])
+    return texts
+
+
+def _all(name: str, size: int, *, first: int = 0) -> list[str]:
+    return [f"{name} {i}" for i in range(first, size)]
+
+
+# --- splits ----------------------------------------------------------------------------------
+
+SPLITS = st.one_of(
+    st.sampled_from(["969, 30, 1", "99,1,0", "1,0,1", "100", "0.5,0.25,0.25", "1,1,1", "0,0,1"]),
+    st.tuples(*[st.integers(0, 1000)] * 3).filter(any).map(lambda parts: ",".join(map(str, parts))),
+)
+
+
+@settings(max_examples=150)
+@given(size=st.integers(1, 400), split=SPLITS)
+def test_splits_are_disjoint_and_cover_the_data(size: int, split: str) -> None:
+    source = MapSource(Records([1] * size), rules=rules(), name="made up")
+    config = _config(blend=(["made up"], None), split=split, opened={"made up": source})
+    built = _build(config)
+    records: list[int] = []
+    for each, dataset in zip(Split, built, strict=True):
+        assert (dataset is None) == (config.split_matrix[each.value] is None)  # type: ignore[index]
+        if dataset is None:
+            continue
+        assert isinstance(dataset, SampleDataset)
+        records += dataset.indices.tolist()
+        assert len(dataset) == len(dataset.indices)
+        if len(dataset) == 0:
+            with pytest.raises(ValueError, match=f"made up has {size} records and none of them"):
+                _stream(dataset)
+            continue
+        stream = _stream(dataset)
+        located = [stream.locate(position).record for position in range(2 * len(dataset))]
+        assert Counter(located) == dict.fromkeys(dataset.indices.tolist(), 2)
+    assert records == list(range(size))  # in order: train first, test last
+
+
+def test_splits_depend_on_neither_budget_nor_policy(write_chats: Any) -> None:
+    path = write_chats("a", 57)
+    seen = set()
+    for limits in (
+        {},
+        {"token_budget": 512},
+        {"multiple": 16},
+        {"overlong": OverlongPolicy.DROP, "token_budget": 2},
+    ):
+        built = _build(_config(blend=([path], None), split="8,1,1", rules=rules(**limits)))
+        streams = [_stream(dataset) for dataset in built]
+        seen.add(tuple(stream.locate(p).record for stream in streams for p in range(100)))
+        seen.add(tuple(stream.epoch_size for stream in streams))
+    assert len(seen) == 2
+    assert (46, 5, 6) in seen
+
+
+def test_the_seed_decides_the_order(write_chats: Any) -> None:
+    def texts(seed: int) -> list[str]:
+        config = _config(blend=([write_chats("a", 57)], None), split="1", random_seed=seed)
+        return _texts(_stream(_build(config)[0]))
+
+    assert texts(1) == texts(1) != texts(2)
+
+
+def test_each_split_may_have_paths_of_its_own(write_chats: Any) -> None:
+    paths = [write_chats(name, size) for name, size in (("a", 6), ("b", 4), ("c", 5))]
+    config = _config(blend_per_split=[([paths[0], paths[1]], None), ([paths[2]], [1.0]), None])
+    train, valid, test = _build(config, (None, 7, None))
+    assert test is None
+    assert sorted(_texts(_stream(train))) == _all("a", 6) + _all("b", 4)
+    assert sorted(_texts(_stream(valid))) == _all("c", 5)
+    assert _stream(train).source_names == tuple(paths[:2])
+
+
+# --- blends ----------------------------------------------------------------------------------
+
+
+def test_a_blend_without_weights_is_exhaustive(write_chats: Any) -> None:
+    paths = [write_chats("a", 10), write_chats("b", 30)]
+    (train, valid, test) = _build(_config(blend=(paths, None), split="8,2,0"), (99, 99, 99))
+    assert test is None
+    assert isinstance(train, BlendedDataset)
+    stream = _stream(train, num_samples=64)
+    assert (len(stream), stream.epoch_size) == (64, 32)
+    assert sorted(_texts(stream)) == sorted(_all("a", 8) + _all("b", 24))
+    assert sorted(_texts(stream, range(32, 64))) == sorted(_texts(stream))
+    assert sorted(_texts(_stream(valid))) == sorted(
+        _all("a", 10, first=8) + _all("b", 30, first=24)
+    )
+    sources = [stream.locate(position).source for position in range(32)]
+    for start in range(0, 32, 8):  # evenly mixed, not one after the other
+        assert 1 <= sources[start : start + 8].count(0) <= 3
+
+
+def test_weights_set_the_proportions_and_draws_go_on(write_chats: Any) -> None:
+    paths = [write_chats("a", 10), write_chats("b", 30)]
+    config = _config(blend=(paths, [3.0, 1.0]), split="1,0,0")
+    dataset = _build(config, (40, 0, 0))[0]
+    stream = _stream(dataset, num_samples=120)
+    assert stream.epoch_size == 40
+    texts = _texts(stream, range(120))
+    counts = Counter(texts)
+    assert sum(counts[text] for text in _all("a", 10)) == 90
+    assert {counts[text] for text in _all("a", 10)} == {9}
+    assert {counts[text] for text in _all("b", 30)} == {1}
+    from_a = [text for text in texts if text.startswith("a")]
+    assert all(sorted(from_a[at : at + 10]) == _all("a", 10) for at in range(0, 90, 10))
+    item = dataset[0]
+    assert isinstance(item["sample"], Sample)
+
+
+def test_a_single_weighted_path_repeats_its_passes(write_chats: Any) -> None:
+    config = _config(blend=([write_chats("a", 6)], [1.0]), split="1,0,0")
+    stream = _stream(_build(config, (15, 0, 0))[0], num_samples=30)
+    assert set(Counter(_texts(stream, range(30))).values()) == {5}
+
+
+def test_a_weighted_blend_needs_a_size(write_chats: Any) -> None:
+    paths = [write_chats("a", 10), write_chats("b", 30)]
+    config = _config(blend=(paths, [3.0, 1.0]), split="8,2,0")
+    with pytest.raises(ValueError, match="the valid split is a weighted blend, which has no end"):
+        _build(config, (10, None, None))
+    train, valid, test = _build(config, (10, 0, None))
+    assert (train is None, valid is None, test is None) == (False, False, True)
+    per_split = [(paths, None), (paths, [1.0, 1.0]), None]
+    with pytest.raises(ValueError, match="the valid split is a weighted blend"):
+        _build(_config(blend_per_split=per_split), NO_SIZES)
+
+
+def test_a_source_without_a_record_in_the_split_is_named(write_chats: Any) -> None:
+    few = write_chats("few", 3)
+    config = _config(blend=([write_chats("a", 100), few], None), split="9,1,0")
+    with pytest.raises(
+        ValueError, match=f"{few} has 3 records and none of them falls into the valid split: chan"
+    ):
+        _build(config)
+
+
+@pytest.mark.parametrize("split", list(Split))
+@pytest.mark.parametrize("sizes", [(1, 1), (7, 10), (10, 13), (33, 50)])
+@pytest.mark.parametrize("shares", ["8,1,1", "1,2,3", "50,25,25", "1,0,0"])
+def test_count_epoch_is_what_is_built(
+    write_chats: Any, sizes: tuple[int, int], shares: str, split: Split
+) -> None:
+    """Rounding included, for one source and for a blend, without opening a tokenizer."""
+    paths = [write_chats("a", sizes[0]), write_chats("b", sizes[1])]
+    for blend in ([paths[0]], paths):
+        counting = _config(blend=(blend, None), split=shares, renderer=None, rules=None)
+        assert counting.split_matrix is not None
+        if counting.split_matrix[split.value] is None:
+            with pytest.raises(ValueError, match=f"--odb-epochs needs data for the {split.name}"):
+                count_epoch(counting, split)
+            continue
+        config = _config(blend=(blend, None), split=shares)
+        if _has_empty_part(config, [split] if len(blend) == 1 else list(Split)):
+            with pytest.raises(ValueError, match="none of them falls into"):
+                _stream(_build(config)[split.value])
+            continue
+        assert _stream(_build(config)[split.value]).epoch_size == count_epoch(counting, split)
+
+
+def _has_empty_part(config: SampleDatasetConfig, splits: Sequence[Split]) -> bool:
+    assert config.blend is not None
+    assert config.split_matrix is not None
+    parts = [_config(blend=([path], None), split=config.split) for path in config.blend[0]]
+    asked = [split for split in splits if config.split_matrix[split.value] is not None]
+    return any(count_epoch(part, split) == 0 for part in parts for split in asked)
+
+
+def test_count_epoch_of_splits_with_paths_of_their_own(write_chats: Any) -> None:
+    paths = [write_chats("a", 6), write_chats("b", 4)]
+    config = _config(blend_per_split=[(paths, [0.5, 0.5]), ([paths[1]], None), None])
+    assert count_epoch(config) == 10
+    assert count_epoch(config, Split.valid) == 4
+    with pytest.raises(ValueError, match="needs data for the test split: .* or --test-data-path"):
+        count_epoch(config, Split.test)
+    assert _stream(_build(config, (10, None, None))[1]).epoch_size == 4
+
+
+@settings(max_examples=40)
+@given(
+    sizes=st.lists(st.integers(1, 50), min_size=2, max_size=5),
+    data=st.data(),
+)
+def test_the_epoch_of_a_weighted_blend_is_the_size_asked_for(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    """Up to Megatron's rounding: each source's share is rounded up."""
+    weights = [float(data.draw(st.integers(1, 9))) for _ in sizes]
+    names = [f"made up {i}" for i in range(len(sizes))]
+    opened = {
+        name: MapSource(Records([1] * size), rules=rules(), name=name)
+        for name, size in zip(names, sizes, strict=True)
+    }
+    config = _config(blend=(names, weights), split="1,0,0", opened=opened)
+    asked = sum(sizes)
+    stream = _stream(_build(config, (asked, 0, 0))[0])
+    assert asked <= stream.epoch_size < asked + len(sizes)
+    located = Counter(stream.locate(p).source for p in range(3 * stream.epoch_size))
+    for source, weight in enumerate(weights):
+        share = 3 * stream.epoch_size * weight / sum(weights)
+        assert abs(located[source] - share) <= 3 * len(sizes)
+
+
+# --- opening and caching ---------------------------------------------------------------------
+
+
+def test_a_path_is_opened_once(write_chats: Any) -> None:
+    path = write_chats("a", 12)
+    config = _config(blend=([path], None), split="8,2,2")
+    built = _build(config)
+    assert len({id(dataset.part.source) for dataset in built}) == 1
+    assert config.open(path) is built[0].part.source
+    with pytest.raises(
+        ValueError, match="SampleDatasetConfig.rules is not set: pass a SampleRules"
+    ):
+        _config(blend=([path], None), split="1", rules=None).open(path)
+
+
+def test_the_cache_is_written_and_read(write_chats: Any, tmp_path: Path) -> None:
+    paths = [write_chats("a", 10), write_chats("b", 30)]
+
+    def config() -> SampleDatasetConfig:
+        return _config(blend=(paths, None), split="8,2,0", path_to_cache=str(tmp_path))
+
+    first = [_stream(dataset) for dataset in _build(config())[:2]]
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert len(files) == 6  # description and two indices, for train and valid
+    index = next(tmp_path.glob("*-train-dataset_index.npy"))
+    stamp = index.stat().st_mtime_ns
+    again = [_stream(dataset) for dataset in _build(config())[:2]]
+    assert index.stat().st_mtime_ns == stamp
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    for old, new in zip(first, again, strict=True):
+        assert _texts(old) == _texts(new)
+        assert old.fingerprint() == new.fingerprint()
+    np.save(index, np.load(index)[::-1])  # guard: it is really read
+    assert _stream(_build(config())[0]).fingerprint() != first[0].fingerprint()
+
+
+# --- with process groups ---------------------------------------------------------------------
+
+
+def _build_in_process(rank: int, folder: str, paths: list[str]) -> dict[str, Any]:
+    """All kinds of builds on one rank, with a cold cache each."""
+    cases: dict[str, tuple[dict[str, Any], Sequence[int | None]]] = {
+        "single": ({"blend": (paths[:1], None), "split": "8,1,1"}, NO_SIZES),
+        "exhaustive": ({"blend": (paths, None), "split": "8,1,1"}, NO_SIZES),
+        "weighted": ({"blend": (paths, [3.0, 1.0]), "split": "8,1,1"}, (40, 8, 4)),
+        "per split": ({"blend_per_split": [(paths, None), (paths[:1], None), None]}, NO_SIZES),
+        "no cache": ({"blend": (paths, None), "split": "8,1,1", "path_to_cache": None}, NO_SIZES),
+    }
+    results: dict[str, Any] = {}
+    for name, (values, sizes) in cases.items():
+        cache = {"path_to_cache": str(Path(folder) / name)}
+        built = _build(_config(**cache | values), sizes)
+        results[name] = [
+            None if dataset is None else (_stream(dataset).fingerprint(), _texts(_stream(dataset)))
+            for dataset in built
+        ]
+    config = _config(blend=(paths, None), split="8,1,1")
+    leaders = build_datasets(config, num_samples=NO_SIZES, is_built_on_rank=lambda: rank == 0)
+    results["leaders"] = [dataset is None for dataset in leaders]
+    return results
+
+
+@pytest.mark.slow
+def test_ranks_build_the_same_from_a_cold_cache(write_chats: Any, tmp_path: Path) -> None:
+    paths = [write_chats("a", 40), write_chats("b", 60)]
+    first, second = run_replicas(_build_in_process, 2, str(tmp_path), paths, timeout_s=120)
+    assert first.pop("leaders") == [False] * 3
+    assert second.pop("leaders") == [True] * 3
+    assert first == second
+    here = {name: results for name, results in first.items() if name != "weighted"}
+    for name, results in here.items():
+        seen = [text for result in results if result is not None for text in result[1]]
+        if name != "per split":
+            everything = _all("a", 40) + ([] if name == "single" else _all("b", 60))
+            assert sorted(seen) == sorted(everything)
+    assert [len(result[1]) for result in first["weighted"]] == [40, 8, 4]
+    assert {path.name for path in tmp_path.iterdir()} == {"exhaustive", "weighted", "per split"}
+    expected = _build(_config(blend=(paths, None), split="8,1,1"))
+    assert [_texts(_stream(dataset)) for dataset in expected] == [
+        result[1] for result in first["exhaustive"]
+    ]
+    assert json.dumps(first["no cache"]) == json.dumps(first["exhaustive"])

@@ -1,0 +1,238 @@
+"""Saving and resuming by Megatron's own flags: the run goes on as if it had not been stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_world import Megatron, Run
+
+pytest_plugins = ["megatron_fixtures"]
+pytestmark = pytest.mark.megatron
+
+POLICIES = ("samples", "cost")
+STOP = 3
+FLAGS = ("--train-samples", 45, "--ckpt-format", "torch")
+
+
+@pytest.fixture(scope="module")
+def whole(megatron: Megatron, data_flags: tuple[str, ...]) -> dict[str, Run]:
+    """Uninterrupted runs."""
+    return {
+        policy: megatron.train("--odb", "--odb-policy", policy, *FLAGS, *data_flags)
+        for policy in POLICIES
+    }
+
+
+@pytest.fixture(scope="module")
+def stopped(
+    megatron: Megatron, data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Run]]:
+    """Runs that exited after three steps, and their checkpoints."""
+    found = {}
+    for name in (*POLICIES, "padded"):
+        folder = tmp_path_factory.mktemp(name)
+        odb = () if name == "padded" else ("--odb", "--odb-policy", name)
+        flags = (*odb, *FLAGS, *data_flags, "--exit-interval", STOP)
+        found[name] = (folder, megatron.train(*flags, *_saving(folder)))
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_stop_and_resume(
+    megatron: Megatron,
+    data_flags: tuple[str, ...],
+    whole: dict[str, Run],
+    stopped: dict[str, tuple[Path, Run]],
+    policy: str,
+) -> None:
+    folder, first = stopped[policy]
+    assert all(replica.exited for replica in first.replicas)
+    consumed = first.steps[-1].record["consumed_samples"]
+    assert f"not reached         {45 - consumed} requested samples" in first.summary
+    rest = megatron.train(
+        *("--odb", "--odb-policy", policy, *FLAGS, *data_flags, "--load", folder),
+        *("--num-workers", 1, "--log-progress", *_saving(folder)),
+    )
+    uninterrupted = whole[policy]
+    _assert_continues(first, rest, uninterrupted)
+    last = len(uninterrupted.steps)
+    assert rest.replicas[0].final["train_iters"] == last
+    assert rest.evaluations == uninterrupted.evaluations
+    assert len(rest.evaluations) == 1
+    tokens = [sum(step.record["tokens"] for step in uninterrupted.steps)]
+    assert [replica.progress_tokens for replica in rest.replicas] == [tokens, tokens]
+    assert "(45 of 45 requested)" in rest.summary
+    again = megatron.train(
+        "--odb", "--odb-policy", policy, *FLAGS, *data_flags, "--load", folder, *_saving(folder)
+    )
+    assert again.steps == []
+    assert "no optimizer step was run" in again.replicas[0].output
+    assert [where for where, _ in again.evaluations] == [f"iteration {last} on validation set"]
+
+
+def test_torch_dist_checkpoints(
+    megatron: Megatron, data_flags: tuple[str, ...], whole: dict[str, Run], tmp_path: Path
+) -> None:
+    flags = ("--odb", "--odb-policy", "cost", *FLAGS, "--ckpt-format", "torch_dist", *data_flags)
+    first = megatron.train(*flags, "--exit-interval", STOP, *_saving(tmp_path))
+    rest = megatron.train(*flags, "--load", tmp_path)
+    _assert_continues(first, rest, whole["cost"])
+
+
+def test_a_padded_run_goes_on_packed(
+    megatron: Megatron,
+    data_flags: tuple[str, ...],
+    whole: dict[str, Run],
+    stopped: dict[str, tuple[Path, Run]],
+) -> None:
+    folder, first = stopped["padded"]
+    rest = megatron.train("--odb", *FLAGS, *data_flags, "--load", folder)
+    assert "odb: no data state in the checkpoint of iteration 3" in rest.replicas[0].output
+    _assert_continues(first, rest, whole["samples"], within=1e-5)
+
+
+def test_samples_goes_on_without_its_data_state(
+    megatron: Megatron,
+    data_flags: tuple[str, ...],
+    whole: dict[str, Run],
+    stopped: dict[str, tuple[Path, Run]],
+    tmp_path: Path,
+) -> None:
+    folder, first = stopped["samples"]
+    copy = _copied(folder, tmp_path, drop=(0, 1))
+    rest = megatron.train("--odb", *FLAGS, *data_flags, "--load", copy)
+    assert (
+        "odb: no data state in the checkpoint of iteration 3; the data goes on at sample 24"
+        in rest.replicas[0].output
+    )
+    _assert_continues(first, rest, whole["samples"])
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_part_of_the_data_state_is_refused(
+    megatron: Megatron,
+    data_flags: tuple[str, ...],
+    stopped: dict[str, tuple[Path, Run]],
+    tmp_path: Path,
+    gone: int,
+) -> None:
+    copy = _copied(stopped["cost"][0], tmp_path, drop=(gone,))
+    errors = megatron.refused("--odb", "--odb-policy", "cost", *FLAGS, *data_flags, "--load", copy)
+    for error in errors:
+        assert f"replica-{gone:05d}.json" in error
+        assert "ValueError" in error
+
+
+def test_cost_says_what_it_loses_without_its_data_state(
+    megatron: Megatron,
+    data_flags: tuple[str, ...],
+    stopped: dict[str, tuple[Path, Run]],
+    tmp_path: Path,
+) -> None:
+    copy = _copied(stopped["cost"][0], tmp_path, drop=(0, 1))
+    rest = megatron.train("--odb", "--odb-policy", "cost", *FLAGS, *data_flags, "--load", copy)
+    assert "cost its windows are lost, so samples are left out" in rest.replicas[0].output
+    assert rest.steps[-1].record["consumed_samples"] == 45
+
+
+def test_a_padded_run_goes_on_with_cost(
+    megatron: Megatron,
+    data_flags: tuple[str, ...],
+    whole: dict[str, Run],
+    stopped: dict[str, tuple[Path, Run]],
+) -> None:
+    folder, first = stopped["padded"]
+    rest = megatron.train("--odb", "--odb-policy", "cost", *FLAGS, *data_flags, "--load", folder)
+    assert sorted(first.all_ids + rest.all_ids) == whole["samples"].all_ids
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [POLICIES, POLICIES[::-1]])
+def test_another_policy_is_refused(
+    megatron: Megatron,
+    data_flags: tuple[str, ...],
+    stopped: dict[str, tuple[Path, Run]],
+    saved: str,
+    loaded: str,
+) -> None:
+    flags = ("--odb", "--odb-policy", loaded, *FLAGS, *data_flags, "--load", stopped[saved][0])
+    expected = (
+        f"ValueError: data state was saved with policy={saved}, this run has {loaded}: resume with "
+        "the same setting, or start the data anew (--finetune)"
+    )
+    assert megatron.refused(*flags) == [expected] * 2
+
+
+def test_samples_resumes_on_another_number_of_replicas(
+    megatron: Megatron,
+    data_flags: tuple[str, ...],
+    whole: dict[str, Run],
+    stopped: dict[str, tuple[Path, Run]],
+) -> None:
+    folder, first = stopped["samples"]
+    flags = ("--odb", *FLAGS, *data_flags, "--load", folder, "--ckpt-step", STOP)
+    rest = megatron.train(*flags, replicas=1)
+    assert {step.iteration for step in rest.steps} == {4, 5, 6}
+    _assert_continues(first, rest, whole["samples"], within=1e-5)
+
+
+def test_cost_refuses_another_number_of_replicas(
+    megatron: Megatron, data_flags: tuple[str, ...], stopped: dict[str, tuple[Path, Run]]
+) -> None:
+    flags = ("--odb", "--odb-policy", "cost", *FLAGS, *data_flags, "--load", stopped["cost"][0])
+    (error,) = megatron.refused(*flags, replicas=1)
+    assert "data state was saved with num_replicas=2, this run has 1" in error
+
+
+def test_finetune_starts_the_data_anew(
+    megatron: Megatron,
+    data_flags: tuple[str, ...],
+    whole: dict[str, Run],
+    stopped: dict[str, tuple[Path, Run]],
+) -> None:
+    folder, _ = stopped["cost"]
+    run = megatron.train("--odb", *FLAGS, *data_flags, "--load", folder, "--finetune")
+    assert [step.all_ids for step in run.steps] == [s.all_ids for s in whole["samples"].steps]
+    assert run.losses[0] < whole["samples"].losses[0] - 0.3  # the weights are those loaded
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_the_state_is_small_json(stopped: dict[str, tuple[Path, Run]], replica: int) -> None:
+    folder, first = stopped["cost"]
+    path = folder / "iter_0000003" / "odb" / f"replica-{replica:05d}.json"
+    state = json.loads(path.read_text())
+    assert state["tokens_so_far"] == sum(step.record["tokens"] for step in first.steps)
+    assert state["planner"]["consumed"] == first.steps[-1].record["consumed_samples"]
+    assert path.stat().st_size < 2000
+
+
+def _saving(folder: Path) -> tuple[Any, ...]:
+    return "--save", folder, "--save-interval", 100
+
+
+def _copied(folder: Path, target: Path, *, drop: tuple[int, ...]) -> Path:
+    """A copy of a checkpoint folder, without some replicas' data state."""
+    copy = target / "copy"
+    copy.mkdir()
+    (copy / "latest_checkpointed_iteration.txt").write_text(str(STOP))
+    (copy / f"iter_{STOP:07d}" / "odb").mkdir(parents=True)
+    source = folder / f"iter_{STOP:07d}"
+    (copy / source.name / "mp_rank_00").symlink_to(source / "mp_rank_00")
+    for replica in range(2):
+        name = f"odb/replica-{replica:05d}.json"
+        if replica not in drop:
+            (copy / source.name / name).write_text((source / name).read_text())
+    return copy
+
+
+def _assert_continues(first: Run, rest: Run, whole: Run, *, within: float = 1e-6) -> None:
+    """`first` and then `rest` are what `whole` is, step by step."""
+    assert len(first.steps) == STOP < len(whole.steps)
+    both = [*first.steps, *rest.steps]
+    assert [step.iteration for step in both] == [step.iteration for step in whole.steps]
+    assert [step.all_ids for step in both] == [step.all_ids for step in whole.steps]
+    assert [step.loss for step in both] == pytest.approx(whole.losses, abs=within)
+    rates = {**first.replicas[0].learning_rates, **rest.replicas[0].learning_rates}
+    assert rates == pytest.approx(whole.replicas[0].learning_rates)

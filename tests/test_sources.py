@@ -1,0 +1,404 @@
+"""`odb_megatron.data.sources`: from a file or a user's dataset to samples, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from made_up_data import Letters, Records, rules
+
+from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
+from odb_megatron.data.preprocess import BadRecordPolicy
+from odb_megatron.data.sample import BadRecordError, Hole, HoleReason, Sample
+from odb_megatron.data.sources import (
+    ChatSource,
+    IndexedSource,
+    MapSource,
+    SampleSource,
+    count_records,
+    file_fingerprint,
+    open_source,
+)
+from odb_megatron.plan.padding import OverlongError, OverlongPolicy
+
+SKIP, ERROR = BadRecordPolicy.SKIP, BadRecordPolicy.ERROR
+INCONSISTENT = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+LAYOUTS = {
+    "messages": {"messages": [{"role": "user", "content": "hi"},
+                              {"role": "assistant", "content": "yo"}]},
+    "conversations": {"conversations": [{"from": "human", "value": "hi"},
+                                        {"from": "gpt", "value": "yo"}]},
+    "instances": {"instruction": "hi", "instances": [{"input": "", "output": "yo"}]},
+    "instruction": {"instruction": "hi", "input": "", "output": "yo"},
+    "pair": {"question": "hi", "answer": "yo"},
+}  # fmt: skip
+CHAT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
+
+
+def _write_jsonl(path: Path, records: Sequence[object]) -> str:
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def _chat_source(path: str, *, template: str | None = None, **policies: Any) -> ChatSource:
+    limits = {"context": 512, "token_budget": 512}
+    return ChatSource(
+        path, rules=rules(**limits | policies), renderer=ChatRenderer(Letters(template))
+    )
+
+
+def _sample(source: SampleSource, index: int, *, number: int = 0) -> Sample:
+    sample = source.sample(index, source=number)
+    assert isinstance(sample, Sample)
+    return sample
+
+
+def _text(sample: Sample) -> str:
+    """The whole text: all tokens and the last label."""
+    return Letters.decode([*sample.tokens.tolist(), int(sample.labels[-1])])
+
+
+def _learnt(sample: Sample) -> str:
+    return Letters.decode(sample.labels[sample.loss_mask > 0].tolist())
+
+
+# --- chat and text files ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_chat_layouts(tmp_path: Path, layout: str) -> None:
+    source = _chat_source(_write_jsonl(tmp_path / "a.jsonl", [LAYOUTS[layout]]))
+    sample = _sample(source, 0, number=3)
+    assert (_text(sample), _learnt(sample), sample.source) == (CHAT, "yo<|im_end|>", 3)
+    assert sample.labels[:-1].tolist() == sample.tokens[1:].tolist()
+
+
+@pytest.mark.parametrize("column", ["text", "prompt"])
+def test_plain_text_ends_with_eos_and_is_learnt_whole(tmp_path: Path, column: str) -> None:
+    source = _chat_source(_write_jsonl(tmp_path / "a.jsonl", [{column: "abc"}]))
+    sample = _sample(source, 0)
+    assert (_text(sample), _learnt(sample)) == ("abc$", "bc$")
+
+
+def test_bad_records_by_policy(tmp_path: Path) -> None:
+    records = ["", {"text": "good"}, '{"text": ', {"other": 1}, "", [1], {"text": "fine"}]
+    path = _write_jsonl(tmp_path / "a.jsonl", records)
+    strict, lenient = _chat_source(path), _chat_source(path, bad_record=SKIP)
+    assert len(strict) == 5  # blank lines are no records
+    assert _text(_sample(strict, 0)) == "good$"
+    assert _text(_sample(lenient, 4)) == "fine$"
+    reasons = {1: (3, "is not valid JSON"), 2: (4, "other"), 3: (6, "is a JSON list")}
+    for index, (line, reason) in reasons.items():
+        with pytest.raises(BadRecordError, match=rf"^{path}:{line}: .*{reason}") as caught:
+            strict.sample(index, source=1)
+        assert (caught.value.path, caught.value.line) == (path, line)
+        hole = lenient.sample(index, source=1)
+        assert hole == Hole(reason=HoleReason.BAD_RECORD, message=str(caught.value), source=1)
+
+
+def test_a_single_token_is_a_bad_record(tmp_path: Path) -> None:
+    source = _chat_source(_write_jsonl(tmp_path / "a.jsonl", [{"text": "good"}, {"text": "$"}]))
+    source._renderer._eos_id = None
+    with pytest.raises(BadRecordError, match=r"a.jsonl:2: 1 token\(s\): at least 2 are needed"):
+        source.sample(1, source=0)
+
+
+@pytest.mark.parametrize("policy", BadRecordPolicy)
+def test_a_chat_template_error_is_never_skipped(tmp_path: Path, policy: BadRecordPolicy) -> None:
+    path = _write_jsonl(tmp_path / "a.jsonl", ["", LAYOUTS["messages"]])
+    source = _chat_source(path, template=INCONSISTENT, bad_record=policy)
+    with pytest.raises(ChatTemplateError, match=rf"^{path}:2: .*generation"):
+        source.sample(0, source=0)
+
+
+def test_overlong_chat_by_policy(tmp_path: Path) -> None:
+    path = _write_jsonl(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": 9 * "c"}])
+    with pytest.raises(OverlongError, match=rf"^{path}:2: 9 tokens; the limit is 8"):
+        _chat_source(path, context=8).sample(1, source=0)
+    hole = _chat_source(path, context=8, overlong=OverlongPolicy.DROP).sample(1, source=0)
+    assert isinstance(hole, Hole)
+    assert hole.reason is HoleReason.OVERLONG
+    cut = _sample(_chat_source(path, context=8, overlong=OverlongPolicy.TRUNCATE), 1)
+    assert (_text(cut), cut.truncated) == (9 * "c", 1)
+
+
+def test_a_chat_source_survives_pickling(tmp_path: Path) -> None:
+    source = _chat_source(_write_jsonl(tmp_path / "a.jsonl", [LAYOUTS["pair"], {"text": "ab"}]))
+    _sample(source, 1)  # the file is open
+    copy = pickle.loads(pickle.dumps(source))
+    assert [_text(_sample(copy, i)) for i in range(len(copy))] == [CHAT, "ab$"]
+    assert copy.fingerprint() == source.fingerprint()
+
+
+# --- Megatron's binary files -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def write_indexed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Sequence[Sequence[Sequence[int]]]], str]:
+    """Write documents of sequences with Megatron's builder; return the prefix."""
+    module = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+
+    def write(documents: Sequence[Sequence[Sequence[int]]], dtype: Any = np.int32) -> str:
+        prefix = str(tmp_path_factory.mktemp("indexed") / "data")
+        builder = module.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+        for document in documents:
+            for sequence in document:
+                builder.add_item(torch.tensor(sequence, dtype=torch.int64))
+            builder.end_document()
+        builder.finalize(f"{prefix}.idx")
+        return prefix
+
+    return write
+
+
+DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]], [], [[7]], [[8, 9, 10]]]
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_document_is_a_sample(write_indexed: Any, mmap: bool) -> None:
+    source = IndexedSource(write_indexed(DOCUMENTS), rules=rules(), mmap=mmap)
+    assert len(source) == 5
+    for index, document in enumerate(DOCUMENTS):
+        ids = [token for sequence in document for token in sequence]
+        if len(ids) < 2:
+            with pytest.raises(BadRecordError, match=rf"data:{index + 1}: {len(ids)} token\(s\)"):
+                source.sample(index, source=0)
+            continue
+        sample = _sample(source, index, number=index)
+        assert sample.tokens.tolist() == ids[:-1]
+        assert sample.labels.tolist() == ids[1:]
+        assert sample.loss_mask.tolist() == [1.0] * (len(ids) - 1)
+        assert (sample.source, sample.tokens.dtype) == (index, np.dtype(np.int64))
+
+
+def test_documents_left_out_by_policy(write_indexed: Any) -> None:
+    lenient = rules(context=2, bad_record=SKIP, overlong=OverlongPolicy.DROP)
+    source = IndexedSource(write_indexed(DOCUMENTS), rules=lenient)
+    items = [source.sample(index, source=0) for index in range(5)]
+    reasons = [item.reason if isinstance(item, Hole) else len(item) for item in items]
+    assert reasons == [HoleReason.OVERLONG, 1, HoleReason.BAD_RECORD, HoleReason.BAD_RECORD, 2]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int64])
+def test_token_types(write_indexed: Any, dtype: Any) -> None:
+    source = IndexedSource(write_indexed([[[60000, 2, 65535]]], dtype), rules=rules())
+    assert _sample(source, 0).labels.tolist() == [2, 65535]
+
+
+def test_an_indexed_source_survives_pickling(write_indexed: Any) -> None:
+    source = IndexedSource(write_indexed(DOCUMENTS), rules=rules())
+    copy = pickle.loads(pickle.dumps(source))
+    assert _sample(copy, 0).tokens.tolist() == [1, 2, 3]
+    assert copy.fingerprint() == source.fingerprint()
+
+
+def _cut(path: str, size: int) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(size)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Megatron's __del__
+def test_an_index_cut_anywhere_is_refused(write_indexed: Any) -> None:
+    """Megatron raises AssertionError, struct.error or ValueError, depending on where."""
+    prefix = write_indexed(DOCUMENTS)
+    size = os.path.getsize(f"{prefix}.idx")
+    for length in range(size - 1, -1, -1):
+        _cut(f"{prefix}.idx", length)
+        with pytest.raises(
+            ValueError, match=rf"^{prefix}.idx and .bin are no readable Megatron dataset \(.+\): wr"
+        ):
+            IndexedSource(prefix, rules=rules())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("at", "value", "seen"),
+    [
+        (0, b"X", "bad header"),
+        (9, b"\2", "bad version"),
+        (17, b"\x63", "99 is not a valid DType"),
+        (26, struct.pack("<Q", 0), "damaged index|out of bounds"),
+    ],
+)
+def test_a_damaged_index_is_refused(write_indexed: Any, at: int, value: bytes, seen: str) -> None:
+    prefix = write_indexed(DOCUMENTS)
+    with open(f"{prefix}.idx", "r+b") as file:
+        file.seek(at)
+        file.write(value)
+    with pytest.raises(ValueError, match=rf"no readable Megatron dataset \(.*({seen})"):
+        IndexedSource(prefix, rules=rules())
+
+
+@pytest.mark.parametrize("policy", BadRecordPolicy)
+@pytest.mark.parametrize("mmap", [True, False])
+def test_tokens_cut_short_are_refused(
+    write_indexed: Any, mmap: bool, policy: BadRecordPolicy
+) -> None:
+    """Without mmap Megatron would hand out uninitialised memory as tokens."""
+    prefix = write_indexed(DOCUMENTS)
+    size = os.path.getsize(f"{prefix}.bin")
+    _cut(f"{prefix}.bin", size - 1)
+    with pytest.raises(ValueError, match=rf"{prefix}.bin has {size - 1} bytes, .* needs {size}: "):
+        IndexedSource(prefix, rules=rules(bad_record=policy), mmap=mmap)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_no_tokens_at_all(write_indexed: Any) -> None:
+    with pytest.raises(ValueError, match="no readable Megatron dataset .*empty file"):
+        IndexedSource(write_indexed([]), rules=rules())
+
+
+# --- a user's dataset ------------------------------------------------------------------------
+
+GOOD: dict[str, Any] = {"tokens": [5, 6, 7], "labels": [6, 7, 8], "loss_mask": [0, 1, 1]}
+
+
+def _map_source(*items: object, **policies: Any) -> MapSource:
+    return MapSource(list(items), rules=rules(**policies), name="mine")
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        list,
+        np.array,
+        torch.tensor,
+        lambda values: np.array(values, dtype=np.uint8),
+        lambda values: torch.tensor(values, dtype=torch.int32),
+    ],
+)
+def test_lists_arrays_and_tensors(convert: Callable[[Any], Any]) -> None:
+    item = {name: convert(values) for name, values in GOOD.items()} | {"extra": "ignored"}
+    sample = _sample(_map_source(item), 0, number=1)
+    assert sample.tokens.tolist() == [5, 6, 7]
+    assert sample.labels.tolist() == [6, 7, 8]
+    assert sample.loss_mask.tolist() == [0.0, 1.0, 1.0]
+    dtypes = (sample.tokens.dtype, sample.labels.dtype, sample.loss_mask.dtype)
+    assert dtypes == (np.int64, np.int64, np.float32)
+    assert sample.source == 1
+
+
+def test_a_bool_mask() -> None:
+    sample = _sample(_map_source(GOOD | {"loss_mask": np.array([False, True, True])}), 0)
+    assert sample.num_loss_tokens == 2
+
+
+BAD_ITEMS: list[tuple[object, str]] = [
+    (None, "item is a NoneType; expected a mapping with tokens, labels and loss_mask"),
+    ((1, 2), "item is a tuple; expected a mapping"),
+    ({"tokens": [1], "labels": [2]}, r"item lacks \['loss_mask'\]; it has \['labels', 'tokens'\]"),
+    (GOOD | {"tokens": [5.0, 6.0, 7.0]}, "tokens has dtype float64; expected integers"),
+    (GOOD | {"labels": [True, False, True]}, "labels has dtype bool; expected integers"),
+    (GOOD | {"tokens": ["a", "b", "c"]}, "tokens has dtype <U1; expected integers"),
+    (GOOD | {"tokens": [[5], [6, 7]]}, "inhomogeneous"),
+    (GOOD | {"loss_mask": [0, 0.5, 1]}, "loss_mask must hold only 0 and 1"),
+    (GOOD | {"loss_mask": ["0", "1", "1"]}, "loss_mask has dtype <U1; expected 0 and 1"),
+    (GOOD | {"loss_mask": None}, "loss_mask has dtype object; expected 0 and 1"),
+    (GOOD | {"loss_mask": [{}, 1, 1]}, "loss_mask has dtype object"),
+    (GOOD | {"loss_mask": [0, 0, 0]}, "no token to learn from: every label is masked"),
+    (GOOD | {"labels": [6, 7]}, r"got shapes \(3,\), \(2,\), \(3,\)"),
+    ({name: [] for name in GOOD}, "dtype float64|got shapes"),
+    ({name: [values] for name, values in GOOD.items()}, r"got shapes \(1, 3\)"),
+]
+
+
+@pytest.mark.parametrize(("item", "reason"), BAD_ITEMS, ids=range(len(BAD_ITEMS)))
+def test_bad_items_by_policy(item: object, reason: str) -> None:
+    with pytest.raises(BadRecordError, match=rf"^mine:2: .*({reason})") as caught:
+        _map_source(GOOD, item).sample(1, source=0)
+    lenient = _map_source(GOOD, item, bad_record=SKIP)
+    assert lenient.sample(1, source=4) == Hole(
+        reason=HoleReason.BAD_RECORD, message=str(caught.value), source=4
+    )
+    assert isinstance(lenient.sample(0, source=4), Sample)
+
+
+@pytest.mark.parametrize("policy", BadRecordPolicy)
+def test_a_datasets_own_failure_is_not_a_bad_record(policy: BadRecordPolicy) -> None:
+    source = MapSource(Records([3, 3], failing=1), rules=rules(bad_record=policy))
+    with pytest.raises(KeyError, match="no such thing in record 1"):
+        source.sample(1, source=0)
+
+
+def test_an_item_that_is_too_long() -> None:
+    with pytest.raises(OverlongError, match="^mine:1: 3 tokens; the limit is 2"):
+        _map_source(GOOD, context=2).sample(0, source=0)
+
+
+def test_what_is_no_map_style_dataset() -> None:
+    with pytest.raises(ValueError, match="generator is not a map-style dataset: it needs __len__"):
+        MapSource((i for i in range(3)), rules=rules())
+
+
+# --- opening, counting, fingerprints ---------------------------------------------------------
+
+
+def test_open_source_by_kind(tmp_path: Path, write_indexed: Any) -> None:
+    renderer = ChatRenderer(Letters())
+    path = _write_jsonl(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": "cd"}])
+    assert isinstance(open_source(path, rules=rules(), renderer=renderer), ChatSource)
+    with pytest.raises(ValueError, match="a.jsonl needs a tokenizer: pass --tokenizer-type Hugg"):
+        open_source(path, rules=rules(), renderer=None)
+    prefix = write_indexed(DOCUMENTS)
+    for name in (prefix, f"{prefix}.bin", f"{prefix}.idx"):
+        source = open_source(name, rules=rules(), renderer=None)
+        assert isinstance(source, IndexedSource)
+        assert source.path == prefix
+    assert count_records(path) == 2
+    assert count_records(prefix) == count_records(prefix, mmap=False) == 5
+
+
+def test_open_source_names_what_is_missing(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "data")
+    missing = rf"no data at '{prefix}': .*\(missing: {prefix}.idx, {prefix}.bin\)"
+    with pytest.raises(ValueError, match=missing):
+        open_source(prefix, rules=rules(), renderer=None)
+    Path(f"{prefix}.idx").touch()
+    with pytest.raises(ValueError, match=rf"\(missing: {prefix}.bin\)"):
+        count_records(prefix)
+    with pytest.raises(ValueError, match="none.jsonl does not exist"):
+        count_records(str(tmp_path / "none.jsonl"))
+
+
+def test_fingerprints_follow_the_content(tmp_path: Path, write_indexed: Any) -> None:
+    chats = [
+        _chat_source(_write_jsonl(tmp_path / name, [{"text": text}])).fingerprint()
+        for name, text in (("a.jsonl", "ab"), ("b.jsonl", "ab"), ("c.jsonl", "ac"))
+    ]
+    assert chats[0] == chats[1] != chats[2]
+    tokens = [
+        IndexedSource(write_indexed(documents), rules=rules()).fingerprint()
+        for documents in ([[[1, 2]]], [[[1, 2]]], [[[1, 3]]], [[[1], [2]]])
+    ]
+    assert tokens[0] == tokens[1]
+    assert len(set(tokens)) == 3
+    assert _map_source(GOOD).fingerprint() != _map_source(GOOD, GOOD).fingerprint()
+
+    class Named(Records):
+        def fingerprint(self) -> int:
+            return sum(self.lengths)
+
+    names = [MapSource(Named(lengths), rules=rules()).fingerprint() for lengths in ([1, 2], [1, 3])]
+    assert names == ["3", "4"]
+
+
+def test_a_files_fingerprint_sees_both_ends(tmp_path: Path) -> None:
+    def fingerprint(content: bytes) -> str:
+        path = tmp_path / "file"
+        path.write_bytes(content)
+        return file_fingerprint(str(path))
+
+    middle = bytes(1 << 18)
+    seen = {fingerprint(first + middle + last) for first in (b"a", b"b") for last in (b"a", b"b")}
+    assert len(seen | {fingerprint(b"a" + middle), fingerprint(b"")}) == 6

@@ -1,0 +1,315 @@
+"""`odb_megatron.data.stream` and `replica_stream`: which record lies at which position."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_up_data import BASE, Letters, Records, rules, single_stream
+
+from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
+from odb_megatron.data.order import CyclicOrder, PassOrder
+from odb_megatron.data.preprocess import BadRecordPolicy
+from odb_megatron.data.replica_stream import ReplicaStream
+from odb_megatron.data.sample import BadRecordError, Hole, Sample
+from odb_megatron.data.sources import ChatSource, MapSource
+from odb_megatron.data.stream import Blend, FetchError, SampleStream, SourcePart
+from odb_megatron.plan.padding import OverlongError
+
+
+def _parts(sizes: Sequence[int], *, seed: int = 7, lengths: int = 3) -> list[SourcePart]:
+    return [
+        SourcePart(
+            source=MapSource(Records([lengths] * size), rules=rules(), name=f"source {number}"),
+            order=PassOrder(np.arange(size), seed=seed),
+        )
+        for number, size in enumerate(sizes)
+    ]
+
+
+def _blend(source_index: Sequence[int], *, num_sources: int) -> Blend:
+    """What Megatron's helpers make: places counted per source."""
+    seen = [0] * num_sources
+    places = []
+    for source in source_index:
+        places.append(seen[source])
+        seen[source] += 1
+    return Blend(source_index=np.array(source_index, np.int16), source_place=np.array(places))
+
+
+def _drawn(stream: SampleStream, positions: range) -> list[tuple[int, int]]:
+    return [(where.source, where.record) for where in map(stream.locate, positions)]
+
+
+@given(size=st.integers(1, 30), seed=st.integers(0, 2**32), epochs=st.integers(1, 3))
+def test_every_epoch_of_a_source_visits_each_record_once(size: int, seed: int, epochs: int) -> None:
+    stream = single_stream(Records([2] * size), seed=seed)
+    assert (len(stream), stream.epoch_size) == (size, size)
+    for epoch in range(epochs):
+        places = range(epoch * size, (epoch + 1) * size)
+        located = [stream.locate(position) for position in places]
+        assert sorted(where.record for where in located) == list(range(size))
+        assert [(where.epoch, where.place) for where in located] == [
+            (epoch, place) for place in range(size)
+        ]
+
+
+@given(sizes=st.lists(st.integers(1, 12), min_size=2, max_size=4), data=st.data())
+def test_an_exhaustive_blend_visits_each_record_once_per_epoch(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    mixed = [source for source, size in enumerate(sizes) for _ in range(size)]
+    order = data.draw(st.permutations(mixed))
+    stream = SampleStream(_parts(sizes), blend=_blend(order, num_sources=len(sizes)))
+    everything = sorted((source, record) for source, n in enumerate(sizes) for record in range(n))
+    for epoch in range(3):
+        places = range(epoch * len(order), (epoch + 1) * len(order))
+        assert sorted(_drawn(stream, places)) == everything
+        assert [stream.locate(position).source for position in places] == order
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=2, max_size=4),
+    data=st.data(),
+    epochs=st.integers(1, 6),
+)
+def test_a_weighted_blend_goes_on_where_it_stopped(
+    sizes: list[int], data: st.DataObject, epochs: int
+) -> None:
+    """Each source's draws, over all epochs, are its shuffled passes without gap or repeat."""
+    order = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=25))
+    parts = _parts(sizes)
+    stream = SampleStream(parts, blend=_blend(order, num_sources=len(sizes)))
+    drawn = _drawn(stream, range(epochs * len(order)))
+    for source, part in enumerate(parts):
+        records = [record for at, record in drawn if at == source]
+        assert len(records) == epochs * order.count(source)
+        assert records == [part.order[i] for i in range(len(records))]
+        counts = Counter(records)
+        if records:  # no record is a whole pass ahead of another
+            assert max(counts.values()) - min(counts[r] for r in range(sizes[source])) <= 1
+
+
+def test_locate_and_fetch_agree() -> None:
+    lengths = [1 + i % 5 for i in range(20)]
+    stream = single_stream(Records(lengths))
+    for position in range(45):
+        where, sample = stream.locate(position), stream.fetch(position)
+        assert isinstance(sample, Sample)
+        assert sample.tokens[0] == where.record * BASE
+        assert len(sample) == lengths[where.record]
+        again = stream[position]
+        assert isinstance(again, Sample)
+        assert again.tokens.tolist() == sample.tokens.tolist()
+    parts = _parts([2, 3])
+    blend = SampleStream(parts, blend=_blend([1, 0, 1], num_sources=2))
+    sources = [blend.fetch(position).source for position in range(6)]
+    assert sources == [1, 0, 1, 1, 0, 1]
+    assert blend.source_names == ("source 0", "source 1")
+
+
+def test_cyclic_over_several_epochs_still_visits_each_record_equally() -> None:
+    order = CyclicOrder(total=40, num_replicas=2, data_sharding=True)
+    stream = single_stream(Records([2] * 10), num_samples=40, order=order)
+    assert len(stream) == 40
+    located = [stream.locate(position) for position in range(40)]
+    assert Counter(where.record for where in located) == dict.fromkeys(range(10), 4)
+    assert len({(where.epoch, where.place) for where in located}) == 40
+    assert [where.epoch for where in located] != sorted(where.epoch for where in located)
+
+
+def test_an_empty_split_is_refused() -> None:
+    source = MapSource(Records([2] * 5), rules=rules(), name="few")
+    part = SourcePart(source=source, order=PassOrder(np.arange(0), seed=1))
+    with pytest.raises(ValueError, match="few has 5 records and none of them falls into this spl"):
+        SampleStream([part])
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_sources_and_blend_must_fit(number: int) -> None:
+    with pytest.raises(ValueError, match=f"^{number} sources need a blend; one source needs none"):
+        SampleStream(_parts([2] * number))
+
+
+def test_the_fingerprint_follows_all_that_replicas_must_share() -> None:
+    def stream(
+        sizes: Sequence[int] = (4, 6), order: Sequence[int] = (0, 1, 1, 0, 1), **more: Any
+    ) -> SampleStream:
+        num_samples = more.pop("num_samples", None)
+        return SampleStream(
+            _parts(sizes, **more),
+            blend=_blend(order, num_sources=len(sizes)),
+            num_samples=num_samples,
+        )
+
+    base = stream().fingerprint()
+    assert base == stream().fingerprint()
+    others = [
+        stream(sizes=(4, 7)),
+        stream(order=(0, 1, 0, 1, 1)),
+        stream(seed=8),
+        stream(num_samples=9),
+        single_stream(Records([3] * 4)),
+        single_stream(
+            Records([3] * 4), order=CyclicOrder(total=4, num_replicas=2, data_sharding=True)
+        ),
+        single_stream(
+            Records([3] * 4), order=CyclicOrder(total=4, num_replicas=2, data_sharding=False)
+        ),
+    ]
+    assert len({base, *(other.fingerprint() for other in others)}) == 1 + len(others)
+
+
+def test_seeds_are_told_apart_even_when_they_shuffle_alike() -> None:
+    streams = [single_stream(Records([2]), seed=seed) for seed in range(3)]
+    assert len({stream.fingerprint() for stream in streams}) == 3
+
+
+# --- worker processes ------------------------------------------------------------------------
+
+
+def _tokens(item: Any) -> Any:
+    return item.tokens.tolist() if isinstance(item, Sample) else item
+
+
+def _failure(shard: ReplicaStream, position: int) -> Exception:
+    """The error of `take`, without the traceback: its frames would keep the workers alive."""
+    try:
+        shard.take(position)
+    except Exception as error:
+        return error.with_traceback(None)
+    raise AssertionError(f"position {position} did not fail")
+
+
+class _ProcessIds(Records):
+    """Each item says which process made it."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = np.array([os.getpid()])
+        return {"tokens": ids, "labels": ids, "loss_mask": [1]}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_workers_are_processes_and_end_with_the_shard(num_workers: int) -> None:
+    stream = single_stream(_ProcessIds([1] * 8))
+    shard = ReplicaStream(stream, first=0, total=8, num_replicas=1, num_workers=num_workers)
+    seen = {_tokens(shard.take(position))[0] for position in range(7)}
+    assert len(seen) == max(1, num_workers)
+    assert (os.getpid() in seen) == (num_workers == 0)
+    start = time.monotonic()
+    del shard
+    assert time.monotonic() - start < 4  # 5 s is torch's time-out
+    assert num_workers == 0 or not any(map(psutil.pid_exists, seen))
+
+
+def test_workers_give_what_this_process_gives() -> None:
+    lengths = [i % 4 for i in range(24)]  # every fourth is a bad record
+    sample_rules = rules(bad_record=BadRecordPolicy.SKIP)
+    stream = single_stream(Records(lengths), sample_rules=sample_rules, num_samples=60)
+    runs = []
+    for num_workers in (0, 2):
+        shard = ReplicaStream(stream, first=1, total=60, num_replicas=2, num_workers=num_workers)
+        runs.append([_tokens(shard.take(position)) for position in range(1, 60, 2)])
+    assert runs[0] == runs[1] == [_tokens(stream[position]) for position in range(1, 60, 2)]
+    assert sum(isinstance(item, Hole) for item in runs[0]) > 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_record_comes_out_of_a_worker_with_file_and_line(
+    tmp_path: Path, num_workers: int
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "ab"}\n\n{"text": "cd"}\n{"txt": "ef"}\n{"text": "0123456789"}\n')
+    source = ChatSource(
+        str(path), rules=rules(context=8, token_budget=8), renderer=ChatRenderer(Letters())
+    )
+    order = PassOrder(np.arange(4), seed=3)
+    stream = SampleStream([SourcePart(source=source, order=order)])
+    shard = ReplicaStream(stream, first=0, total=4, num_replicas=1, num_workers=num_workers)
+    seen: dict[int, type] = {}
+    for position in range(4):
+        record = order[position]
+        if record < 2:
+            assert isinstance(shard.take(position), Sample)
+            continue
+        error = _failure(shard, position)
+        assert str(error).startswith(f"{path}:{record + 2}: ")
+        seen[record] = type(error)
+        if isinstance(error, BadRecordError):
+            assert (error.path, error.line) == (str(path), 4)
+    assert seen == {2: BadRecordError, 3: OverlongError}
+
+
+def test_a_chat_template_error_comes_out_of_a_worker_without_its_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "hi", "answer": "yo"}\n')
+    renderer = ChatRenderer(Letters("{{ messages | length }}{{ messages[0].content }}"))
+    source = ChatSource(str(path), rules=rules(), renderer=renderer)
+    stream = SampleStream([SourcePart(source=source, order=PassOrder(np.arange(1), seed=3))])
+    shard = ReplicaStream(stream, first=0, total=1, num_replicas=1, num_workers=1)
+    error = _failure(shard, 0)
+    assert isinstance(error, ChatTemplateError)
+    assert str(error).startswith(f"{path}:1: ")
+    assert "Traceback" not in str(error)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_datasets_own_failure_comes_out_of_a_worker_as_it_is(num_workers: int) -> None:
+    stream = single_stream(Records([2, 2, 2], failing=1))
+    shard = ReplicaStream(stream, first=0, total=3, num_replicas=1, num_workers=num_workers)
+    failing = next(position for position in range(3) if stream.locate(position).record == 1)
+    for position in range(failing):
+        shard.take(position)
+    error = _failure(shard, failing)
+    assert isinstance(error, KeyError)
+    assert "no such thing in record 1" in str(error)
+
+
+def test_fetching_leaves_the_models_random_state_alone() -> None:
+    stream = single_stream(Records([2] * 4))
+    before = torch.random.get_rng_state()
+    for num_workers in (0, 1):
+        shard = ReplicaStream(stream, first=0, total=4, num_replicas=1, num_workers=num_workers)
+        shard.take(0)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_positions_are_taken_in_order() -> None:
+    shard = ReplicaStream(single_stream(Records([2] * 9)), first=1, total=9, num_replicas=3)
+    shard.take(1)
+    with pytest.raises(AssertionError, match="position 7 asked, 4 is next"):
+        shard.take(7)
+
+
+@settings(max_examples=20)
+@given(total=st.integers(0, 20), replicas=st.integers(1, 4), consumed=st.integers(0, 20))
+def test_shards_divide_the_stream(total: int, replicas: int, consumed: int) -> None:
+    stream = single_stream(Records([1] * 5), num_samples=total)
+    taken = []
+    for first in range(consumed, consumed + replicas):
+        shard = ReplicaStream(stream, first=first, total=total, num_replicas=replicas)
+        positions = range(first, total, replicas)
+        taken += [(p, _tokens(shard.take(p))) for p in positions]
+        end = positions[-1] + replicas if positions else first
+        assert isinstance(_failure(shard, end), StopIteration)
+    assert sorted(taken) == [(p, _tokens(stream[p])) for p in range(consumed, total)]
+
+
+def test_a_stream_survives_pickling() -> None:
+    stream = SampleStream(_parts([2, 3]), blend=_blend([1, 0, 1], num_sources=2), num_samples=9)
+    copy = pickle.loads(pickle.dumps(stream))
+    assert copy.fingerprint() == stream.fingerprint()
+    assert [_tokens(copy[i]) for i in range(9)] == [_tokens(stream[i]) for i in range(9)]
+    error = FetchError(error=BadRecordError(path="a", line=2, reason="why"))
+    assert str(pickle.loads(pickle.dumps(error)).error) == str(error.error)

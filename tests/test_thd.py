@@ -1,0 +1,162 @@
+"""`odb_megatron.data.thd`: packed micro-batches against a token-by-token reference."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from odb_megatron.data.sample import Sample
+from odb_megatron.data.thd import PAD_TOKEN, MicroBatch, assemble, assemble_idle
+
+LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=8)
+MULTIPLES = st.sampled_from([1, 2, 4, 6, 16])
+
+
+def _samples(lengths: list[int]) -> list[Sample]:
+    """Tokens count up over all samples, so that no two places hold the same one."""
+    samples, first = [], 1
+    for length in lengths:
+        tokens = np.arange(first, first + length)
+        mask = (tokens % 3 > 0).astype(np.float32)
+        samples.append(Sample(tokens=tokens, labels=tokens + 10_000, loss_mask=mask))
+        first += length
+    return samples
+
+
+def _assembled(lengths: list[int], multiple: int = 1) -> MicroBatch:
+    return assemble(
+        _samples(lengths), positions=[7 * i for i in range(len(lengths))], multiple=multiple
+    )
+
+
+@given(LENGTHS, MULTIPLES)
+def test_against_a_naive_reference(lengths: list[int], multiple: int) -> None:
+    batch = _assembled(lengths, multiple)
+    tokens: list[int] = []
+    labels: list[int] = []
+    mask: list[float] = []
+    places: list[int] = []
+    bounds, padded_bounds = [0], [0]
+    for sample in _samples(lengths):
+        place = 0
+        for token, label, weight in zip(
+            sample.tokens, sample.labels, sample.loss_mask, strict=True
+        ):
+            tokens.append(int(token))
+            labels.append(int(label))
+            mask.append(float(weight))
+            places.append(place)
+            place += 1
+        bounds.append(bounds[-1] + place)
+        while place % multiple:
+            tokens.append(PAD_TOKEN)
+            labels.append(PAD_TOKEN)
+            mask.append(0.0)
+            places.append(place)
+            place += 1
+        padded_bounds.append(len(tokens))
+    assert batch.tokens.tolist() == [tokens]
+    assert batch.labels.tolist() == [labels]
+    assert batch.loss_mask.tolist() == [mask]
+    assert batch.position_ids.tolist() == [places]
+    assert batch.cu_seqlens.tolist() == bounds
+    assert batch.cu_seqlens_padded.tolist() == padded_bounds
+    assert batch.max_seqlen == max(np.diff(padded_bounds))
+    assert batch.positions == tuple(7 * i for i in range(len(lengths)))
+    assert not batch.is_idle
+
+
+@given(LENGTHS, MULTIPLES)
+def test_types_shapes_and_sentinels(lengths: list[int], multiple: int) -> None:
+    batch = _assembled(lengths, multiple)
+    total = batch.tokens.shape[1]
+    assert total % multiple == 0
+    for tensor in (batch.tokens, batch.labels, batch.position_ids):
+        assert (tensor.dtype, tuple(tensor.shape)) == (torch.int64, (1, total))
+    assert (batch.loss_mask.dtype, tuple(batch.loss_mask.shape)) == (torch.float32, (1, total))
+    for bounds in (batch.cu_seqlens, batch.cu_seqlens_padded):
+        assert (bounds.dtype, tuple(bounds.shape)) == (torch.int32, (len(lengths) + 1,))
+        assert bounds[0] == 0
+    assert batch.cu_seqlens_padded[-1] == total
+    assert batch.cu_seqlens[-1] == sum(lengths)
+    assert torch.equal(batch.cu_seqlens, batch.cu_seqlens_padded) == all(
+        length % multiple == 0 for length in lengths
+    )
+
+
+def test_labels_never_cross_into_the_next_sample() -> None:
+    batch = _assembled([3, 2, 1])
+    assert batch.tokens.tolist() == [[1, 2, 3, 4, 5, 6]]
+    assert batch.labels.tolist() == [[10_001, 10_002, 10_003, 10_004, 10_005, 10_006]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5, 6]  # with the sentinel
+
+
+def test_one_sample_fills_the_pack() -> None:
+    batch = _assembled([16], multiple=16)
+    assert batch.cu_seqlens.tolist() == batch.cu_seqlens_padded.tolist() == [0, 16]
+    assert batch.max_seqlen == 16
+    assert batch.loss_mask.sum() == sum(i % 3 > 0 for i in range(1, 17))
+
+
+def test_a_length_just_over_the_multiple() -> None:
+    batch = _assembled([7, 5], multiple=4)  # CP = 2
+    assert batch.cu_seqlens.tolist() == [0, 7, 12]
+    assert batch.cu_seqlens_padded.tolist() == [0, 8, 16]
+    assert batch.position_ids.tolist() == [[*range(8), *range(8)]]
+    assert batch.loss_mask[0, [7, 13, 14, 15]].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_the_idle_micro_batch_is_the_smallest(multiple: int) -> None:
+    batch = assemble_idle(multiple=multiple)
+    assert batch.is_idle
+    assert batch.positions == ()
+    assert batch.tokens.tolist() == batch.labels.tolist() == [[PAD_TOKEN] * multiple]
+    assert batch.loss_mask.tolist() == [[0.0] * multiple]
+    assert batch.position_ids.tolist() == [list(range(multiple))]
+    assert batch.cu_seqlens.tolist() == [0, 0]
+    assert batch.cu_seqlens_padded.tolist() == [0, multiple]
+    assert batch.max_seqlen == multiple
+    reference = _assembled([1], multiple)
+    for name in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens_padded"):
+        assert getattr(batch, name).dtype == getattr(reference, name).dtype
+        assert getattr(batch, name).shape == getattr(reference, name).shape
+
+
+@pytest.mark.parametrize(("num_samples", "num_positions"), [(0, 0), (2, 1)])
+def test_samples_need_positions(num_samples: int, num_positions: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"got {num_samples} samples and {num_positions} positions"
+    ):
+        assemble(_samples([1] * num_samples), positions=range(num_positions))
+
+
+@pytest.mark.parametrize("batch", [_assembled([3, 5], multiple=4), assemble_idle(multiple=4)])
+def test_megatron_takes_it(batch: MicroBatch) -> None:
+    pytest.importorskip("megatron.core")
+    from odb_megatron.megatron.compat import packed_seq_params
+
+    params = packed_seq_params(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        cu_seqlens_q_padded=batch.cu_seqlens_padded,
+        cu_seqlens_kv_padded=batch.cu_seqlens_padded,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )
+    assert params.qkv_format == "thd"
+    assert params.cu_seqlens_q_padded.tolist()[-1] == batch.tokens.shape[1]
+    assert params.max_seqlen_q == batch.max_seqlen
+
+
+def test_a_micro_batch_survives_pickling() -> None:
+    batch = pickle.loads(pickle.dumps(_assembled([3, 2], multiple=2)))
+    assert batch.tokens.tolist() == [[1, 2, 3, 0, 4, 5]]
+    assert batch.positions == (0, 7)

@@ -1,0 +1,169 @@
+"""What `--odb` refuses, row by row, and that each row is refused by a flag's name."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+import pytest
+from megatron_world import Megatron
+
+from odb_megatron.megatron.arguments import OdbConfig
+from odb_megatron.megatron.validation import _REFUSALS, refuse_unsupported
+
+pytest_plugins = ["megatron_fixtures"]
+
+OTHER_VERSIONS = {"sequence_packing_scheduler"}
+"""Names that Megatron 0.19.2 does not have: newer, or gone."""
+
+GOOD: dict[str, Any] = {
+    "odb": True,
+    "odb_policy": None,
+    "odb_token_budget": None,
+    "odb_window": None,
+    "odb_max_delay_steps": None,
+    "odb_epochs": None,
+    "odb_overlong": "error",
+    "odb_bad_record": "error",
+    "odb_attention": "auto",
+    "odb_log_dir": None,
+    "calculate_per_token_loss": True,
+    "micro_batch_size": 1,
+    "eval_micro_batch_size": 1,
+    "global_batch_size": 8,
+    "seq_length": 128,
+    "dataloader_type": "single",
+    "cuda_graph_impl": "none",
+    "num_experts": None,
+    "sequence_packing_scheduler": None,
+    "rampup_batch_size": None,
+    "step_batch_size_schedule": None,
+    "iterations_to_skip": [],
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "gtp_weight_remat_size": 1,
+    "fp8": None,
+    "fp4": None,
+}
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"calculate_per_token_loss": False}, "--calculate-per-token-loss"),
+    ({"micro_batch_size": 2}, "--micro-batch-size 1"),
+    ({"eval_micro_batch_size": 4}, "--eval-micro-batch-size"),
+    ({"sft": True}, "--sft"),
+    ({"dataloader_type": "external"}, "--dataloader-type single or cyclic"),
+    ({"dataloader_type": "batch"}, "--dataloader-type single or cyclic"),
+    ({"cuda_graph_impl": "local"}, "--cuda-graph-impl none"),
+    ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl none"),
+    ({"enable_cuda_graph": True}, "--cuda-graph-impl none"),
+    ({"external_cuda_graph": True}, "--cuda-graph-impl none"),
+    ({"mock_data": True}, "--mock-data"),
+    ({"fim_data": True}, "--fim-data"),
+    ({"reset_position_ids": True}, "--reset-position-ids"),
+    ({"reset_attention_mask": True}, "--reset-attention-mask"),
+    ({"eod_mask_loss": True}, "--eod-mask-loss"),
+    ({"rampup_batch_size": ["8", "8", "100"]}, "--rampup-batch-size"),
+    ({"step_batch_size_schedule": "0:8 100:16"}, "--step-batch-size-schedule"),
+    ({"decrease_batch_size_if_needed": True}, "--decrease-batch-size-if-needed"),
+    ({"iterations_to_skip": [3]}, "--iterations-to-skip"),
+    ({"non_persistent_save_interval": 10}, "--non-persistent-save-interval"),
+    ({"phase_transition_iterations": [5]}, "--phase-transition-iterations"),
+    ({"multiple_validation_sets": True}, "--multiple-validation-sets"),
+    ({"perform_rl_step": True}, "--perform-rl-step"),
+    ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
+    ({"sequence_packing_scheduler": "dp_balanced"}, "--sequence-packing-scheduler"),
+    ({"use_megatron_fsdp": True}, "--use-distributed-optimizer"),
+    ({"use_torch_fsdp2": True}, "--use-distributed-optimizer"),
+    ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 1"),
+    ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size 1"),
+    ({"context_parallel_size": 2}, "--context-parallel-size 1"),
+    ({"num_experts": 8}, "--num-experts"),
+    ({"fp8": "e4m3"}, "--bf16"),
+    ({"fp4": "e2m1"}, "--bf16"),
+    ({"mtp_num_layers": 1}, "--mtp-num-layers"),
+    ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size 1"),
+    ({"odb_token_budget": 64}, "--odb-token-budget 64 is below --seq-length 128"),
+]
+
+
+def _check(**values: Any) -> None:
+    args = argparse.Namespace(**{**GOOD, **values})
+    refuse_unsupported(args, OdbConfig.from_args(args, num_replicas=2))
+
+
+def test_nothing_to_refuse() -> None:
+    _check()
+
+
+def test_flags_an_older_megatron_does_not_have_are_not_needed() -> None:
+    needed = {"calculate_per_token_loss", "micro_batch_size", "dataloader_type", "seq_length"}
+    old = {k: v for k, v in GOOD.items() if k.startswith("odb") or k in needed}
+    args = argparse.Namespace(**old, global_batch_size=8)
+    refuse_unsupported(args, OdbConfig.from_args(args, num_replicas=2))
+
+
+@pytest.mark.parametrize(("values", "text"), BAD, ids=[text for _, text in BAD])
+def test_refused_by_name(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)) as caught:
+        _check(**values)
+    assert "--odb" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_row_is_covered() -> None:
+    """Each refusal applies to one of the cases above."""
+    for refusal in _REFUSALS:
+        assert any(refusal.applies(argparse.Namespace(**{**GOOD, **bad})) for bad, _ in BAD)
+
+
+def test_all_that_applies_is_said_at_once() -> None:
+    with pytest.raises(ValueError, match="--odb") as caught:
+        _check(calculate_per_token_loss=False, micro_batch_size=4, sft=True, odb_token_budget=64)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4
+    assert "--calculate-per-token-loss" in lines[0]
+    assert "--odb-overlong truncate, drop or solo" in lines[-1]
+
+
+@pytest.mark.megatron
+def test_the_names_are_megatrons(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
+    """A row with a misspelt name would never apply: Megatron prints all of its arguments."""
+    printed = megatron.train("--odb", "--train-samples", 1, *data_flags).replicas[0].output
+    known = set(re.findall(r"^  (\w+) \.{2,} ", printed, flags=re.MULTILINE))
+    assert len(known) > 500
+    assert (set(GOOD) | {name for bad, _ in BAD for name in bad}) - known == OTHER_VERSIONS
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--sft",), "--odb and --sft are two packings of the same data"),
+        (("--rampup-batch-size", 4, 4, 100), "--rampup-batch-size"),
+        (("--odb-token-budget", 32), "--odb-token-budget 32 is below --seq-length 64"),
+        (("--odb-window", 64), "--odb-window would do nothing with --odb-policy samples"),
+        (("--odb-epochs", 1), "--odb-epochs, --train-samples and --train-iters each give"),
+        (("--odb-attention", "flash"), "flash"),
+    ],
+)
+def test_nothing_trains(
+    megatron: Megatron, data_flags: tuple[str, ...], flags: tuple[Any, ...], text: str
+) -> None:
+    run = megatron.run("--odb", "--train-samples", 8, *data_flags, *flags)
+    for replica in run.replicas:
+        assert replica.error.startswith("ValueError: ")
+        assert text in replica.error
+        assert replica.forwards == {}
+
+
+@pytest.mark.megatron
+def test_planning_flags_need_odb(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
+    errors = megatron.refused("--train-samples", 8, *data_flags, "--odb-token-budget", 99)
+    assert all("--odb-token-budget would do nothing without --odb" in error for error in errors)
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "drop", "solo"])
+def test_a_small_budget_with_a_policy(overlong: str) -> None:
+    _check(odb_token_budget=64, odb_overlong=overlong)
