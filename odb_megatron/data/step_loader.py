@@ -19,7 +19,7 @@ from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.planner import ReplicaPlanner
-from odb_megatron.plan.records import PlanRecord, WindowRecord
+from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.step import StepPlan, StepTotals
 
 __all__ = ["Exchange", "SourceCounts", "StepHeader", "StepLoader"]
@@ -164,9 +164,9 @@ class StepLoader:
 
     def _plan_step(self) -> StepPlan:
         windows = self._share(self._window_record, WindowRecord(config=0, step=0, position=0))
-        self._planner.set_target([WindowRecord.from_bytes(data) for data in windows])
+        self._planner.set_target(RecordTable(WindowRecord, windows))
         plans = self._share(self._plan_record, PlanRecord(target=0))
-        plan = self._planner.commit([PlanRecord.from_bytes(data) for data in plans])
+        plan = self._planner.commit(RecordTable(PlanRecord, plans))
         if self._planner.is_finished:
             self._source = None  # all is drawn: its workers end here
         return plan
