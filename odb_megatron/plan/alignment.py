@@ -105,8 +105,8 @@ def meet_count(
     if by_cost:
         costs = rows[Column.COST].tolist()
         bins = sorted(bins, key=lambda slots: -sum(costs[slot] for slot in slots))
-    positions = rows[Column.POSITION].tolist()
-    return tuple(tuple(positions[slot] for slot in slots) for slots in bins)
+    positions = rows[Column.POSITION]
+    return tuple(tuple(positions[slots].tolist()) for slots in bins)
 
 
 def num_idle(num_samples: int, *, count: int) -> int:

@@ -119,11 +119,9 @@ class CostModel:
             ValueError: the cost is too high for windows of such samples to be summed in the
                 64-bit records that replicas exchange.
         """
-        cost = (
-            length * COST_UNIT
-            + ((self.quadratic * length * length) >> _SHIFT)
-            + num_patches * self.per_patch
-        )
+        cost = length * COST_UNIT + ((self.quadratic * length * length) >> _SHIFT)
+        if num_patches:
+            cost += num_patches * self.per_patch
         if cost >= MAX_SAMPLE_COST:
             raise ValueError(
                 f"a sample of {length} tokens and {num_patches} patches costs {cost}, more than "

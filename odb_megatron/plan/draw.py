@@ -207,22 +207,26 @@ class OnlineShard:
         if not left:
             return
         held = holdings.num_held + holdings.num_upcoming
-        costs = holdings.cost_held + holdings.num_upcoming * each
-        if is_final:
-            caps = np.full_like(held, left)
-            amount = left
-        else:
-            capacity = self._limits.capacity
-            room = np.minimum(capacity - held, (capacity * each - costs) // each)
-            caps = np.maximum(room, 0)
+        amount = left
+        if not is_final:
             now = int(held.sum())
+            capacity = self._limits.capacity
             goal = held_goal(
                 left + now,
                 capacity=capacity * len(held),
                 batch=self._limits.batch,
                 is_late=is_late,
             )
-            amount = min(left, max(0, goal - now), int(caps.sum()))
+            amount = min(left, goal - now)
+        if amount <= 0:
+            return
+        costs = holdings.cost_held + holdings.num_upcoming * each
+        if is_final:
+            caps = np.full_like(held, left)
+        else:
+            room = np.minimum(capacity - held, (capacity * each - costs) // each)
+            caps = np.maximum(room, 0)
+            amount = min(amount, int(caps.sum()))
         if amount:
             counts = deal(amount, costs=costs, caps=caps, each=each)
             positions = own_positions(counts, self._replica, first=self._cursor)

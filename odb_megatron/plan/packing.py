@@ -83,6 +83,25 @@ class MicroBatchRooms:
         insort(rooms, (room - length, index))
         return index
 
+    def place_all(self, lengths: Sequence[int]) -> list[int]:
+        """Place samples without patches, one after the other, as `place` would; -1 for no room."""
+        rooms, budget = self._rooms, self._caps.token_budget
+        places = []
+        for length in lengths:
+            at = bisect_left(rooms, (length if length < budget else budget,))
+            if at < len(rooms):
+                room, index = rooms.pop(at)
+            elif self._is_open_ended:
+                room, index = budget, self._num
+                self._num += 1
+                self._patches.append(0)
+            else:
+                places.append(-1)
+                continue
+            insort(rooms, (room - length, index))
+            places.append(index)
+        return places
+
     def exchange(self, index: int, *, tokens: int, num_patches: int = 0) -> None:
         """Add `tokens` and `num_patches` (negative: remove) to micro-batch `index`."""
         at = next(at for at, pair in enumerate(self._rooms) if pair[1] == index)

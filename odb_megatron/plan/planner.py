@@ -145,14 +145,8 @@ class ReplicaPlanner:
         if num_tokens == 0:
             self._left_out += 1
             return
-        self._window.append(
-            window_row(
-                self.config,
-                position=position,
-                arrival=self._num_arrived,
-                sample=(num_tokens, num_loss_tokens, truncated, num_patches),
-            )
-        )
+        sample = (num_tokens, num_loss_tokens, truncated, num_patches)
+        self._window.append(window_row(self.config, position, self._num_arrived, -1, sample))
         self._num_arrived += 1
 
     def window_record(self) -> WindowRecord:
@@ -321,9 +315,7 @@ class ReplicaPlanner:
                     "longer be used: the data or its policies have changed"
                 )
             sample = (num_tokens, num_loss_tokens, bool(truncated), patches[0] if patches else 0)
-            self._window.append(
-                window_row(self.config, position=position, arrival=arrival, sample=sample, due=due)
-            )
+            self._window.append(window_row(self.config, position, arrival, due, sample))
         self._num_arrived = self._num_emitted + len(self._window)
 
     def _state(self) -> StepState:

@@ -21,7 +21,6 @@ __all__ = [
     "ReplicaFailedError",
     "WindowRecord",
     "check_agreement",
-    "exact_sum",
 ]
 
 RECORD_BYTES = 256
@@ -29,6 +28,7 @@ RECORD_BYTES = 256
 
 _MESSAGE_BYTES = 96
 _NUM_NUMBERS = (RECORD_BYTES - _MESSAGE_BYTES) // 8
+_FEW = 128  # so many numbers are summed as Python integers faster than by numpy
 _FORMAT = struct.Struct(f"<{_NUM_NUMBERS}q")
 
 
@@ -169,16 +169,18 @@ class RecordTable(Generic[Record]):
 
     def __init__(self, kind: type[Record], parts: Sequence[bytes] | bytes) -> None:
         if not isinstance(parts, bytes):
-            for part in parts:
-                if len(part) != RECORD_BYTES:
+            joined = b"".join(parts)
+            if len(joined) != RECORD_BYTES * len(parts):
+                for part in parts:
                     _check_size(part)
-            parts = b"".join(parts)
-        if len(parts) % RECORD_BYTES:
+            parts = joined
+        if not parts or len(parts) % RECORD_BYTES:
             raise ReplicaFailedError(f"{len(parts)} bytes are no whole number of records")
         self._kind: type[Record] = kind
         self._data = parts
-        self._numbers = np.frombuffer(parts, dtype="<i8").reshape(-1, RECORD_BYTES // 8)
-        self._index = _columns_of(kind)
+        self._index = _COLUMNS[kind]
+        self._rows = np.frombuffer(parts, dtype="<i8").reshape(-1, RECORD_BYTES // 8)
+        self._columns: dict[str, npt.NDArray[np.int64]] = {}
 
     @classmethod
     def from_records(cls, records: Sequence[Record]) -> RecordTable[Record]:
@@ -186,7 +188,7 @@ class RecordTable(Generic[Record]):
         return cls(type(records[0]), [record.to_bytes() for record in records])
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._rows)
 
     def __getitem__(self, replica: int) -> Record:
         """Return one replica's record."""
@@ -196,21 +198,24 @@ class RecordTable(Generic[Record]):
 
     def column(self, name: str) -> npt.NDArray[np.int64]:
         """Return a field of all records, int64 [replicas]."""
-        values: npt.NDArray[np.int64] = self._numbers[:, self._index[name]]
+        values = self._columns.get(name)
+        if values is None:
+            values = np.ascontiguousarray(self._rows[:, self._index[name]], dtype=np.int64)
+            self._columns[name] = values
         return values
 
     def total(self, name: str) -> int:
         """Return the exact sum of a field over all replicas."""
-        return exact_sum(self.column(name))
+        values = self.column(name)
+        if len(values) <= _FEW:
+            return sum(values.tolist())
+        if max(int(values.max()), -int(values.min())) < (1 << 62) // len(values):
+            return int(values.sum())
+        return (int((values >> 32).sum()) << 32) + int((values & 0xFFFFFFFF).sum())
 
     def largest(self, name: str) -> int:
         """Return the largest value of a field."""
         return int(self.column(name).max())
-
-
-def exact_sum(values: npt.NDArray[np.int64]) -> int:
-    """Sum int64 values without overflow (up to 2**31 of them)."""
-    return (int((values >> 32).sum()) << 32) + int((values & 0xFFFFFFFF).sum())
 
 
 def check_agreement(
@@ -247,8 +252,9 @@ _NAMES: dict[type, tuple[str, ...]] = {
 }
 
 
-def _columns_of(kind: type) -> dict[str, int]:
-    return {name: column for column, name in enumerate(_NAMES[kind])}
+_COLUMNS: dict[type, dict[str, int]] = {
+    kind: {name: column for column, name in enumerate(names)} for kind, names in _NAMES.items()
+}
 
 
 def _to_bytes(record: WindowRecord | PlanRecord) -> bytes:

@@ -22,7 +22,7 @@ __all__ = ["Aim", "Selection", "oldest_first", "select"]
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-_SEARCH_STEPS = 8
+_SEARCH_STEPS = 6
 _SKIPS = 4
 _GOOD_PREFIX = 64  # a prefix that misses less than 1/64 of the cost is good enough
 _FILL_TRIES = 96
@@ -81,8 +81,7 @@ def select(rows: Integers, due: Flags, *, aim: Aim, caps: Caps) -> Selection:
     padded = rows[Column.PADDED]
     for group in (due, wanted & ~due):
         slots = np.flatnonzero(group)
-        for slot in slots[np.argsort(-padded[slots], kind="stable")].tolist():
-            packing.place(slot)
+        packing.place_all(slots[(-padded[slots]).argsort(kind="stable")])
     assert packing.chosen[due].all(), "samples that are due do not fit: the target is wrong"
     _fill(packing, aim.cost)
     _swap(packing, due, aim.cost)
@@ -99,9 +98,8 @@ class _Packing:
         self.patches = rows[Column.PATCHES]
         self.rooms = MicroBatchRooms(caps, count=count)
         self.cost = 0
+        self.rising: npt.NDArray[np.intp] = self.costs.argsort(kind="stable")
         self.where: Integers = np.full(rows.shape[1], -1, dtype=np.int64)
-        self._padded: list[int] = self.padded.tolist()
-        self._costs: list[int] = self.costs.tolist()
         self._patches: list[int] | None = self.patches.tolist() if caps.max_patches else None
 
     @property
@@ -113,19 +111,30 @@ class _Packing:
     def place(self, slot: int) -> bool:
         """Find a place for a sample; return whether there was one."""
         patches = self._patches[slot] if self._patches is not None else 0
-        index = self.rooms.place(self._padded[slot], patches)
+        index = self.rooms.place(int(self.padded[slot]), patches)
         if index < 0:
             return False
         self.where[slot] = index
-        self.cost += self._costs[slot]
+        self.cost += int(self.costs[slot])
         return True
+
+    def place_all(self, slots: npt.NDArray[np.intp]) -> None:
+        """Find places for samples, in their order."""
+        if self._patches is not None:
+            for slot in slots.tolist():
+                self.place(slot)
+            return
+        places = np.array(self.rooms.place_all(self.padded[slots].tolist()), dtype=np.int64)
+        self.where[slots] = places
+        self.cost += int(self.costs[slots[places >= 0]].sum())
 
     def micro_batches(self) -> list[list[int]]:
         """Return the slots of each micro-batch that is not empty."""
         bins: list[list[int]] = [[] for _ in range(self.rooms.num_micro_batches)]
-        for slot in np.flatnonzero(self.chosen).tolist():
-            bins[self.where[slot]].append(slot)
-        return [slots for slots in bins if slots]
+        slots = np.flatnonzero(self.chosen)
+        for slot, index in zip(slots.tolist(), self.where[slots].tolist(), strict=True):
+            bins[index].append(slot)
+        return [found for found in bins if found]
 
 
 def oldest_first(rows: Integers, due: Flags, aim: Aim) -> Flags:
@@ -146,7 +155,7 @@ def oldest_first(rows: Integers, due: Flags, aim: Aim) -> Flags:
             low = middle
             continue
         high, best = middle, picked
-        if -off * 128 < aim.tokens:
+        if -off * 64 < aim.tokens:
             break
     if best is None:
         best, _ = _prefix(costs, ranks - excess * (unit * high), aim.cost)
@@ -163,11 +172,11 @@ def _prefix(
     Returns:
         What was picked, and the cost that is missing.
     """
-    order = np.argsort(keys, kind="stable")
+    order = keys.argsort(kind="stable")
     picked, gap = [], cost
     for _ in range(_SKIPS):
-        sums = np.cumsum(costs[order])
-        taken = int(np.searchsorted(sums, gap, side="right"))
+        sums = costs[order].cumsum()
+        taken = int(sums.searchsorted(gap, side="right"))
         if taken:
             picked.append(order[:taken])
             gap -= int(sums[taken - 1])
@@ -180,15 +189,16 @@ def _prefix(
 
 def _fill(packing: _Packing, cost: int) -> None:
     """Close the gap to `cost`: again and again the largest sample that fits it and has a room."""
-    rest = np.flatnonzero(~packing.chosen & (packing.costs <= cost - packing.cost))
-    order = rest[np.argsort(-packing.costs[rest], kind="stable")]
+    rising = packing.rising
+    fits = ~packing.chosen[rising] & (packing.costs[rising] <= cost - packing.cost)
+    order = rising[fits][::-1]
     falling_costs, falling_lengths = -packing.costs[order], -packing.padded[order]
     is_sorted = bool((falling_lengths[1:] >= falling_lengths[:-1]).all())
     at, gap = 0, cost - packing.cost
     for _ in range(_FILL_TRIES):
-        at = max(at, int(np.searchsorted(falling_costs, -gap)))
+        at = max(at, int(falling_costs.searchsorted(-gap)))
         if is_sorted:
-            at = max(at, int(np.searchsorted(falling_lengths, -packing.rooms.largest)))
+            at = max(at, int(falling_lengths.searchsorted(-packing.rooms.largest)))
         if at >= len(order) or gap * _CLOSE_ENOUGH <= cost:
             break
         packing.place(int(order[at]))
@@ -200,10 +210,9 @@ def _swap(packing: _Packing, due: Flags, cost: int) -> None:
     """Exchange one chosen sample for one that is not, where that brings the cost closest."""
     gap = cost - packing.cost
     inside = np.flatnonzero(packing.chosen & ~due)
-    outside = np.flatnonzero(~packing.chosen)
+    outside = packing.rising[~packing.chosen[packing.rising]]
     if gap * _CLOSE_ENOUGH <= cost or not len(inside) or not len(outside):
         return
-    outside = outside[np.argsort(packing.costs[outside], kind="stable")]
     best = np.searchsorted(packing.costs[outside], packing.costs[inside] + gap, side="right") - 1
     partner = outside[np.maximum(best, 0)]
     gain = packing.costs[partner] - packing.costs[inside]

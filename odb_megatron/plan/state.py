@@ -43,12 +43,7 @@ def check_state(state: Mapping[str, Any], current: Mapping[str, Any]) -> None:
 
 
 def window_row(
-    config: PlanConfig,
-    *,
-    position: int,
-    arrival: int,
-    sample: tuple[int, int, bool, int],
-    due: int = -1,
+    config: PlanConfig, position: int, arrival: int, due: int, sample: tuple[int, int, bool, int]
 ) -> tuple[int, ...]:
     """Return a sample as a row of the window, in the order of `window.Column`.
 
@@ -56,19 +51,20 @@ def window_row(
         config: padding multiple, cost model and patch cap.
         position: its stream position.
         arrival: its rank among the replica's samples.
-        sample: its tokens, loss tokens, whether it was truncated, and patches.
         due: see `window.Column`.
+        sample: its tokens, loss tokens, whether it was truncated, and patches.
 
     Raises:
         ValueError: more patches than a micro-batch may hold, or a cost beyond the records.
     """
     num_tokens, num_loss_tokens, truncated, num_patches = sample
-    if 0 < config.max_patches < num_patches:
+    if num_patches > config.max_patches > 0:
         raise ValueError(
             f"position {position} has {num_patches} patches; a micro-batch may hold "
             f"{config.max_patches}: raise max_patches, or shrink the images"
         )
-    padded = -(-num_tokens // config.multiple) * config.multiple
+    multiple = config.multiple
+    padded = num_tokens if multiple == 1 else -(-num_tokens // multiple) * multiple
     cost = config.cost.sample(padded, num_patches=num_patches)
     return (
         position,
