@@ -79,7 +79,7 @@ def select(rows: Integers, due: Flags, *, aim: Aim, caps: Caps) -> Selection:
     wanted = oldest_first(rows, due, aim)
     packing = _Packing(rows, caps, aim.num_micro_batches)
     padded = rows[Column.PADDED]
-    for group in (due, wanted & ~due):
+    for group in (due, wanted):
         slots = np.flatnonzero(group)
         packing.place_all(slots[(-padded[slots]).argsort(kind="stable")])
     assert packing.chosen[due].all(), "samples that are due do not fit: the target is wrong"
@@ -138,19 +138,23 @@ class _Packing:
 
 
 def oldest_first(rows: Integers, due: Flags, aim: Aim) -> Flags:
-    """Choose the oldest up to the cost, long samples shifted until the tokens come out too."""
-    usable = np.flatnonzero(due | (rows[Column.COST] <= aim.cost))
-    costs, padded, must = rows[Column.COST][usable], rows[Column.PADDED][usable], due[usable]
+    """Choose, beside what is due, the oldest up to the cost: long ones shifted for the tokens."""
+    chosen = np.zeros(rows.shape[1], dtype=np.bool_)
+    cost = aim.cost - int(rows[Column.COST][due].sum())
+    wanted = aim.tokens - int(rows[Column.PADDED][due].sum())
+    usable = np.flatnonzero(~due & (rows[Column.COST] <= cost))
+    if not len(usable):
+        return chosen
+    costs, padded = rows[Column.COST][usable], rows[Column.PADDED][usable]
     excess = costs.astype(np.float64) - np.float64(aim.cost_per_token) * padded
-    unit = np.float64(aim.hold) / np.float64(max(1, aim.cost))
+    shift = excess * (np.float64(aim.hold) / np.float64(max(1, aim.cost)))
     ranks = np.arange(len(usable), dtype=np.float64)
-    ranks[must] = -np.inf
     low, high = -1.0, 1.0
     best: npt.NDArray[np.intp] | None = None
     for _ in range(_SEARCH_STEPS):
         middle = (low + high) / 2
-        picked, gap = _prefix(costs, ranks - excess * (unit * middle), aim.cost)
-        off = int(padded[picked].sum()) + gap // aim.cost_per_token - aim.tokens
+        picked, gap = _prefix(costs, ranks - shift * middle, cost)
+        off = int(padded[picked].sum()) + gap // aim.cost_per_token - wanted
         if off > 0:
             low = middle
             continue
@@ -158,8 +162,7 @@ def oldest_first(rows: Integers, due: Flags, aim: Aim) -> Flags:
         if -off * 64 < aim.tokens:
             break
     if best is None:
-        best, _ = _prefix(costs, ranks - excess * (unit * high), aim.cost)
-    chosen = np.zeros(rows.shape[1], dtype=np.bool_)
+        best, _ = _prefix(costs, ranks - shift * high, cost)
     chosen[usable[best]] = True
     return chosen
 
