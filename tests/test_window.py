@@ -13,8 +13,11 @@ def _row(position: int, arrival: int, *, cost: int, due: int = -1) -> tuple[int,
     return (position, arrival, cost, cost, 1, 0, cost, arrival % 2, due)
 
 
+ROUND = st.tuples(st.integers(0, 40), st.integers(0, 2**32 - 1), st.booleans())
+
+
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2**32 - 1), st.booleans()), max_size=12))
+@given(st.lists(ROUND, max_size=12))
 def test_against_a_list(rounds: list[tuple[int, int, bool]]) -> None:
     """Any mixture of appending, extending, looking at a part and removing from it."""
     window = SampleWindow()
