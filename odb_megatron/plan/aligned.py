@@ -94,6 +94,10 @@ class _Bins:
 
     def place(self, slot: int, *, must: bool = False) -> bool:
         """Add a sample where most cost is missing; without `must` only where it fits the gap."""
+        index = self.gaps.index(max(self.gaps))
+        if self._has_room(slot, index) and (must or self._costs[slot] <= self.gaps[index]):
+            self.put(slot, index)
+            return True
         order = sorted(range(len(self.gaps)), key=lambda index: (-self.gaps[index], index))
         for index in order:
             if not must and self._costs[slot] > self.gaps[index]:
@@ -121,7 +125,7 @@ class _Bins:
     def fill(self, index: int, usable: npt.NDArray[np.intp]) -> None:
         """Close a micro-batch's gap with the largest samples that fit it."""
         outside = usable[~self.chosen[usable]]
-        costs = self._rows[Column.COST][outside]
+        costs = self._rows[Column.COST][outside]  # a copy: what is taken is crossed out
         lengths = self._rows[Column.PADDED][outside]
         for _ in range(_FILL_TRIES):
             if self.gaps[index] * _CLOSE_ENOUGH <= self._targets[index]:
@@ -131,7 +135,6 @@ class _Bins:
             if at < 0 or fits[at] < 0 or not self._has_room(int(outside[at]), index):
                 return
             self.put(int(outside[at]), index)
-            costs = costs.copy()
             costs[at] = np.iinfo(np.int64).max
 
     def swap(self, index: int, usable: npt.NDArray[np.intp], due: Flags) -> None:
