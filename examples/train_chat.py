@@ -14,7 +14,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from odb_megatron.data.chat_record import PlainText, parse_record
@@ -25,17 +25,18 @@ from odb_megatron.launch import main as launch
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB_SIZE = 4096
 TOKENIZER_SAMPLE_BYTES = 8_000_000
+SMALL_FILE = 300  # records below which one per cent may be none
 
 TRAIN_FLAGS = shlex.split("""
     --odb --odb-token-budget 4096 --odb-overlong truncate
-    --calculate-per-token-loss --micro-batch-size 1 --global-batch-size 32 --train-samples 2048
+    --calculate-per-token-loss --micro-batch-size 1 --global-batch-size 32
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --ffn-hidden-size 384 --swiglu --normalization RMSNorm
     --disable-bias-linear --position-embedding-type rope --seq-length 2048
     --max-position-embeddings 2048 --attention-dropout 0 --hidden-dropout 0
     --make-vocab-size-divisible-by 64 --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine
     --lr-warmup-fraction 0.05 --clip-grad 1.0 --weight-decay 0.01 --adam-beta2 0.95
-    --split 98,1,1 --eval-interval 32 --eval-iters 2 --log-interval 16 --num-workers 0
+    --eval-interval 32 --log-interval 16 --num-workers 0
     --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm
     --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion
     --distributed-backend gloo --tokenizer-type HuggingFaceTokenizer
@@ -54,6 +55,7 @@ def main() -> int:
     tokenizer = tokenizer_for(data, options.cache)
     script = [str(ROOT / "examples" / "pretrain_gpt_odb.py"), *TRAIN_FLAGS]
     script += ["--tokenizer-model", str(tokenizer), "--data-path", str(data)]
+    script += default_flags(flags, num_records=len(JsonRecords(data)))
     device = ["--device", options.device, "--nproc-per-node", str(options.nproc_per_node)]
     return launch([*device, "--", *script, *flags])
 
@@ -87,6 +89,25 @@ def chitchat(cache: Path) -> Path:
     part.replace(target)
     print(f"wrote {target}", flush=True)
     return target
+
+
+def default_flags(flags: Sequence[str], *, num_records: int) -> list[str]:
+    """Return the run length and the split, where the user's flags do not give them.
+
+    Args:
+        flags: what the user passes on to the script.
+        num_records: records of the data; a small file is trained on whole, without evaluation.
+    """
+    given = {flag.partition("=")[0] for flag in flags}
+    chosen: list[str] = []
+    if not given & {"--odb-epochs", "--train-samples", "--train-iters"}:
+        chosen += ["--train-samples", "2048"]
+    if "--split" not in given:
+        if num_records < SMALL_FILE:
+            print(f"{num_records} records: all are trained on, none evaluated (--split 100,0,0)")
+            return [*chosen, "--split", "100,0,0", "--eval-iters", "0"]
+        chosen += ["--split", "98,1,1"]
+    return chosen if "--eval-iters" in given else [*chosen, "--eval-iters", "2"]
 
 
 def tokenizer_for(data: Path, cache: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -127,3 +128,34 @@ def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"odb_epochs": 0}, "--odb-epochs must be at least 1, got 0"),
+        ({"train_samples": -4}, "--train-samples must be at least 1, got -4"),
+    ],
+)
+def test_the_length_is_checked_before_it_is_used(values: dict[str, int], text: str) -> None:
+    pytest.importorskip("megatron.core")
+    from odb_megatron.megatron.setup import _check_length
+
+    _check_length(argparse.Namespace(odb_epochs=None, train_samples=None))
+    given = {"odb_epochs": None, "train_samples": None, **values}
+    with pytest.raises(ValueError, match=text):
+        _check_length(argparse.Namespace(**given))
+
+
+@pytest.mark.parametrize("name", ["missing", "missing/tokenizer.json"])
+def test_a_missing_tokenizer_is_named(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("megatron.core")
+    from odb_megatron.megatron.setup import _resolve_tokenizer
+
+    args = argparse.Namespace(
+        tokenizer_type="HuggingFaceTokenizer",
+        tokenizer_model=str(tmp_path / name),
+        data_cache_path=None,
+    )
+    with pytest.raises(ValueError, match=f"--tokenizer-model .*{name} does not exist"):
+        _resolve_tokenizer(args)

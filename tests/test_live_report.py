@@ -55,18 +55,18 @@ def _text(records: list[StepRecord], sources: list[SourceTotals], **how: object)
 
 def test_the_text_of_a_whole_run() -> None:
     assert _text([FIRST, SECOND], [SOURCE]) == (
-        "odb step 1 | loss 2.5000 | samples 8 (8/20) | tokens 300 | M 3 | fill 0.75 | "
+        "odb step 1 | loss 2.5000 | samples 7 + 1 left out (8/20) | tokens 300 | M 3 | fill 0.75 | "
         "balance 0.900 | padding avoided 69% | wait 250 ms\n"
         "odb step 2 | loss 1.2500 | samples 12 (20/20) | tokens 700 | M 5 | fill 0.85 | "
         "balance 1.000 | padding avoided 54% | wait 0 ms\n"
-        "odb run: 2 optimizer steps, 20 samples (20 of 20 requested)\n"
+        "odb run: 2 optimizer steps, 19 samples and 1 left out (20 of 20 requested)\n"
         "  samples per step    mean 10.0, 8 to 12 (--global-batch-size 10)\n"
         "  tokens              padded to [1, 128]: 2560; computed: 1024; real: 1000 "
         "(padding avoided 60.0%)\n"
         "  loss tokens         500\n"
         "  micro-batches       8 per replica, M from 3 to 5; 1 idle, 2 split\n"
         "  mean per step       fill 0.800, balance 0.950\n"
-        "  time                2.0 s in steps, 0.2 s of it waiting for data; 10.00 samples/s\n"
+        "  time                2.0 s in steps, 0.2 s of it waiting for data; 9.50 samples/s\n"
         "  loss                2.5000 -> 1.2500\n"
         "  sources:\n"
         "    a.jsonl: 19 samples, 1000 tokens, 500 loss tokens; left out: 1 bad records, "
@@ -76,7 +76,7 @@ def test_the_text_of_a_whole_run() -> None:
 
 def test_samples_not_reached_are_named() -> None:
     text = _text([FIRST], [], total=30)
-    assert "1 optimizer steps, 8 samples (8 of 30 requested)" in text
+    assert "1 optimizer steps, 7 samples and 1 left out (8 of 30 requested)" in text
     assert "  not reached         22 requested samples\n" in text
     assert "not reached" not in _text([FIRST, SECOND], [])
 
@@ -84,8 +84,8 @@ def test_samples_not_reached_are_named() -> None:
 def test_a_resumed_run_counts_from_where_it_started() -> None:
     later = replace(FIRST, iteration=4, consumed_samples=28)
     text = _text([later], [], total=28, consumed=20)
-    assert "samples 8 (28/28)" in text
-    assert "1 optimizer steps, 8 samples (28 of 28 requested)" in text
+    assert "samples 7 + 1 left out (28/28)" in text
+    assert "1 optimizer steps, 7 samples and 1 left out (28 of 28 requested)" in text
 
 
 def test_no_step_at_all() -> None:
@@ -116,7 +116,9 @@ def test_the_first_left_out_message_is_shown() -> None:
 def test_the_padded_baseline_has_no_fill_balance_or_loss() -> None:
     plain = replace(FIRST, fill=None, balance=None, loss=None)
     text = _text([plain], [])
-    assert text.startswith("odb step 1 | samples 8 (8/20) | tokens 300 | M 3 | padding avoided")
+    assert text.startswith(
+        "odb step 1 | samples 7 + 1 left out (8/20) | tokens 300 | M 3 | padding avoided"
+    )
     for word in ("fill", "balance", "loss  "):
         assert word not in text
 
@@ -139,7 +141,7 @@ def test_a_terminal_gets_one_bar_and_the_summary() -> None:
     assert "\r" in bar
     assert "odb step 2 | loss 1.2500" in bar
     assert "\nodb step" not in bar  # no plain line beside the bar
-    assert summary.startswith("2 optimizer steps, 20 samples (28 of 28 requested)")
+    assert summary.startswith("2 optimizer steps, 19 samples and 1 left out (28 of 28 requested)")
 
 
 def test_standard_output_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,8 +151,10 @@ def test_standard_output_is_the_default(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_step_log_appends_one_line_per_step(tmp_path: Path) -> None:
+    Path(tmp_path / "logs").mkdir()
+    Path(tmp_path / "logs" / "steps-00003.jsonl").write_text("of an older run\n")
     for record in (FIRST, SECOND):  # the second process is a resumed run
-        log = StepLog(str(tmp_path / "logs"), replica=3)
+        log = StepLog(str(tmp_path / "logs"), replica=3, is_new=record is FIRST)
         log.write(record)
         lines = Path(log.path).read_text().splitlines()  # before closing: lines are not held back
         assert json.loads(lines[-1])["iteration"] == record.iteration
@@ -161,3 +165,15 @@ def test_the_step_log_appends_one_line_per_step(tmp_path: Path) -> None:
     assert len(lines) == 2
     assert json.loads(lines[0])["ids"] == [["0:3@0"], ["0:5@0"]]
     assert json.loads(lines[0])["loss"] == 2.5
+
+
+def test_an_unwritable_log_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot be written .*: give --odb-log-dir a folder"):
+        StepLog(str(tmp_path / "file" / "logs"), replica=0)
+
+
+def test_solo_and_unlabelled_samples_are_named() -> None:
+    source = replace(SOURCE, solo=3, unlabelled=1)
+    text = _text([FIRST], [source])
+    assert "truncated: 2 (1 kept no loss token); over the budget, alone: 3\n" in text

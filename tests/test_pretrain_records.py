@@ -93,6 +93,15 @@ def test_the_real_script_refuses_before_training(megatron: Megatron, chats: Chat
     assert "odb step" not in done.stdout
 
 
+@pytest.mark.slow
+def test_the_real_script_prints_its_flags() -> None:
+    """Megatron's own help texts hold bare percent signs, on which argparse fails."""
+    done = _script(["--help"], num_processes=1)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "--odb-token-budget" in done.stdout
+    assert "--num-layers" in done.stdout
+
+
 @pytest.mark.parametrize("odb", [("--odb",), ("--odb", "--odb-policy", "cost"), ()], ids=" ".join)
 def test_skipped_records_are_counted(
     megatron: Megatron, bad: BadFile, odb: tuple[str, ...]
@@ -102,15 +111,26 @@ def test_skipped_records_are_counted(
     assert not {f"0:{line - 1}@0" for line in bad.lines} & set(run.all_ids)
     assert _emitted_and_left_out(run) == (38, 2)
     assert run.steps[-1].record["consumed_samples"] == 40
-    assert "40 samples (40 of 40 requested)" in run.summary
+    assert "38 samples and 2 left out (40 of 40 requested)" in run.summary
     assert [line.global_batch_size for line in run.lines] == [
         step.record["samples"] + step.record["left_out"] for step in run.steps
     ]
     if odb == ("--odb",):
         assert [step.record["left_out"] for step in run.steps] == [0, 1, 0, 1, 0]
-    if odb:
-        assert "left out: 2 bad records, 0 overlong; truncated: 0" in run.summary
-        assert f"first left out: {bad.path}:" in run.summary
+    assert "left out: 2 bad records, 0 overlong; truncated: 0" in run.summary
+    assert f"first left out: {bad.path}:" in run.summary
+
+
+@pytest.mark.parametrize("odb", [("--odb",), ()], ids=" ".join)
+def test_a_run_that_trains_nothing_fails(
+    megatron: Megatron, tmp_path: Path, odb: tuple[str, ...]
+) -> None:
+    path = tmp_path / "unknown.jsonl"
+    path.write_text('{"colour": "blue"}\n' * 16)
+    errors = megatron.refused(*odb, "--odb-bad-record", "skip", *_training(str(path), 16))
+    for error in errors:
+        assert error.startswith("ValueError: nothing was trained: all 16 samples were left out")
+        assert "colour" in error
 
 
 def test_what_only_the_other_replica_left_out_is_named(megatron: Megatron, bad: BadFile) -> None:
@@ -128,6 +148,11 @@ def test_what_evaluation_leaves_out_is_said(
         *("--valid-data-path", bad.path, "--eval-iters", 4, "--train-samples", 8),
     )
     assert "odb: evaluations left out 2 samples and truncated 0" in run.replicas[0].output
+    padded = megatron.train(
+        *("--odb-bad-record", "skip", "--train-data-path", chats.path, "--valid-data-path"),
+        *(bad.path, "--eval-iters", 4, "--train-samples", 8),
+    )
+    assert "odb: evaluations left out 2 samples and truncated 0" in padded.replicas[0].output
     assert len(run.evaluations) == 1
 
 
@@ -173,12 +198,14 @@ def test_overlong_solo(megatron: Megatron, chats: ChatFile, policy: str) -> None
     run = _overlong_run(megatron, chats, "solo", policy)
     assert len(set(run.all_ids)) == len(chats)
     alone = 0
+    longer = sum(length > BUDGET for length in chats.lengths)
+    assert f"; over the budget, alone: {longer}\n" in run.summary
     for replica in run.replicas:
         for step in replica.steps:
             for lengths in step["lengths"]:
                 assert sum(lengths) <= BUDGET or len(lengths) == 1
                 alone += sum(lengths) > BUDGET
-    assert alone == sum(length > BUDGET for length in chats.lengths)
+    assert alone == longer
     assert all(length == chats.lengths[_record(name)] for name, length in _lengths(run).items())
 
 
@@ -193,6 +220,7 @@ def test_overlong_padded(megatron: Megatron, chats: ChatFile, overlong: str) -> 
             step.record[name] for step in padded.steps
         ]
     assert (_emitted_and_left_out(packed)[1] > 0) == (overlong == "drop")
+    assert packed.summary.split("sources:")[1] == padded.summary.split("sources:")[1]
 
 
 def _assert_failed_together(errors: list[str], kind: str) -> None:

@@ -186,6 +186,18 @@ def test_cost_refuses_another_number_of_replicas(
     assert "data state was saved with num_replicas=2, this run has 1" in error
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_other_data_is_refused(
+    megatron: Megatron,
+    data_flags: tuple[str, ...],
+    stopped: dict[str, tuple[Path, Run]],
+    policy: str,
+) -> None:
+    flags = ("--odb", "--odb-policy", policy, *FLAGS, *data_flags, "--load", stopped[policy][0])
+    for error in megatron.refused(*flags, "--seed", 99):
+        assert "was saved with other data: the files, their order, --split or --seed have" in error
+
+
 def test_finetune_starts_the_data_anew(
     megatron: Megatron,
     data_flags: tuple[str, ...],

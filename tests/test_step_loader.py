@@ -24,7 +24,8 @@ from made_up_data import BASE, Records, rules, single_stream
 from odb_megatron.data.order import CyclicOrder
 from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.sample import BadRecordError, Sample
-from odb_megatron.data.step_loader import SourceCounts, StepHeader, StepLoader
+from odb_megatron.data.source_counts import SourceCounts
+from odb_megatron.data.step_loader import StepHeader, StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatch
 from odb_megatron.plan.config import PlanConfig

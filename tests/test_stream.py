@@ -132,8 +132,9 @@ def test_cyclic_over_several_epochs_still_visits_each_record_equally() -> None:
 def test_an_empty_split_is_refused() -> None:
     source = MapSource(Records([2] * 5), rules=rules(), name="few")
     part = SourcePart(source=source, order=PassOrder(np.arange(0), seed=1))
-    with pytest.raises(ValueError, match="few has 5 records and none of them falls into this spl"):
-        SampleStream([part])
+    text = "few has 5 records and none of them falls into the valid split: change --split"
+    with pytest.raises(ValueError, match=text):
+        SampleStream([part], split="valid")
 
 
 @pytest.mark.parametrize("number", [0, 2])

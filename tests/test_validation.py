@@ -10,7 +10,7 @@ import pytest
 from megatron_world import Megatron
 
 from odb_megatron.megatron.arguments import OdbConfig
-from odb_megatron.megatron.validation import _REFUSALS, refuse_unsupported
+from odb_megatron.megatron.validation import _REFUSALS, _REFUSALS_ALWAYS, refuse_unsupported
 
 pytest_plugins = ["megatron_fixtures"]
 
@@ -32,6 +32,8 @@ GOOD: dict[str, Any] = {
     "micro_batch_size": 1,
     "eval_micro_batch_size": 1,
     "global_batch_size": 8,
+    "data_parallel_size": 2,
+    "transformer_impl": "local",
     "seq_length": 128,
     "dataloader_type": "single",
     "cuda_graph_impl": "none",
@@ -50,9 +52,13 @@ GOOD: dict[str, Any] = {
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"calculate_per_token_loss": False}, "--calculate-per-token-loss"),
-    ({"micro_batch_size": 2}, "--micro-batch-size 1"),
+    ({"micro_batch_size": 2, "eval_micro_batch_size": 2}, "--micro-batch-size 1"),
     ({"eval_micro_batch_size": 4}, "--eval-micro-batch-size"),
     ({"sft": True}, "--sft"),
+    ({"transformer_impl": "transformer_engine"}, "--transformer-impl local"),
+    ({"use_flash_attn": True}, "--odb-attention chooses"),
+    ({"odb_policy": "cost", "odb_window": 3}, "below the 4 samples that a replica needs"),
+    ({"odb_policy": "cost", "odb_max_delay_steps": 0}, "must be at least 1, got 0"),
     ({"dataloader_type": "external"}, "--dataloader-type single or cyclic"),
     ({"dataloader_type": "batch"}, "--dataloader-type single or cyclic"),
     ({"cuda_graph_impl": "local"}, "--cuda-graph-impl none"),
@@ -114,13 +120,19 @@ def test_refused_by_name(values: dict[str, Any], text: str) -> None:
 
 def test_every_row_is_covered() -> None:
     """Each refusal applies to one of the cases above."""
-    for refusal in _REFUSALS:
+    for refusal in (*_REFUSALS, *_REFUSALS_ALWAYS):
         assert any(refusal.applies(argparse.Namespace(**{**GOOD, **bad})) for bad, _ in BAD)
 
 
 def test_all_that_applies_is_said_at_once() -> None:
     with pytest.raises(ValueError, match="--odb") as caught:
-        _check(calculate_per_token_loss=False, micro_batch_size=4, sft=True, odb_token_budget=64)
+        _check(
+            calculate_per_token_loss=False,
+            micro_batch_size=4,
+            eval_micro_batch_size=4,
+            sft=True,
+            odb_token_budget=64,
+        )
     lines = str(caught.value).splitlines()
     assert len(lines) == 4
     assert "--calculate-per-token-loss" in lines[0]

@@ -24,15 +24,20 @@ import numpy.typing as npt
 
 from odb_megatron.data.sample import BadRecordError
 
-__all__ = ["JsonRecords"]
+__all__ = ["JSON_ENDINGS", "JsonRecords", "is_json_path"]
 
 _CHUNK_BYTES = 16 << 20
 _FINGERPRINT_BYTES = 64 << 10
 _BOM = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"
-_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+JSON_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SPACES = re.compile(r"[ \t\r\n]*")
+
+
+def is_json_path(path: str) -> bool:
+    """Whether a path ends like a JSON or JSONL file, in capitals or not."""
+    return path.lower().endswith(JSON_ENDINGS)
 
 
 class JsonRecords(Sequence[dict[str, object]]):
@@ -62,9 +67,9 @@ class JsonRecords(Sequence[dict[str, object]]):
         name = Path(path).name.lower()
         try:
             self._size = os.stat(path).st_size
-            if not name.endswith(_SUFFIXES) and not os.path.isdir(path):
+            if not name.endswith(JSON_ENDINGS) and not os.path.isdir(path):
                 self._refuse(
-                    f"has none of the endings {', '.join(_SUFFIXES)}; convert or rename it"
+                    f"has none of the endings {', '.join(JSON_ENDINGS)}; convert or rename it"
                 )
             self._is_gzip = name.endswith(".gz")
             self._index(may_be_array=name.endswith((".json", ".json.gz")))

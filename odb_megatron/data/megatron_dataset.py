@@ -142,8 +142,10 @@ def stream_from_dataset(
             source_place=np.asarray(dataset.dataset_sample_index),
         )
         parts = [part.part for part in dataset.datasets]
-        return SampleStream(parts, blend=blend, num_samples=num_samples, order=order)
-    return SampleStream([dataset.part], num_samples=num_samples, order=order)
+        split = dataset.split.name
+        return SampleStream(parts, blend=blend, num_samples=num_samples, order=order, split=split)
+    split = dataset.index_split.name
+    return SampleStream([dataset.part], num_samples=num_samples, order=order, split=split)
 
 
 def count_epoch(config: SampleDatasetConfig, split: Split = Split.train) -> int:

@@ -21,7 +21,9 @@ class PaddedDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Map-style over stream positions, every item padded to `sequence_length`.
 
     An item holds int64 `tokens`, `labels`, `position_ids` and float32 `loss_mask`, each
-    [sequence_length], and the ints `length` (0 for a position that emits nothing) and `position`.
+    [sequence_length], the ints `length` (0 for a position that emits nothing), `position` and
+    `truncated` (0 or 1), and why a position emits nothing: `hole` (a HoleReason's value, else "")
+    and `message`.
 
     Args:
         stream: its `len()` is this one's.
@@ -43,9 +45,11 @@ class PaddedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         labels = np.full(size, PAD_TOKEN, dtype=np.int64)
         loss_mask = np.zeros(size, dtype=np.float32)
         sample = self.stream.fetch(position)
-        length = 0
-        if not isinstance(sample, Hole):
-            length = len(sample)
+        length, truncated, hole, message = 0, 0, "", ""
+        if isinstance(sample, Hole):
+            hole, message = sample.reason.value, sample.message
+        else:
+            length, truncated = len(sample), int(sample.truncated > 0)
             tokens[:length] = sample.tokens
             labels[:length] = sample.labels
             loss_mask[:length] = sample.loss_mask
@@ -56,4 +60,7 @@ class PaddedDataset(torch.utils.data.Dataset[dict[str, Any]]):
             "position_ids": np.arange(size, dtype=np.int64),
             "length": length,
             "position": position,
+            "truncated": truncated,
+            "hole": hole,
+            "message": message,
         }

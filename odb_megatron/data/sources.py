@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from odb_megatron.data.chat_record import parse_record
 from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
-from odb_megatron.data.json_records import JsonRecords
+from odb_megatron.data.json_records import JSON_ENDINGS, JsonRecords, is_json_path
 from odb_megatron.data.preprocess import (
     BadRecordPolicy,
     SampleRules,
@@ -35,8 +35,6 @@ __all__ = [
     "count_records",
     "open_source",
 ]
-
-_JSON_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
 class SampleSource(Protocol):
@@ -75,7 +73,7 @@ def open_source(
     Raises:
         ValueError: nothing usable lies at `path`.
     """
-    if path.endswith(_JSON_ENDINGS):
+    if is_json_path(path):
         if renderer is None:
             raise ValueError(
                 f"{path} needs a tokenizer: pass --tokenizer-type HuggingFaceTokenizer and "
@@ -86,7 +84,7 @@ def open_source(
     missing = [prefix + end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
     if missing:
         raise ValueError(
-            f"no data at {path!r}: expected a file ending in {', '.join(_JSON_ENDINGS)}, or a "
+            f"no data at {path!r}: expected a file ending in {', '.join(JSON_ENDINGS)}, or a "
             f"Megatron prefix with .bin and .idx (missing: {', '.join(missing)})"
         )
     return IndexedSource(prefix, rules=rules, mmap=mmap)
@@ -258,7 +256,7 @@ def count_records(path: str, *, mmap: bool = True) -> int:
     Raises:
         ValueError: as `open_source`.
     """
-    if path.endswith(_JSON_ENDINGS):
+    if is_json_path(path):
         return len(open_json_records(path))
     rules = SampleRules(context=1, token_budget=1)
     return len(open_source(path, rules=rules, renderer=None, mmap=mmap))

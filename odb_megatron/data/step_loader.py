@@ -14,15 +14,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from odb_megatron.data.replica_stream import PositionFeed, ReplicaStream
-from odb_megatron.data.sample import Hole, HoleReason, Sample
+from odb_megatron.data.sample import Hole, Sample
+from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
 from odb_megatron.plan.config import PlanConfig
+from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.planner import ReplicaPlanner
 from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.step import StepPlan, StepTotals
 
-__all__ = ["Exchange", "SourceCounts", "StepHeader", "StepLoader"]
+__all__ = ["Exchange", "StepHeader", "StepLoader"]
 
 
 class Exchange(Protocol):
@@ -51,19 +53,6 @@ class StepHeader:
 
     totals: StepTotals
     micro_batches: tuple[tuple[int, ...], ...]
-
-
-@dataclass(slots=True)
-class SourceCounts:
-    """What one replica has consumed of one source."""
-
-    samples: int = 0
-    tokens: int = 0
-    loss_tokens: int = 0
-    truncated: int = 0
-    bad_records: int = 0
-    overlong: int = 0
-    first_message: str = ""
 
 
 class StepLoader:
@@ -218,12 +207,7 @@ class StepLoader:
 
     def _observe(self, position: int, item: Sample | Hole) -> None:
         if isinstance(item, Hole):
-            counts = self.source_counts[item.source]
-            if item.reason is HoleReason.OVERLONG:
-                counts.overlong += 1
-            else:
-                counts.bad_records += 1
-            counts.first_message = counts.first_message or item.message
+            self.source_counts[item.source].add_hole(item.reason, item.message)
             self._planner.observe(position, num_tokens=0, num_loss_tokens=0)
             return
         self._held[position] = item
@@ -240,9 +224,10 @@ class StepLoader:
             return assemble_idle(multiple=multiple)
         samples = [self._held.pop(position) for position in positions]
         for sample in samples:
-            counts = self.source_counts[sample.source]
-            counts.samples += 1
-            counts.tokens += len(sample)
-            counts.loss_tokens += sample.num_loss_tokens
-            counts.truncated += sample.truncated > 0
+            self.source_counts[sample.source].add_sample(
+                num_tokens=len(sample),
+                num_loss_tokens=sample.num_loss_tokens,
+                truncated=sample.truncated > 0,
+                solo=padded_length(len(sample), multiple) > self._config.token_budget,
+            )
         return assemble(samples, positions=positions, multiple=multiple)

@@ -76,6 +76,7 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
         blend: how one epoch interleaves them; None for a single source.
         num_samples: `len()`, the positions that will be asked for; None for one epoch.
         order: see `order.build_order`.
+        split: name of the split, for errors.
 
     Raises:
         ValueError: a source has no record in this split.
@@ -88,6 +89,7 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
         blend: Blend | None = None,
         num_samples: int | None = None,
         order: Order | None = None,
+        split: str = "",
     ) -> None:
         if not parts or (blend is None and len(parts) > 1):
             raise ValueError(f"{len(parts)} sources need a blend; one source needs none")
@@ -95,7 +97,8 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
             if len(part.order) == 0:
                 raise ValueError(
                     f"{part.source.path} has {len(part.source)} records and none of them falls "
-                    "into this split: change --split, or add data"
+                    f"into the {split + ' ' if split else ''}split: change --split (100,0,0 with "
+                    "--eval-iters 0 trains on all of them), or add data"
                 )
         self._parts = tuple(parts)
         self._blend = blend
@@ -142,13 +145,18 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
         except (BadRecordError, OverlongError, ChatTemplateError) as error:
             return FetchError(error=error)
 
-    def fingerprint(self) -> str:
-        """Digest of the sources, their split, the blend and the order; equal on all replicas."""
+    def data_digest(self) -> str:
+        """Digest of the sources, their split and the seed; a longer run has the same."""
         digest = hashlib.sha256()
         for part in self._parts:
             order = part.order
             digest.update(f"{part.source.fingerprint()} {len(order)} {order.seed}".encode())
             digest.update(f"{order[0]} {order[len(order) - 1]}".encode())
+        return digest.hexdigest()[:16]
+
+    def fingerprint(self) -> str:
+        """Digest of all that decides the stream, blend and length too; equal on all replicas."""
+        digest = hashlib.sha256(self.data_digest().encode())
         if self._blend is not None:
             digest.update(np.ascontiguousarray(self._blend.source_index))
         digest.update(f"{self.epoch_size} {self._num_samples} {self._order}".encode())

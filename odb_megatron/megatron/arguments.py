@@ -126,6 +126,12 @@ class OdbConfig:
 def add_odb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the `--odb*` flags; pass as Megatron's `extra_args_provider`."""
     group = parser.add_argument_group(title="online dynamic batching")
+    _add_planning_arguments(group)
+    _add_data_arguments(group)
+    return parser
+
+
+def _add_planning_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--odb",
         action="store_true",
@@ -163,6 +169,16 @@ def add_odb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "first-in-first-out order. Default 8.",
     )
     group.add_argument(
+        "--odb-epochs",
+        type=int,
+        default=None,
+        help="Run for this many passes over the training data; in place of --train-samples or "
+        "--train-iters.",
+    )
+
+
+def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--odb-overlong",
         choices=[policy.value for policy in OverlongPolicy],
         default=OverlongPolicy.ERROR.value,
@@ -180,13 +196,6 @@ def add_odb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "counts it. Holds for the padded baseline too.",
     )
     group.add_argument(
-        "--odb-epochs",
-        type=int,
-        default=None,
-        help="Run for this many passes over the training data; in place of --train-samples or "
-        "--train-iters.",
-    )
-    group.add_argument(
         "--odb-attention",
         default="auto",
         help="Attention backend for packed samples. Default auto: the best available, printed.",
@@ -197,4 +206,3 @@ def add_odb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="Write one JSON line per optimizer step and replica into this folder: sample ids, "
         "micro-batches, loss, gradient norm, cost, waits.",
     )
-    return parser

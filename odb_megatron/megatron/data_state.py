@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["read_state", "state_path", "write_state"]
 
-_KEYS = {"planner", "tokens_so_far"}
+_KEYS = {"data", "planner", "tokens_so_far"}
 
 
 def state_path(folder: str, *, iteration: int, replica: int) -> str:
@@ -25,7 +25,8 @@ def write_state(path: str, state: Mapping[str, Any]) -> None:
 
     Args:
         path: from `state_path`.
-        state: `planner` (see `ReplicaPlanner.state_dict`) and `tokens_so_far`.
+        state: `planner` (see `ReplicaPlanner.state_dict`), `tokens_so_far`, and `data` (see
+            `SampleStream.data_digest`).
     """
     os.makedirs(os.path.dirname(path), exist_ok=True)
     part = f"{path}.part"
@@ -40,7 +41,7 @@ def read_state(path: str) -> dict[str, Any] | None:
     """Return the state, or None where no such file exists.
 
     Raises:
-        ValueError: the file is no JSON object with the keys `tokens_so_far` and `planner`.
+        ValueError: the file is no JSON object with the keys that `write_state` takes.
     """
     try:
         with open(path, encoding="utf-8") as file:

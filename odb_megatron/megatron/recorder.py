@@ -10,6 +10,8 @@ import time
 from typing import Any
 
 from odb_megatron.comm.control import ControlGroup
+from odb_megatron.data.sample import HoleReason
+from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.step_loader import StepHeader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatch
@@ -29,6 +31,10 @@ class StepRecorder:
         stream: names the samples.
         exchange: sums the padded baseline's counts over replicas; a packed step needs none,
             because its plan knows them.
+
+    Attributes:
+        num_tokens: real tokens trained so far, over all replicas.
+        source_counts: what this replica has consumed of each source, padded baseline only.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class StepRecorder:
         self._config = config
         self._stream = stream
         self._exchange = exchange
+        self.source_counts = [SourceCounts() for _ in stream.source_names]
         self._header: StepHeader | None = None
         self._started: float | None = None
         self._clear()
@@ -69,6 +76,7 @@ class StepRecorder:
             present = [row for row in rows if row[1]]
             positions = tuple(position for position, _ in present)
             lengths = tuple(length for _, length in present)
+            self._count_sources(item)
             self._left_out += len(item["length"]) - len(present)
             self._computed += len(item["length"]) * max(1, int(item["length"].max()))
             self._loss_tokens += int(item["loss_mask"].sum())
@@ -97,6 +105,20 @@ class StepRecorder:
         self._started = None
         self._clear()
         return record
+
+    def _count_sources(self, item: Any) -> None:
+        """Count a padded micro-batch; a packed one is counted by its loader."""
+        for row, position in enumerate(item["position"].tolist()):
+            counts = self.source_counts[self._stream.locate(position).source]
+            if item["hole"][row]:
+                counts.add_hole(HoleReason(item["hole"][row]), item["message"][row])
+            else:
+                counts.add_sample(
+                    num_tokens=int(item["length"][row]),
+                    num_loss_tokens=int(item["loss_mask"][row].sum()),
+                    truncated=bool(item["truncated"][row]),
+                    solo=False,
+                )
 
     def _clear(self) -> None:
         self._ids: list[tuple[str, ...]] = []

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from odb_megatron.comm.control import ControlGroup
+from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.step_loader import StepHeader, StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron.attention import registry
@@ -76,6 +77,7 @@ class OdbRun:
         self._calculator: StepCalculator | None = None
         self._loader: StepLoader | None = None
         self._exchange: ControlGroup | None = None
+        self._stream: SampleStream | None = None
         self._recorder: StepRecorder | None = None
         self._report: LiveReport | None = None
         self._log: StepLog | None = None
@@ -150,7 +152,11 @@ class OdbRun:
         if self._loader is None or self._exchange is None or self._args.save is None:
             return
         path = state_path(self._args.save, iteration=iteration, replica=self._exchange.replica)
-        state = {"tokens_so_far": self.tokens_so_far() or 0, "planner": self._loader.state_dict()}
+        state = {
+            "data": self._loader.stream.data_digest(),
+            "tokens_so_far": self.tokens_so_far() or 0,
+            "planner": self._loader.state_dict(),
+        }
         write_state(path, state)
 
     def tokens_so_far(self) -> int | None:
@@ -237,6 +243,12 @@ class OdbRun:
                     flush=True,
                 )
             return
+        if state["data"] != self._loader.stream.data_digest():
+            raise ValueError(
+                f"data state {path} was saved with other data: the files, their order, --split or "
+                "--seed have changed, so samples would be lost or repeated; restore them, or start "
+                "the data anew (--finetune)"
+            )
         self._tokens_before = state["tokens_so_far"]
         planner = state["planner"]
         if planner["consumed"] != args.consumed_train_samples:
@@ -254,6 +266,7 @@ class OdbRun:
         stream = streams[0]
         if stream is None:
             return
+        self._stream = stream
         self._recorder = StepRecorder(args, self.config, stream, exchange=exchange)
         if args.rank == 0:
             self._report = LiveReport(
@@ -266,22 +279,33 @@ class OdbRun:
                 else "padded baseline",
             )
         if self.config.log_dir is not None:
-            self._log = StepLog(self.config.log_dir, replica=exchange.replica)
+            self._log = StepLog(
+                self.config.log_dir, replica=exchange.replica, is_new=args.iteration == 0
+            )
 
     def _on_batch(self, item: Any) -> None:
-        if self._recorder is not None and torch.is_grad_enabled():
-            self._recorder.on_batch(item)
+        if torch.is_grad_enabled():
+            if self._recorder is not None:
+                self._recorder.on_batch(item)
+        elif not self.config.enabled:
+            self._eval_left_out += sum(map(bool, item["hole"]))
+            self._eval_truncated += int(item["truncated"].sum())
 
     def _print_start(self) -> None:
         print(f"odb: {describe_megatron()}", flush=True)
         print(f"odb: attention backend {self._backend.name}: {self._backend.reason}", flush=True)
         if self.config.enabled:
-            print(f"odb: reproduce with {self.config.describe()}", flush=True)
+            seed = self._args.seed
+            print(f"odb: reproduce with {self.config.describe()} --seed {seed}", flush=True)
         else:
             print("odb: --odb is off: padded baseline", flush=True)
 
     def _finish(self, *, together: bool) -> None:
         sources = self._source_totals(together=together)
+        if together and not self.config.enabled and self._exchange is not None:
+            own = [self._eval_left_out, self._eval_truncated]
+            sums = zip(*self._exchange.gather_counts(own), strict=True)
+            self._eval_left_out, self._eval_truncated = map(sum, sums)
         if self._report is not None:
             scope = "" if together else " (this replica only: the run did not end cleanly)"
             self._report.finish(sources, scope=scope)
@@ -291,12 +315,18 @@ class OdbRun:
                     f"{self._eval_truncated}",
                     flush=True,
                 )
+        left_out = sum(source.bad_records + source.overlong for source in sources)
+        if together and left_out and not any(source.samples for source in sources):
+            raise ValueError(
+                f"nothing was trained: all {left_out} samples were left out, the first because of "
+                f"{next(filter(None, (source.first_message for source in sources)), '?')}"
+            )
 
     def _source_totals(self, *, together: bool) -> list[SourceTotals]:
-        if self._loader is None or self._exchange is None:
+        if self._stream is None or self._recorder is None or self._exchange is None:
             return []
-        counted = self._loader.source_counts
-        names = ("samples", "tokens", "loss_tokens", "truncated", "bad_records", "overlong")
+        counted = (self._loader or self._recorder).source_counts
+        names = SourceCounts.names()
         numbers = [getattr(counts, name) for counts in counted for name in names]
         messages = [counts.first_message for counts in counted]
         if together:
@@ -310,7 +340,7 @@ class OdbRun:
                 **dict(zip(names, numbers[at * len(names) :], strict=False)),
             )
             for at, (source, message) in enumerate(
-                zip(self._loader.stream.source_names, messages, strict=True)
+                zip(self._stream.source_names, messages, strict=True)
             )
         ]
 

@@ -36,7 +36,7 @@ def parse_and_validate_args(args_defaults: dict[str, Any] | None = None) -> argp
     from megatron.training.checkpointing import load_args_from_checkpoint
     from megatron.training.global_vars import set_global_variables
 
-    args: argparse.Namespace = megatron_arguments.parse_args(add_odb_arguments)
+    args: argparse.Namespace = megatron_arguments.parse_args(_add_arguments)
     if getattr(args, "yaml_cfg", None) is not None:
         raise ValueError(
             "--yaml-cfg replaces the command line that --odb reads: give flags instead"
@@ -44,11 +44,10 @@ def parse_and_validate_args(args_defaults: dict[str, Any] | None = None) -> argp
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args)
     _resolve_tokenizer(args)
+    _check_length(args)
     _resolve_epochs(args)
     megatron_arguments.validate_args(args, args_defaults or {})
-    config = odb_config(args)
-    if config.enabled:
-        refuse_unsupported(args, config)
+    refuse_unsupported(args, odb_config(args))
     set_global_variables(args)
     return args
 
@@ -93,9 +92,38 @@ def dataset_config(
     )
 
 
+def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ODB's flags, and let `--help` print Megatron's.
+
+    Some help texts of Megatron 0.19.2 hold a bare percent sign, on which argparse fails.
+    """
+    formatter = argparse.HelpFormatter(prog="")
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except (KeyError, TypeError, ValueError):
+            action.help = (action.help or "").replace("%", "%%")
+    return add_odb_arguments(parser)
+
+
+def _check_length(args: argparse.Namespace) -> None:
+    for name in ("odb_epochs", "train_samples"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} must be at least 1, got {value}")
+
+
 def _resolve_tokenizer(args: argparse.Namespace) -> None:
     model = args.tokenizer_model
-    if args.tokenizer_type == "HuggingFaceTokenizer" and model and os.path.isfile(model):
+    if args.tokenizer_type != "HuggingFaceTokenizer" or not model:
+        return
+    if model.startswith((".", "/", "~")) and not os.path.exists(model):
+        raise ValueError(
+            f"--tokenizer-model {model} does not exist: give a Hugging Face tokenizer folder or a "
+            "tokenizer.json"
+        )
+    if os.path.isfile(model):
         cache = args.data_cache_path or Path(model).resolve().parent
         args.tokenizer_model = str(tokenizer_folder(model, Path(cache)))
 

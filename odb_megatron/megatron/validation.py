@@ -10,7 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from odb_megatron.megatron.arguments import OdbConfig
+from odb_megatron.plan.config import PlanConfig
+from odb_megatron.plan.cost_policy import build_policy
 from odb_megatron.plan.padding import OverlongPolicy
+from odb_megatron.plan.policy import PolicyName
 
 __all__ = ["refuse_unsupported"]
 
@@ -40,7 +43,10 @@ _REFUSALS = (
         "--odb needs --micro-batch-size 1: a packed micro-batch is one row of many samples",
     ),
     _Refusal(
-        lambda args: (getattr(args, "eval_micro_batch_size", None) or 1) != 1,
+        lambda args: (
+            (getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size)
+            != args.micro_batch_size
+        ),
         "--odb packs evaluation too: drop --eval-micro-batch-size",
     ),
     _Refusal(
@@ -152,18 +158,58 @@ _REFUSALS = (
 )
 
 
+_REFUSALS_ALWAYS = (
+    _Refusal(
+        lambda args: getattr(args, "transformer_impl", "local") != "local",
+        "the kernels of --odb-attention work in Megatron's local layers in this version: use "
+        "--transformer-impl local",
+    ),
+    _Refusal(
+        lambda args: (
+            getattr(getattr(args, "attention_backend", None), "name", "auto") != "auto"
+            or bool(getattr(args, "use_flash_attn", False))
+        ),
+        "--odb-attention chooses the attention kernel: drop --attention-backend and "
+        "--use-flash-attn",
+    ),
+)
+"""What the script cannot do with or without `--odb`: its layers and data are the same."""
+
+
 def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
-    """Check parsed and validated Megatron arguments against `--odb`.
+    """Check parsed and validated Megatron arguments.
 
     Raises:
         ValueError: every refusal that applies, one line each.
     """
-    messages = [refusal.message for refusal in _REFUSALS if refusal.applies(args)]
+    messages = [refusal.message for refusal in _REFUSALS_ALWAYS if refusal.applies(args)]
+    if config.enabled:
+        messages += [refusal.message for refusal in _REFUSALS if refusal.applies(args)]
+        messages += _planning_messages(args, config)
+    if messages:
+        raise ValueError("\n".join(messages))
+
+
+def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:
+    messages = []
+    if config.policy is PolicyName.COST:
+        try:
+            plan = PlanConfig(
+                policy=config.policy,
+                total=1,
+                global_batch_size=args.global_batch_size,
+                num_replicas=args.data_parallel_size,
+                token_budget=config.token_budget,
+                window=config.window,
+                max_delay_steps=config.max_delay_steps,
+            )
+            build_policy(plan)
+        except ValueError as error:
+            messages.append(str(error))
     if config.token_budget < args.seq_length and config.overlong is OverlongPolicy.ERROR:
         messages.append(
             f"--odb-token-budget {config.token_budget} is below --seq-length {args.seq_length}: "
             "samples in between could not be placed; raise the budget, or say what happens to "
             "them with --odb-overlong truncate, drop or solo"
         )
-    if messages:
-        raise ValueError("\n".join(messages))
+    return messages

@@ -28,6 +28,8 @@ class SourceTotals:
     truncated: int
     bad_records: int
     overlong: int
+    unlabelled: int = 0
+    solo: int = 0
     first_message: str = ""
 
 
@@ -137,7 +139,9 @@ class LiveReport:
         if record.loss is not None:
             parts.append(f"loss {record.loss:.4f}")
         samples = record.samples + record.left_out
-        parts.append(f"samples {samples} ({record.consumed_samples}/{self._total_samples})")
+        left_out = f" + {record.left_out} left out" if record.left_out else ""
+        reached = f"({record.consumed_samples}/{self._total_samples})"
+        parts.append(f"samples {record.samples}{left_out} {reached}")
         parts.append(f"tokens {record.tokens}")
         parts.append(f"M {record.num_micro_batches}")
         if record.fill is not None:
@@ -157,18 +161,19 @@ class LiveReport:
         if totals.steps == 0:
             lines = [f"{self._title}: no optimizer step was run"]
             return lines + self._not_reached() + _source_lines(sources, scope)
-        emitted = totals.samples + totals.left_out
-        padded = emitted * self._sequence_length
-        mean = emitted / totals.steps
+        consumed = totals.samples + totals.left_out
+        padded = consumed * self._sequence_length
+        mean = consumed / totals.steps
+        left_out = f" and {totals.left_out} left out" if totals.left_out else ""
         few, many = min(totals.samples_per_step), max(totals.samples_per_step)
         lines = [
-            f"{self._title}: {totals.steps} optimizer steps, {emitted} samples "
+            f"{self._title}: {totals.steps} optimizer steps, {totals.samples} samples{left_out} "
             f"({self._consumed} of {self._total_samples} requested)",
             f"  samples per step    mean {mean:.1f}, {few} to {many} "
             f"(--global-batch-size {self._global_batch_size})",
             f"  tokens              padded to [1, {self._sequence_length}]: {padded}; computed: "
             f"{totals.computed_tokens}; real: {totals.tokens} "
-            f"(padding avoided {self._avoided(emitted, totals.computed_tokens):.1%})",
+            f"(padding avoided {self._avoided(consumed, totals.computed_tokens):.1%})",
             f"  loss tokens         {totals.loss_tokens}",
             f"  micro-batches       {totals.micro_batches} per replica, M from "
             f"{min(totals.counts_of_m)} to {max(totals.counts_of_m)}; {totals.idle} idle, "
@@ -181,7 +186,7 @@ class LiveReport:
             )
         lines.append(
             f"  time                {totals.step_s:.1f} s in steps, {totals.wait_s:.1f} s of it "
-            f"waiting for data; {emitted / max(totals.step_s, 1e-9):.2f} samples/s"
+            f"waiting for data; {totals.samples / max(totals.step_s, 1e-9):.2f} samples/s"
         )
         if totals.first_loss is not None and totals.last_loss is not None:
             lines.append(f"  loss                {totals.first_loss:.4f} -> {totals.last_loss:.4f}")
@@ -199,6 +204,8 @@ def _source_lines(sources: Sequence[SourceTotals], scope: str) -> list[str]:
             f"    {source.name}: {source.samples} samples, {source.tokens} tokens, "
             f"{source.loss_tokens} loss tokens; left out: {source.bad_records} bad records, "
             f"{source.overlong} overlong; truncated: {source.truncated}"
+            + (f" ({source.unlabelled} kept no loss token)" if source.unlabelled else "")
+            + (f"; over the budget, alone: {source.solo}" if source.solo else "")
         )
         if source.first_message:
             lines.append(f"      first left out: {source.first_message}")

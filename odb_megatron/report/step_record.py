@@ -66,12 +66,23 @@ class StepLog:
     Args:
         folder: created if missing.
         replica: which replica writes.
+        is_new: start the file anew; a resumed run goes on writing at its end.
+
+    Raises:
+        ValueError: the folder cannot be written.
     """
 
-    def __init__(self, folder: str, *, replica: int) -> None:
-        os.makedirs(folder, exist_ok=True)
+    def __init__(self, folder: str, *, replica: int, is_new: bool = True) -> None:
         self.path = os.path.join(folder, f"steps-{replica:05d}.jsonl")
-        self._file: IO[str] = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        mode = "w" if is_new else "a"
+        try:
+            os.makedirs(folder, exist_ok=True)
+            self._file: IO[str] = open(self.path, mode, encoding="utf-8", buffering=1)  # noqa: SIM115
+        except OSError as error:
+            raise ValueError(
+                f"the step log {self.path} cannot be written ({error}): give --odb-log-dir a "
+                "folder that can"
+            ) from error
 
     def write(self, record: StepRecord) -> None:
         """Append one line."""

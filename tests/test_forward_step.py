@@ -1,0 +1,56 @@
+"""The loss that `pretrain()` gets: sums and counts, never means."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.training")
+
+from odb_megatron.megatron import forward_step
+
+pytestmark = pytest.mark.megatron
+
+
+@pytest.fixture(autouse=True)
+def _no_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = SimpleNamespace(check_for_nan_in_loss_and_grad=False, check_for_spiky_loss=False)
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+    monkeypatch.setattr(
+        "megatron.core.rerun_state_machine.get_rerun_state_machine", SimpleNamespace
+    )
+
+
+def test_no_mean_of_means() -> None:
+    """pitfalls.md: 1 and 999 loss tokens with mean losses 10 and 1 give 1.009, not 5.5."""
+    reports = []
+    for count, mean in ((1, 10.0), (999, 1.0)):
+        loss_mask = torch.ones(1, count + 7)
+        loss_mask[0, count:] = 0
+        losses = torch.full((1, count + 7), mean)
+        losses[0, count:] = 1e6  # masked: must not show
+        loss, num_tokens, report = forward_step.loss_func(loss_mask, losses)
+        assert loss.item() == pytest.approx(count * mean)
+        assert (num_tokens.dtype, num_tokens.item()) == (torch.int32, count)
+        reports.append(report["lm loss"])
+    total = torch.vstack(reports).sum(dim=0)
+    assert (total[0] / total[1]).item() == pytest.approx(1.009)
+
+
+def test_three_values_so_that_the_schedule_does_not_divide_again() -> None:
+    assert len(forward_step.loss_func(torch.ones(1, 4), torch.ones(1, 4))) == 3
+
+
+def test_nothing_to_learn_reports_zero() -> None:
+    loss, num_tokens, report = forward_step.loss_func(torch.zeros(1, 4), torch.ones(1, 4))
+    assert (loss.item(), num_tokens.item()) == (0.0, 0)
+    total = report["lm loss"] + report["lm loss"]
+    assert (total[0] / total[1]).item() == 0.0
+
+
+def test_a_count_beside_real_ones_is_unchanged() -> None:
+    empty = forward_step.loss_func(torch.zeros(1, 4), torch.ones(1, 4))[2]["lm loss"]
+    real = forward_step.loss_func(torch.ones(1, 4), torch.ones(1, 4))[2]["lm loss"]
+    assert (empty + real)[1].item() == 4.0
