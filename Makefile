@@ -13,7 +13,7 @@ PYTHON := .venv/bin/python
 export DATA
 ARGS ?=
 
-.PHONY: help venv train test lint format typecheck bench wheel clean distclean
+.PHONY: help venv train test lint format typecheck verify bench wheel clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +37,9 @@ format: venv ## ruff: mend and format
 
 typecheck: venv ## mypy --strict
 	$(PYTHON) -m mypy $(ARGS)
+
+verify: venv ## check the protocol's model with SPIN (ARGS="--quick --json OUT")
+	$(PYTHON) verification/run.py $(ARGS)
 
 bench: venv ## loss parity and throughput, results in build/bench
 	@mkdir -p build/bench

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from odb_megatron.plan.alignment import common_count, fit_to_count, num_idle, num_split
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import COST_UNIT, CostModel, ModelShape
+from odb_megatron.plan.draw import Assignment
 from odb_megatron.plan.packing import pack, spread
 from odb_megatron.plan.padding import (
     OverlongError,
@@ -21,7 +22,7 @@ from odb_megatron.plan.padding import (
     padded_length,
 )
 from odb_megatron.plan.planner import ReplicaPlanner
-from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.policy import BalanceScope, PolicyName
 from odb_megatron.plan.records import (
     RECORD_BYTES,
     PlanRecord,
@@ -60,6 +61,7 @@ def worlds(draw: st.DrawFn) -> World:
     holes = draw(st.sampled_from([0.0, 0.1, 0.9]))
     rng = random.Random(draw(st.integers(0, 2**32)))
     lengths = [0 if rng.random() < holes else rng.randint(1, longest) for _ in range(total)]
+    patches = [rng.randint(0, 10) for _ in range(total)] if draw(st.booleans()) else []
     return World(
         config=config(
             policy=policy,
@@ -69,9 +71,14 @@ def worlds(draw: st.DrawFn) -> World:
             multiple=multiple,
             window=window,
             max_delay_steps=draw(st.integers(1, 4)),
+            assignment=draw(st.sampled_from(Assignment)),
+            draw_lead=draw(st.sampled_from([None, 0, 3])),
             count_multiple=draw(st.sampled_from([1, 1, 2, 4])),
+            balance=draw(st.sampled_from(BalanceScope)),
+            max_patches=10 if patches else 0,
         ),
         lengths=lengths,
+        patches=patches,
     )
 
 
@@ -146,20 +153,25 @@ class TestResume:
         whole = world.run()
         planners = world.planners()
         for _ in range(min(stop, len(whole))):
-            plan_step(planners, world.lengths)
+            plan_step(planners, world.lengths, patches=world.patches)
         states = [planner.state_dict() for planner in planners]
         resumed = world.planners()
         for planner, state in zip(resumed, states, strict=True):
             before = repr(state)
             fetched = {
-                position: (world.lengths[position], world.lengths[position] // 2, False)
+                position: (
+                    world.lengths[position],
+                    world.lengths[position] // 2,
+                    False,
+                    world.patches[position] if world.patches else 0,
+                )
                 for position, _, _ in state["window"]  # type: ignore[attr-defined]
             }
             planner.load_state_dict(state, fetched=fetched)
             assert repr(state) == before
         rest = []
         while not resumed[0].is_finished:
-            rest.append(plan_step(resumed, world.lengths))
+            rest.append(plan_step(resumed, world.lengths, patches=world.patches))
         assert rest == whole[min(stop, len(whole)) :]
 
     def test_samples_resume_from_the_consumed_count_with_another_size(self) -> None:
@@ -180,7 +192,7 @@ class TestResume:
     @pytest.mark.parametrize(
         ("change", "text"),
         [
-            ({"version": 99}, "saved with version=99, this run has 1"),
+            ({"version": 99}, "saved with version=99, this run has 2"),
             ({"num_replicas": 4}, "saved with num_replicas=4, this run has 2"),
             ({"policy": "cost"}, "saved with policy=cost, this run has samples"),
             ({"extra": 1}, "written by another version"),
@@ -213,6 +225,8 @@ def _check_step(world: World, plans: list[StepPlan]) -> None:
         for micro_batch in plan.micro_batches:
             padded = [padded_length(world.lengths[p], world.config.multiple) for p in micro_batch]
             assert sum(padded) <= world.config.token_budget or len(padded) == 1
+            if world.patches:
+                assert sum(world.patches[p] for p in micro_batch) <= world.config.max_patches
     assert idle == totals.num_idle
     tokens = [world.lengths[p] for plan in plans for m in plan.micro_batches for p in m]
     assert totals.num_tokens == sum(tokens)
@@ -231,8 +245,9 @@ def _check_samples(world: World, steps: list[list[StepPlan]]) -> None:
 def _check_delay(world: World, steps: list[list[StepPlan]]) -> None:
     """Against a first-in-first-out queue that emits as many samples at each step."""
     for replica in range(world.config.num_replicas):
-        own = range(replica, len(world.lengths), world.config.num_replicas)
-        queue = [p for p in own if world.lengths[p]]
+        queue = sorted(p for plans in steps for m in plans[replica].micro_batches for p in m)
+        if world.config.assignment_in_force is Assignment.FIXED:
+            assert all(p % world.config.num_replicas == replica for p in queue)
         fifo: dict[int, int] = {}
         for step, plans in enumerate(steps):
             count = sum(len(m) for m in plans[replica].micro_batches)

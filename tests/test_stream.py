@@ -201,10 +201,18 @@ class _ProcessIds(Records):
         return {"tokens": ids, "labels": ids, "loss_mask": [1]}
 
 
+def _shard(
+    stream: SampleStream, *, first: int, total: int, num_replicas: int, num_workers: int = 0
+) -> ReplicaStream:
+    """The fixed shard of a replica, from `first` on."""
+    positions = range(first, max(first, total), num_replicas)
+    return ReplicaStream(stream, positions, num_workers=num_workers)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_workers_are_processes_and_end_with_the_shard(num_workers: int) -> None:
     stream = single_stream(_ProcessIds([1] * 8))
-    shard = ReplicaStream(stream, first=0, total=8, num_replicas=1, num_workers=num_workers)
+    shard = _shard(stream, first=0, total=8, num_replicas=1, num_workers=num_workers)
     seen = {_tokens(shard.take(position))[0] for position in range(7)}
     assert len(seen) == max(1, num_workers)
     assert (os.getpid() in seen) == (num_workers == 0)
@@ -220,7 +228,7 @@ def test_workers_give_what_this_process_gives() -> None:
     stream = single_stream(Records(lengths), sample_rules=sample_rules, num_samples=60)
     runs = []
     for num_workers in (0, 2):
-        shard = ReplicaStream(stream, first=1, total=60, num_replicas=2, num_workers=num_workers)
+        shard = _shard(stream, first=1, total=60, num_replicas=2, num_workers=num_workers)
         runs.append([_tokens(shard.take(position)) for position in range(1, 60, 2)])
     assert runs[0] == runs[1] == [_tokens(stream[position]) for position in range(1, 60, 2)]
     assert sum(isinstance(item, Hole) for item in runs[0]) > 3
@@ -237,7 +245,7 @@ def test_a_bad_record_comes_out_of_a_worker_with_file_and_line(
     )
     order = PassOrder(np.arange(4), seed=3)
     stream = SampleStream([SourcePart(source=source, order=order)])
-    shard = ReplicaStream(stream, first=0, total=4, num_replicas=1, num_workers=num_workers)
+    shard = _shard(stream, first=0, total=4, num_replicas=1, num_workers=num_workers)
     seen: dict[int, type] = {}
     for position in range(4):
         record = order[position]
@@ -258,7 +266,7 @@ def test_a_chat_template_error_comes_out_of_a_worker_without_its_traceback(tmp_p
     renderer = ChatRenderer(Letters("{{ messages | length }}{{ messages[0].content }}"))
     source = ChatSource(str(path), rules=rules(), renderer=renderer)
     stream = SampleStream([SourcePart(source=source, order=PassOrder(np.arange(1), seed=3))])
-    shard = ReplicaStream(stream, first=0, total=1, num_replicas=1, num_workers=1)
+    shard = _shard(stream, first=0, total=1, num_replicas=1, num_workers=1)
     error = _failure(shard, 0)
     assert isinstance(error, ChatTemplateError)
     assert str(error).startswith(f"{path}:1: ")
@@ -268,7 +276,7 @@ def test_a_chat_template_error_comes_out_of_a_worker_without_its_traceback(tmp_p
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_datasets_own_failure_comes_out_of_a_worker_as_it_is(num_workers: int) -> None:
     stream = single_stream(Records([2, 2, 2], failing=1))
-    shard = ReplicaStream(stream, first=0, total=3, num_replicas=1, num_workers=num_workers)
+    shard = _shard(stream, first=0, total=3, num_replicas=1, num_workers=num_workers)
     failing = next(position for position in range(3) if stream.locate(position).record == 1)
     for position in range(failing):
         shard.take(position)
@@ -281,13 +289,13 @@ def test_fetching_leaves_the_models_random_state_alone() -> None:
     stream = single_stream(Records([2] * 4))
     before = torch.random.get_rng_state()
     for num_workers in (0, 1):
-        shard = ReplicaStream(stream, first=0, total=4, num_replicas=1, num_workers=num_workers)
+        shard = _shard(stream, first=0, total=4, num_replicas=1, num_workers=num_workers)
         shard.take(0)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_positions_are_taken_in_order() -> None:
-    shard = ReplicaStream(single_stream(Records([2] * 9)), first=1, total=9, num_replicas=3)
+    shard = _shard(single_stream(Records([2] * 9)), first=1, total=9, num_replicas=3)
     shard.take(1)
     with pytest.raises(AssertionError, match="position 7 asked, 4 is next"):
         shard.take(7)
@@ -299,7 +307,7 @@ def test_shards_divide_the_stream(total: int, replicas: int, consumed: int) -> N
     stream = single_stream(Records([1] * 5), num_samples=total)
     taken = []
     for first in range(consumed, consumed + replicas):
-        shard = ReplicaStream(stream, first=first, total=total, num_replicas=replicas)
+        shard = _shard(stream, first=first, total=total, num_replicas=replicas)
         positions = range(first, total, replicas)
         taken += [(p, _tokens(shard.take(p))) for p in positions]
         end = positions[-1] + replicas if positions else first

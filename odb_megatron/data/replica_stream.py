@@ -1,12 +1,13 @@
 """One replica's share of the stream, fetched in order by data-loader workers.
 
-Must not decide what is drawn when: it hands out positions in the order of the replica's shard,
-and the planner asks. Uses torch's public DataLoader.
+Must not decide what is drawn when: it hands out positions in the order in which the planner draws
+them. Uses torch's public DataLoader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,55 +15,89 @@ import torch
 from odb_megatron.data.sample import Hole, Sample
 from odb_megatron.data.stream import FetchError, SampleStream
 
-__all__ = ["ReplicaStream"]
+__all__ = ["PositionFeed", "ReplicaStream"]
+
+_NOTHING_YET = -1
+_PREFETCH = 2
+
+
+class PositionFeed:
+    """Positions that become known while the run goes on (online assignment).
+
+    A data loader asks its sampler for positions from inside `next()`, as many as its workers may
+    fetch ahead. Where none is known yet the feed answers at once with a placeholder, which no
+    worker has to fetch; so it never blocks, and what is fetched when does not change any plan.
+    """
+
+    def __init__(self) -> None:
+        self._positions: deque[int] = deque()
+
+    def extend(self, positions: Iterable[int]) -> None:
+        """Add positions, in the order in which they will be taken."""
+        self._positions.extend(positions)
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield self._positions.popleft() if self._positions else _NOTHING_YET
 
 
 class ReplicaStream:
-    """Samples of the shard `position % num_replicas == replica`, from `first` on.
+    """Samples of one replica, in the order of `positions`.
 
     Args:
         stream: the run's stream.
-        first: first position of the shard to hand out.
-        total: positions of the run; the shard ends before it.
-        num_replicas: data-parallel size.
+        positions: positions in the order in which they will be taken.
         num_workers: worker processes; 0 fetches in this process.
+        lead: positions that are known ahead, at least 1; workers fetch no further.
     """
 
     def __init__(
         self,
         stream: SampleStream,
+        positions: Sequence[int] | PositionFeed,
         *,
-        first: int,
-        total: int,
-        num_replicas: int,
         num_workers: int = 0,
+        lead: int = 1 << 30,
     ) -> None:
-        self._stream = stream
-        self._expected = first
-        self._num_replicas = num_replicas
+        workers = min(num_workers, max(1, lead)) if num_workers else 0
+        prefetch = max(1, min(_PREFETCH, lead // workers)) if workers else None
         loader = torch.utils.data.DataLoader(
-            stream,
+            _Fetcher(stream),
             batch_size=None,
-            sampler=range(first, max(first, total), num_replicas),
-            num_workers=num_workers,
+            sampler=positions,
+            num_workers=workers,
+            prefetch_factor=prefetch,
             collate_fn=_as_is,
-            generator=torch.Generator().manual_seed(first),  # else the model's would be advanced
+            generator=torch.Generator().manual_seed(0),  # else the model's would be advanced
         )
-        self._items: Iterator[Sample | Hole | FetchError] = iter(loader)
+        self._items: Iterator[tuple[int, Sample | Hole | FetchError] | None] = iter(loader)
 
     def take(self, position: int) -> Sample | Hole:
-        """Return the sample at `position`, which must be the shard's next.
+        """Return the sample at `position`, which must be the next one.
 
         Raises:
             BadRecordError, OverlongError: by policy.
             ChatTemplateError: always.
         """
-        assert position == self._expected, f"position {position} asked, {self._expected} is next"
-        self._expected += self._num_replicas
-        item = next(self._items)
+        while (found := next(self._items)) is None:
+            pass  # a placeholder
+        at, item = found
+        assert position == at, f"position {position} asked, {at} is next"
         if isinstance(item, FetchError):
             raise item.error
         return item
+
+
+class _Fetcher(torch.utils.data.Dataset[Any]):
+    """The stream, with the position beside each sample, and nothing for a placeholder."""
+
+    def __init__(self, stream: SampleStream) -> None:
+        self._stream = stream
+
+    def __getitem__(self, position: int) -> tuple[int, Sample | Hole | FetchError] | None:
+        if position == _NOTHING_YET:
+            return None
+        return position, self._stream[position]
 
 
 def _as_is(item: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from odb_megatron.data.replica_stream import ReplicaStream
+from odb_megatron.data.replica_stream import PositionFeed, ReplicaStream
 from odb_megatron.data.sample import Hole, Sample
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.stream import SampleStream
@@ -21,7 +21,7 @@ from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.planner import ReplicaPlanner
-from odb_megatron.plan.records import PlanRecord, WindowRecord
+from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.step import StepPlan, StepTotals
 
 __all__ = ["Exchange", "StepHeader", "StepLoader"]
@@ -86,6 +86,7 @@ class StepLoader:
         self.source_counts = [SourceCounts() for _ in stream.source_names]
         self._planner = ReplicaPlanner(config, replica=exchange.replica, consumed=consumed)
         self._source: ReplicaStream | None = None
+        self._feed = PositionFeed()
         self._held: dict[int, Sample] = {}
         self._wait_s = 0.0
         self._pending: deque[tuple[int, ...]] = deque()  # micro-batches of the current step
@@ -152,9 +153,9 @@ class StepLoader:
 
     def _plan_step(self) -> StepPlan:
         windows = self._share(self._window_record, WindowRecord(config=0, step=0, position=0))
-        self._planner.set_target([WindowRecord.from_bytes(data) for data in windows])
+        self._planner.set_target(RecordTable(WindowRecord, windows))
         plans = self._share(self._plan_record, PlanRecord(target=0))
-        plan = self._planner.commit([PlanRecord.from_bytes(data) for data in plans])
+        plan = self._planner.commit(RecordTable(PlanRecord, plans))
         if self._planner.is_finished:
             self._source = None  # all is drawn: its workers end here
         return plan
@@ -184,18 +185,25 @@ class StepLoader:
 
     def _draw(self) -> None:
         started = time.perf_counter()
+        self._feed.extend(self._planner.upcoming())
         while positions := self._planner.draw():
-            if self._source is None:
-                self._source = ReplicaStream(
-                    self._stream,
-                    first=positions[0],
-                    total=self._config.total,
-                    num_replicas=self._config.num_replicas,
-                    num_workers=self._num_workers,
-                )
+            source = self._open(positions[0])
             for position in positions:
-                self._observe(position, self._source.take(position))
+                self._observe(position, source.take(position))
         self._wait_s += time.perf_counter() - started
+
+    def _open(self, first: int) -> ReplicaStream:
+        """Return this replica's samples; opened when the first position is drawn."""
+        if self._source is None:
+            config = self._config
+            if config.is_online:
+                self._source = ReplicaStream(
+                    self._stream, self._feed, num_workers=self._num_workers, lead=config.lead
+                )
+            else:
+                shard = range(first, max(first, config.total), config.num_replicas)
+                self._source = ReplicaStream(self._stream, shard, num_workers=self._num_workers)
+        return self._source
 
     def _observe(self, position: int, item: Sample | Hole) -> None:
         if isinstance(item, Hole):

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from odb_megatron.megatron.arguments import OdbConfig
+from odb_megatron.plan.config import PlanConfig
+from odb_megatron.plan.cost_policy import build_policy
 from odb_megatron.plan.padding import OverlongPolicy
-from odb_megatron.plan.policy import CostPolicy, PolicyName
+from odb_megatron.plan.policy import PolicyName
 
 __all__ = ["refuse_unsupported"]
 
@@ -192,13 +194,16 @@ def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]
     messages = []
     if config.policy is PolicyName.COST:
         try:
-            CostPolicy(
+            plan = PlanConfig(
+                policy=config.policy,
                 total=1,
                 global_batch_size=args.global_batch_size,
+                num_replicas=args.data_parallel_size,
+                token_budget=config.token_budget,
                 window=config.window,
                 max_delay_steps=config.max_delay_steps,
-                num_replicas=args.data_parallel_size,
             )
+            build_policy(plan)
         except ValueError as error:
             messages.append(str(error))
     if config.token_budget < args.seq_length and config.overlong is OverlongPolicy.ERROR:

@@ -10,9 +10,13 @@ import json
 from dataclasses import asdict, dataclass
 
 from odb_megatron.plan.cost import CostModel
-from odb_megatron.plan.policy import CostPolicy, PolicyName, SamplesPolicy, StepPolicy
+from odb_megatron.plan.draw import Assignment
+from odb_megatron.plan.policy import BalanceScope, PolicyName
 
-__all__ = ["PlanConfig"]
+__all__ = ["MAX_WINDOW", "PlanConfig"]
+
+MAX_WINDOW = 1 << 16
+"""Largest window: the cost of so many samples fits a record (see `cost.MAX_SAMPLE_COST`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +31,15 @@ class PlanConfig:
         token_budget: most padded tokens of a micro-batch.
         multiple: see `padding.length_multiple`.
         window: samples each replica looks ahead (`cost`; ignored by `samples`).
-        max_delay_steps: see `CostPolicy`.
+        max_delay_steps: a sample is emitted at most so many steps after first-in-first-out order
+            would have emitted it (`cost`); at least 1.
         count_multiple: the micro-batch count is a multiple of this.
         cost: cost model.
+        max_patches: most patches of a micro-batch, 0 for no cap.
+        balance: where replicas wait for each other (`cost` policy).
+        assignment: how positions come to replicas (`cost` policy; `samples` has fixed shards).
+        draw_lead: positions assigned to a replica beyond its window, so that workers can fetch
+            ahead; None for one step's share. It must not depend on the number of workers.
         data: digest of the data source and its order, so that different files are noticed.
     """
 
@@ -43,6 +53,10 @@ class PlanConfig:
     max_delay_steps: int = 8
     count_multiple: int = 1
     cost: CostModel = CostModel()
+    max_patches: int = 0
+    balance: BalanceScope = BalanceScope.STEP
+    assignment: Assignment = Assignment.ONLINE
+    draw_lead: int | None = None
     data: str = ""
 
     def __post_init__(self) -> None:
@@ -57,20 +71,40 @@ class PlanConfig:
                 "no sample fits; raise --odb-token-budget"
             )
 
+        if not 0 <= self.window <= MAX_WINDOW:
+            raise ValueError(
+                f"--odb-window {self.window} is not between 0 and {MAX_WINDOW}: its cost would not "
+                "fit the records; lower it"
+            )
+        if self.max_patches < 0 or (self.draw_lead or 0) < 0:
+            raise ValueError(
+                "max_patches and draw_lead must not be negative; got "
+                f"{self.max_patches} and {self.draw_lead}"
+            )
+
+    @property
+    def assignment_in_force(self) -> Assignment:
+        """How positions come to replicas under the policy in force."""
+        is_cost = self.policy is PolicyName.COST
+        return self.assignment if is_cost else Assignment.FIXED
+
+    @property
+    def is_online(self) -> bool:
+        """Whether positions are assigned online."""
+        return self.assignment_in_force is Assignment.ONLINE
+
+    @property
+    def lead(self) -> int:
+        """`draw_lead` with its default."""
+        share = -(-self.global_batch_size // self.num_replicas)
+        return share if self.draw_lead is None else self.draw_lead
+
     def digest(self) -> int:
         """Signed 64-bit digest of all fields."""
-        values = asdict(self) | {"policy": self.policy.value}
+        values = asdict(self) | {
+            "policy": self.policy.value,
+            "balance": self.balance.value,
+            "assignment": self.assignment.value,
+        }
         text = json.dumps(values, sort_keys=True).encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
-
-    def build_policy(self) -> StepPolicy:
-        """Return the step policy in force."""
-        if self.policy is PolicyName.SAMPLES:
-            return SamplesPolicy(total=self.total, global_batch_size=self.global_batch_size)
-        return CostPolicy(
-            total=self.total,
-            global_batch_size=self.global_batch_size,
-            window=self.window,
-            max_delay_steps=self.max_delay_steps,
-            num_replicas=self.num_replicas,
-        )

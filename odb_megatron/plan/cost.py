@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["COST_UNIT", "CostModel", "ModelShape"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["COST_UNIT", "MAX_SAMPLE_COST", "CostModel", "ModelShape"]
 
 COST_UNIT = 1 << 16
 """Fixed-point value of the linear cost of one token."""
 
+MAX_SAMPLE_COST = 1 << 46
+"""Costs stay below this, so that a window of 65536 samples sums to less than 2**62."""
+
 _QUADRATIC_BITS = 32
-_MAX_COST = 1 << 62
+_SHIFT = _QUADRATIC_BITS - COST_UNIT.bit_length() + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,52 +57,99 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Cost of a sample of L tokens: `L + quadratic * L**2`, in units of one token's linear cost.
+    """Cost of a sample of L tokens and P patches: `L + quadratic * L**2 + per_patch * P`.
+
+    The unit is one token's linear cost; a micro-batch adds the price `fixed`.
 
     Attributes:
         quadratic: `quadratic / linear` as a fixed-point integer with 32 fractional bits.
         fixed: price of a micro-batch in `COST_UNIT`s of one token (an integer).
+        per_patch: cost of one patch (image encoder) in `COST_UNIT`s of one token (an integer).
     """
 
     quadratic: int = 0
     fixed: int = 0
+    per_patch: int = 0
 
     def __post_init__(self) -> None:
-        if self.quadratic < 0 or self.fixed < 0:
+        if min(self.quadratic, self.fixed, self.per_patch) < 0:
             raise ValueError(
-                f"costs must not be negative; got quadratic={self.quadratic}, fixed={self.fixed}"
+                f"costs must not be negative; got quadratic={self.quadratic}, fixed={self.fixed}, "
+                f"per_patch={self.per_patch}"
+            )
+        if self.fixed >= MAX_SAMPLE_COST:
+            raise ValueError(
+                f"a micro-batch's fixed price {self.fixed} does not fit below {MAX_SAMPLE_COST}: "
+                "lower it"
             )
 
     @classmethod
-    def from_ratios(cls, *, quadratic: float, fixed_tokens: float) -> CostModel:
+    def from_ratios(
+        cls, *, quadratic: float, fixed_tokens: float, patch_tokens: float = 0.0
+    ) -> CostModel:
         """Build from real numbers.
 
         Args:
             quadratic: cost per token squared over cost per token.
             fixed_tokens: price of one micro-batch, as a number of tokens.
+            patch_tokens: cost of one patch, as a number of tokens.
         """
         return cls(
             quadratic=round(quadratic * (1 << _QUADRATIC_BITS)),
             fixed=round(fixed_tokens * COST_UNIT),
+            per_patch=round(patch_tokens * COST_UNIT),
         )
 
     @classmethod
-    def from_model_shape(cls, shape: ModelShape, *, fixed_tokens: float) -> CostModel:
-        """Build from a model's FLOPs; `fixed_tokens` as in `from_ratios`."""
+    def from_model_shape(
+        cls, shape: ModelShape, *, fixed_tokens: float, patch_tokens: float = 0.0
+    ) -> CostModel:
+        """Build from a model's FLOPs; `fixed_tokens` and `patch_tokens` as in `from_ratios`."""
         ratio = (shape.quadratic_flops() << _QUADRATIC_BITS) // shape.linear_flops()
-        return cls(quadratic=ratio, fixed=round(fixed_tokens * COST_UNIT))
+        return cls(
+            quadratic=ratio,
+            fixed=round(fixed_tokens * COST_UNIT),
+            per_patch=round(patch_tokens * COST_UNIT),
+        )
 
-    def sample(self, length: int) -> int:
-        """Return the cost of one sample of `length` tokens.
+    def sample(self, length: int, *, num_patches: int = 0) -> int:
+        """Return the cost of one sample of `length` tokens and `num_patches` patches.
 
         Raises:
-            ValueError: the cost does not fit the 64-bit records that replicas exchange.
+            ValueError: the cost is too high for windows of such samples to be summed in the
+                64-bit records that replicas exchange.
         """
-        shift = _QUADRATIC_BITS - COST_UNIT.bit_length() + 1
-        cost = length * COST_UNIT + ((self.quadratic * length * length) >> shift)
-        if cost >= _MAX_COST:
+        cost = length * COST_UNIT + ((self.quadratic * length * length) >> _SHIFT)
+        if num_patches:
+            cost += num_patches * self.per_patch
+        if cost >= MAX_SAMPLE_COST:
             raise ValueError(
-                f"a sample of {length} tokens costs {cost}, more than the {_MAX_COST} that fits a "
-                "record: lower the quadratic cost"
+                f"a sample of {length} tokens and {num_patches} patches costs {cost}, more than "
+                f"the {MAX_SAMPLE_COST} that fits a record: lower the quadratic or patch cost"
             )
         return cost
+
+    def samples(
+        self, lengths: npt.NDArray[np.int64], num_patches: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Return `sample` of each; int64 in, int64 out.
+
+        Raises:
+            ValueError: see `sample`.
+        """
+        if not len(lengths):
+            return np.zeros(0, dtype=np.int64)
+        longest, most = int(lengths.max()), int(num_patches.max())
+        self.sample(longest, num_patches=most if most * self.per_patch < MAX_SAMPLE_COST else 0)
+        if (self.quadratic * longest * longest) >> 63 or (most * self.per_patch) >> 62:
+            pairs = zip(lengths.tolist(), num_patches.tolist(), strict=True)
+            return np.array([self.sample(n, num_patches=p) for n, p in pairs], dtype=np.int64)
+        costs: npt.NDArray[np.int64] = (
+            lengths * COST_UNIT
+            + ((self.quadratic * lengths * lengths) >> _SHIFT)
+            + num_patches * self.per_patch
+        )
+        if int(costs.max()) >= MAX_SAMPLE_COST:
+            at = int(costs.argmax())
+            self.sample(int(lengths[at]), num_patches=int(num_patches[at]))
+        return costs

@@ -11,17 +11,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from odb_megatron.plan.alignment import common_count, fit_to_count, num_idle, num_split
+import numpy as np
+
+from odb_megatron.plan.alignment import common_count, meet_count, needed_count
 from odb_megatron.plan.config import PlanConfig
-from odb_megatron.plan.packing import pack
-from odb_megatron.plan.padding import padded_length
-from odb_megatron.plan.policy import Held, StepTarget
-from odb_megatron.plan.records import PlanRecord, ReplicaFailedError, WindowRecord, check_agreement
+from odb_megatron.plan.cost_policy import build_policy
+from odb_megatron.plan.draw import DrawLimits, Holdings, OnlineShard
+from odb_megatron.plan.packing import Caps
+from odb_megatron.plan.policy import (
+    BalanceScope,
+    PolicyName,
+    StepState,
+)
+from odb_megatron.plan.records import (
+    PlanRecord,
+    RecordTable,
+    ReplicaFailedError,
+    WindowRecord,
+    check_agreement,
+)
+from odb_megatron.plan.selection import Selection
+from odb_megatron.plan.state import STATE_VERSION, check_state, window_row
 from odb_megatron.plan.step import StepPlan, StepTotals
+from odb_megatron.plan.target import StepTarget
+from odb_megatron.plan.termination import LoaderClosedError, Phase, Termination
+from odb_megatron.plan.window import Column, SampleWindow, token_counts
 
 __all__ = ["ReplicaPlanner"]
 
-STATE_VERSION = 1
+WindowRecords = Sequence[WindowRecord] | RecordTable[WindowRecord]
+PlanRecords = Sequence[PlanRecord] | RecordTable[PlanRecord]
 
 
 class ReplicaPlanner:
@@ -38,17 +57,32 @@ class ReplicaPlanner:
             raise ValueError(f"replica {replica} is not below num_replicas {config.num_replicas}")
         self.config = config
         self.replica = replica
-        self._policy = config.build_policy()
+        self._digest = config.digest()
+        self._caps = Caps(token_budget=config.token_budget, max_patches=config.max_patches)
+        self._policy = build_policy(config)
         self._start = consumed
         self._step = 0
         self._consumed = consumed  # positions, all replicas
-        self._cursor = self._own_position_from(consumed)
-        self._window: list[Held] = []
+        self._cursor = self._own_position_from(consumed)  # fixed shards
+        self._window = SampleWindow()
         self._num_arrived = 0
+        self._num_recorded = 0  # arrivals that are in a window record
         self._num_emitted = 0
         self._left_out = 0  # since the last step
         self._target: StepTarget | None = None
-        self._selection: list[Held] = []
+        self._selection: Selection | None = None
+        self._is_closing = False
+        self._termination = Termination(
+            total=config.total,
+            global_batch_size=config.global_batch_size,
+            consumed=consumed,
+            rounds_up=config.policy is PolicyName.SAMPLES,
+        )
+        self._shard: OnlineShard | None = None
+        if config.is_online:
+            self._shard = self._make_shard(consumed)
+            none = np.zeros(config.num_replicas, dtype=np.int64)
+            self._shard.top_up(Holdings(num_held=none, cost_held=none, num_upcoming=none), each=1)
 
     @property
     def consumed(self) -> int:
@@ -56,181 +90,236 @@ class ReplicaPlanner:
         return self._consumed
 
     @property
+    def phase(self) -> Phase:
+        """Where the run stands after the last exchange."""
+        return self._termination.phase
+
+    @property
     def is_finished(self) -> bool:
         """Whether the run's last sample has been emitted."""
-        return self._consumed >= self.config.total
+        return self._termination.phase is Phase.FINISHED
+
+    def close(self) -> None:
+        """End the loader: this replica's next record carries the closing bit."""
+        self._is_closing = True
 
     def draw(self) -> list[int]:
         """Return the stream positions to fetch next, in order; `observe` each of them."""
-        if self._target is None:
-            end, most = self._policy.draw_before(self._consumed, num_held=len(self._window))
-        elif self._target.steps_left == 1:
-            end, most = self._target.end, self.config.total
-        else:
-            return []
+        end, most = self._policy.draw_before(self._consumed)
+        if self._target is not None:
+            end = self._target.end
+            if self._target.steps_left == 1:
+                most = self.config.total
+            elif self._shard is None:
+                return []
         room = max(0, most - len(self._window))
+        if self._shard is not None:
+            return self._shard.draw(room)
         stop = min(end, self._cursor + room * self.config.num_replicas)
         positions = list(range(self._cursor, stop, self.config.num_replicas))
         self._cursor += len(positions) * self.config.num_replicas
         return positions
 
+    def upcoming(self) -> list[int]:
+        """Return positions assigned since the last call, in the order `draw` will return them.
+
+        For prefetching with online assignment; fixed shards return nothing, their order being
+        known.
+        """
+        return [] if self._shard is None else self._shard.take_announced()
+
     def observe(
-        self, position: int, *, num_tokens: int, num_loss_tokens: int, truncated: bool = False
+        self,
+        position: int,
+        *,
+        num_tokens: int,
+        num_loss_tokens: int,
+        truncated: bool = False,
+        num_patches: int = 0,
     ) -> None:
-        """Take a drawn sample into the window; `num_tokens` 0 means the position emits nothing."""
+        """Take a drawn sample into the window; `num_tokens` 0 means the position emits nothing.
+
+        Raises:
+            ValueError: more patches than a micro-batch may hold, or a cost beyond the records.
+        """
         if num_tokens == 0:
             self._left_out += 1
             return
-        padded = padded_length(num_tokens, self.config.multiple)
-        held = Held(
-            position=position,
-            arrival=self._num_arrived,
-            num_tokens=num_tokens,
-            padded=padded,
-            num_loss_tokens=num_loss_tokens,
-            cost=self.config.cost.sample(padded),
-            truncated=truncated,
-        )
+        sample = (num_tokens, num_loss_tokens, truncated, num_patches)
+        self._window.append(window_row(self.config, position, self._num_arrived, -1, sample))
         self._num_arrived += 1
-        self._window.append(held)
 
     def window_record(self) -> WindowRecord:
         """Return this replica's first record of the step."""
-        return WindowRecord(
-            config=self.config.digest(),
+        assert not self._termination.is_over, "a planner never plans past the final step"
+        window = self._window
+        report = self._policy.describe(
+            window,
+            state=self._state(),
+            first_new=self._num_recorded,
+            num_emitted=self._num_emitted,
+        )
+        self._num_recorded = self._num_arrived
+        record = WindowRecord(
+            config=self._digest,
             step=self._step,
             position=self._consumed,
-            num_held=len(self._window),
-            cost_held=sum(held.cost for held in self._window),
+            num_held=len(window),
+            cost_held=window.cost,
             num_undrawn=self._num_undrawn(),
+            closing=self._is_closing,
         )
+        return replace(record, **report)  # type: ignore[arg-type]
 
-    def set_target(self, records: Sequence[WindowRecord]) -> None:
+    def set_target(self, records: WindowRecords) -> None:
         """Derive the common target from all replicas' first records.
 
         Raises:
             ReplicaFailedError: a replica reported an error, or they do not agree.
+            LoaderClosedError: a replica closed its loader.
         """
-        check_agreement(records, names=("config", "step", "position"))
-        self._target = self._policy.target(records, start=self._start)
+        table = self._agreed(records, names=("config", "step", "position"))
+        undrawn = table.column("num_undrawn")
+        if self._shard is None:
+            drained = bool((undrawn == 0).any())
+        else:
+            drained = self._shard.num_unassigned == 0
+        left = self._termination.begin_step(
+            step=self._step, consumed=self._consumed, is_drained=drained
+        )
+        self._target = self._policy.target(
+            table, state=self._state(), steps_left=left, drained=drained
+        )
+        if self._shard is not None:
+            self._shard.top_up(
+                Holdings(
+                    num_held=table.column("num_held"),
+                    cost_held=table.column("cost_held"),
+                    num_upcoming=undrawn,
+                ),
+                each=self._policy.mean_cost,
+                is_late=True,
+                is_final=left == 1,
+            )
 
     def plan_record(self, *, wait_us: int = 0) -> PlanRecord:
         """Select and pack this replica's share; return its second record of the step."""
         target = self._require_target()
         undrawn = self._num_undrawn()
-        self._selection = self._policy.select(
-            self._window, target=target, step=self._step, num_undrawn=undrawn
+        drained = (undrawn if self._shard is None else self._shard.num_unassigned) == 0
+        found = self._policy.select(
+            self._window,
+            target=target,
+            state=self._state(),
+            num_to_come=undrawn if drained else None,
         )
-        chosen = self._selection
-        bins = pack([held.padded for held in chosen], token_budget=self.config.token_budget)
-        return PlanRecord(
+        rows = self._window.rows(len(found.chosen))[:, found.chosen]
+        self._selection = found
+        num, cost = rows.shape[1], int(rows[Column.COST].sum())
+        record = PlanRecord(
             target=target.digest(),
-            num_micro_batches=len(bins),
-            num_samples=len(chosen),
+            num_micro_batches=needed_count(found, rows, caps=self._caps),
+            num_samples=num,
             num_left_out=self._left_out,
-            num_truncated=sum(held.truncated for held in chosen),
-            num_tokens=sum(held.num_tokens for held in chosen),
-            num_padded_tokens=sum(held.padded for held in chosen),
-            num_squared_tokens=sum(held.num_tokens**2 for held in chosen),
-            num_loss_tokens=sum(held.num_loss_tokens for held in chosen),
-            cost=sum(held.cost for held in chosen),
-            num_remaining=undrawn + len(self._window) - len(chosen),
+            cost=cost,
+            num_remaining=undrawn + len(self._window) - num,
+            num_kept=len(self._window) - num,
+            cost_kept=self._window.cost - cost,
+            cost_missing=found.missing,
+            num_large=found.num_large,
+            cost_large=found.cost_large,
             wait_us=wait_us,
+            closing=self._is_closing,
         )
+        return replace(record, **token_counts(rows))  # type: ignore[arg-type]
 
-    def commit(self, records: Sequence[PlanRecord]) -> StepPlan:
+    def commit(self, records: PlanRecords) -> StepPlan:
         """Fix the step from all replicas' second records and move on to the next.
 
         Raises:
             ReplicaFailedError: a replica reported an error, or they do not agree.
+            LoaderClosedError: a replica closed its loader.
         """
-        check_agreement(records, names=("target",))
-        count = common_count(
-            [record.num_micro_batches for record in records], multiple=self.config.count_multiple
-        )
-        chosen = self._selection
-        bins = fit_to_count(
-            [held.padded for held in chosen],
-            [held.cost for held in chosen],
+        table = self._agreed(records, names=("target",))
+        needed = int(table.column("num_micro_batches").max())
+        count = common_count([needed], multiple=self.config.count_multiple)
+        totals = self._totals(table, count)
+        self._policy.learn(table, target=self._require_target(), count=count)
+        assert self._selection is not None, "plan_record comes before commit"
+        micro_batches = meet_count(
+            self._selection,
+            self._window.rows(len(self._selection.chosen)),
             count=count,
-            token_budget=self.config.token_budget,
+            caps=self._caps,
+            by_cost=self.config.balance is BalanceScope.MICROBATCH,
         )
-        totals = self._totals(records, count)
-        plan = StepPlan(
-            totals=totals,
-            micro_batches=tuple(tuple(chosen[slot].position for slot in slots) for slots in bins),
-        )
-        self._advance(totals)
+        plan = StepPlan(totals=totals, micro_batches=micro_batches)
+        self._advance(table, totals)
         return plan
 
     def state_dict(self) -> dict[str, object]:
         """Return the state between two steps: plain ints and lists, no payloads.
 
-        `window` lists position, arrival and due step (-1: none) of each held sample.
+        `window` lists position, arrival and due step (-1: none) of each held sample, `upcoming`
+        the positions assigned and not drawn.
         """
+        rows = self._window.rows()[[Column.POSITION, Column.ARRIVAL, Column.DUE]]
         return {
             "version": STATE_VERSION,
             "policy": self.config.policy.value,
             "num_replicas": self.config.num_replicas,
             "replica": self.replica,
+            "assignment": self.config.assignment_in_force.value,
             "start": self._start,
             "step": self._step,
             "consumed": self._consumed,
-            "cursor": self._cursor,
+            "cursor": self._shard.cursor if self._shard is not None else self._cursor,
+            "upcoming": [] if self._shard is None else list(self._shard.upcoming),
             "num_emitted": self._num_emitted,
-            "window": [
-                [held.position, held.arrival, -1 if held.due_step is None else held.due_step]
-                for held in self._window
-            ],
+            "num_recorded": self._num_recorded,
+            "deadline": self._termination.state(),
+            "knowledge": self._policy.knowledge(),
+            "window": rows.T.tolist(),
         }
 
     def load_state_dict(
-        self, state: Mapping[str, Any], *, fetched: Mapping[int, tuple[int, int, bool]]
+        self, state: Mapping[str, Any], *, fetched: Mapping[int, tuple[int, ...]]
     ) -> None:
         """Continue from `state`; the argument is not changed.
 
         Args:
             state: from `state_dict` of the same replica.
             fetched: for each position of the state's window, its number of tokens, of loss tokens,
-                and whether it was truncated (the caller preprocesses these samples again).
+                whether it was truncated, and (optional) its patches: the caller preprocesses
+                these samples again.
 
         Raises:
             ValueError: unknown or missing keys, another version, policy, topology or replica, or
                 a window sample that is no longer usable.
         """
-        current = self.state_dict()
-        if set(state) != set(current):
-            raise ValueError(
-                f"data state has the keys {sorted(state)}; expected {sorted(current)}: it was "
-                "written by another version of odb_megatron"
-            )
-        for name in ("version", "policy", "num_replicas", "replica"):
-            if state[name] != current[name]:
-                raise ValueError(
-                    f"data state was saved with {name}={state[name]}, this run has "
-                    f"{current[name]}: resume with the same setting, or start the data anew "
-                    "(--finetune)"
-                )
+        check_state(state, self.state_dict())
         self._start, self._step = state["start"], state["step"]
         self._consumed, self._cursor = state["consumed"], state["cursor"]
-        self._num_emitted = state["num_emitted"]
-        self._window, self._left_out = [], 0
+        self._num_emitted, self._num_recorded = state["num_emitted"], state["num_recorded"]
+        self._window, self._left_out = SampleWindow(), 0
+        self._target = self._selection = None
+        self._termination.restore(state["deadline"], consumed=self._consumed)
+        self._policy.restore(list(state["knowledge"]))
+        if self._shard is not None:
+            self._shard = self._make_shard(state["cursor"], state["upcoming"])
         for position, arrival, due in state["window"]:
-            num_tokens, num_loss_tokens, truncated = fetched[position]
+            num_tokens, num_loss_tokens, truncated, *patches = fetched[position]
             if num_tokens == 0:
                 raise ValueError(
                     f"position {position} was in the window when the state was saved and can no "
                     "longer be used: the data or its policies have changed"
                 )
-            self._num_arrived = arrival
-            self.observe(
-                position,
-                num_tokens=num_tokens,
-                num_loss_tokens=num_loss_tokens,
-                truncated=truncated,
-            )
-            self._window[-1] = replace(self._window[-1], due_step=None if due < 0 else due)
+            sample = (num_tokens, num_loss_tokens, bool(truncated), patches[0] if patches else 0)
+            self._window.append(window_row(self.config, position, arrival, due, sample))
         self._num_arrived = self._num_emitted + len(self._window)
+
+    def _state(self) -> StepState:
+        return StepState(step=self._step, consumed=self._consumed, start=self._start)
 
     def _require_target(self) -> StepTarget:
         assert self._target is not None, "set_target comes before plan_record"
@@ -239,53 +328,73 @@ class ReplicaPlanner:
     def _own_position_from(self, position: int) -> int:
         return position + (self.replica - position) % self.config.num_replicas
 
+    def _make_shard(self, cursor: int, upcoming: Sequence[int] = ()) -> OnlineShard:
+        config = self.config
+        limits = DrawLimits(
+            total=config.total,
+            capacity=config.window + config.lead,
+            batch=config.global_batch_size,
+        )
+        return OnlineShard(limits, replica=self.replica, cursor=cursor, upcoming=upcoming)
+
     def _num_undrawn(self) -> int:
+        if self._shard is not None:
+            return len(self._shard.upcoming)
         return max(0, -(-(self.config.total - self._cursor) // self.config.num_replicas))
 
-    def _totals(self, records: Sequence[PlanRecord], count: int) -> StepTotals:
-        samples = sum(record.num_samples for record in records)
-        left_out = sum(record.num_left_out for record in records)
-        remaining = sum(record.num_remaining for record in records)
-        if self._consumed + samples + left_out + remaining != self.config.total:
-            raise ReplicaFailedError(
-                f"step {self._step} loses samples: {self._consumed} consumed before, {samples} "
-                f"emitted, {left_out} left out and {remaining} remaining are not the "
-                f"{self.config.total} of the run; this is a defect of odb_megatron, please report"
+    def _agreed(self, records: Any, *, names: Sequence[str]) -> RecordTable[Any]:
+        """Return the records as a table; an error beats closing, and closing beats a mismatch."""
+        if not isinstance(records, RecordTable):
+            records = RecordTable.from_records(records)
+        check_agreement(records, names=())
+        closing = records.column("closing")
+        if closing.any():
+            self._termination.close()
+            raise LoaderClosedError(
+                f"replica {int(closing.argmax())} closed its loader in step {self._step}"
             )
-        return StepTotals(
-            step=self._step,
-            num_micro_batches=count,
-            num_consumed=samples + left_out,
-            consumed_before=self._consumed,
-            num_samples=samples,
-            num_left_out=left_out,
-            num_truncated=sum(record.num_truncated for record in records),
-            num_tokens=sum(record.num_tokens for record in records),
-            num_padded_tokens=sum(record.num_padded_tokens for record in records),
-            num_squared_tokens=sum(record.num_squared_tokens for record in records),
-            num_loss_tokens=sum(record.num_loss_tokens for record in records),
-            num_idle=sum(num_idle(record.num_samples, count=count) for record in records),
-            num_split=sum(
-                num_split(record.num_samples, record.num_micro_batches, count=count)
-                for record in records
-            ),
-            costs=tuple(record.cost + count * self.config.cost.fixed for record in records),
-            wait_us=max(record.wait_us for record in records),
-            is_final=remaining == 0,
-        )
+        check_agreement(records, names=names)
+        table: RecordTable[Any] = records
+        return table
 
-    def _advance(self, totals: StepTotals) -> None:
-        chosen = {held.position for held in self._selection}
-        self._num_emitted += len(chosen)
-        self._window = [
-            replace(held, due_step=self._step)
-            if held.due_step is None and held.arrival < self._num_emitted
-            else held
-            for held in self._window
-            if held.position not in chosen
-        ]
+    def _totals(self, table: RecordTable[PlanRecord], count: int) -> StepTotals:
+        unassigned = 0 if self._shard is None else self._shard.num_unassigned
+        totals = StepTotals.add_up(
+            table,
+            step=self._step,
+            consumed=self._consumed,
+            num_unassigned=unassigned,
+            count=count,
+            fixed=self.config.cost.fixed,
+        )
+        remaining = table.total("num_remaining") + unassigned
+        if self._consumed + totals.num_consumed + remaining != self.config.total:
+            raise ReplicaFailedError(
+                f"step {self._step} loses samples: {self._consumed} consumed before, "
+                f"{totals.num_samples} emitted, {totals.num_left_out} left out and {remaining} "
+                f"remaining are not the {self.config.total} of the run; this is a defect of "
+                "odb_megatron, please report"
+            )
+        return totals
+
+    def _advance(self, table: RecordTable[PlanRecord], totals: StepTotals) -> None:
+        assert self._selection is not None
+        self._num_emitted += int(self._selection.chosen.sum())
+        self._window.remove(self._selection.chosen)
+        self._window.mark_due(num_emitted=self._num_emitted, step=self._step)
         self._consumed += totals.num_consumed
+        self._termination.end_step(consumed=self._consumed)
         self._step += 1
         self._left_out = 0
         self._target = None
-        self._selection = []
+        self._selection = None
+        if self._shard is not None:
+            kept = table.column("num_kept")
+            self._shard.top_up(
+                Holdings(
+                    num_held=kept,
+                    cost_held=table.column("cost_kept"),
+                    num_upcoming=table.column("num_remaining") - kept,
+                ),
+                each=self._policy.mean_cost,
+            )

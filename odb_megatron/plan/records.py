@@ -1,7 +1,7 @@
 """The fixed-size records that replicas exchange before each step.
 
-Pure: values and their byte form. A record's size depends on neither window, budget nor number of
-replicas, so control traffic does not grow with them.
+Pure: values, their byte form, and a table of all replicas' records that is read column by column.
+A record's size depends on neither window, budget nor number of replicas.
 """
 
 from __future__ import annotations
@@ -9,14 +9,27 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-__all__ = ["RECORD_BYTES", "PlanRecord", "ReplicaFailedError", "WindowRecord", "check_agreement"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "RECORD_BYTES",
+    "PlanRecord",
+    "RecordTable",
+    "ReplicaFailedError",
+    "WindowRecord",
+    "check_agreement",
+]
 
 RECORD_BYTES = 256
 """Wire size of either record."""
 
 _MESSAGE_BYTES = 96
+_NUM_NUMBERS = (RECORD_BYTES - _MESSAGE_BYTES) // 8
+_FEW = 128  # so many numbers are summed as Python integers faster than by numpy
+_FORMAT = struct.Struct(f"<{_NUM_NUMBERS}q")
 
 
 class ReplicaFailedError(RuntimeError):
@@ -33,8 +46,20 @@ class WindowRecord:
         position: first stream position of the step (all replicas' consumed positions so far).
         num_held: samples in the window.
         cost_held: their cost.
-        num_undrawn: stream positions of this replica not drawn yet.
+        num_undrawn: positions of this replica that are known to be its own and not drawn yet.
+        num_observed: samples observed since the last record.
+        tokens_observed: their padded tokens.
+        cost_observed: their cost.
+        spread_observed: sum of their squared excess cost (`target.excess`), in tokens squared.
+        cost_due: cost of the samples that must be emitted in this step.
+        micro_batches_due: micro-batches they need.
+        cost_per_token: cost per padded token that this replica can sustain in this step.
+        num_large: samples that cost more than an ordinary micro-batch (scope `microbatch`).
+        large_wait_0, large_wait_1: for the two of them that arrived first, how many samples this
+            replica has emitted beyond them (negative: it has not come to them yet).
+        large_cost_0, large_cost_1: what they cost, 0 for none.
         failed: this replica met an error and will raise after the exchange.
+        closing: this replica ends its loader with this exchange.
         message: the error, cut to fit.
     """
 
@@ -44,7 +69,20 @@ class WindowRecord:
     num_held: int = 0
     cost_held: int = 0
     num_undrawn: int = 0
+    num_observed: int = 0
+    tokens_observed: int = 0
+    cost_observed: int = 0
+    spread_observed: int = 0
+    cost_due: int = 0
+    micro_batches_due: int = 0
+    cost_per_token: int = 0
+    num_large: int = 0
+    large_wait_0: int = 0
+    large_wait_1: int = 0
+    large_cost_0: int = 0
+    large_cost_1: int = 0
     failed: bool = False
+    closing: bool = False
     message: str = ""
 
     def to_bytes(self) -> bytes:
@@ -73,8 +111,14 @@ class PlanRecord:
         num_loss_tokens: positions that carry loss.
         cost: cost of the selection, without the price of micro-batches.
         num_remaining: positions of this replica still to be emitted after this step.
+        num_kept: samples left in the window.
+        cost_kept: their cost.
+        cost_missing: cost by which its micro-batches stay below the target (scope `microbatch`).
+        num_large: samples in micro-batches of agreed heights (scope `microbatch`).
+        cost_large: what they cost.
         wait_us: microseconds the replica waited for data since the previous step.
         failed: see `WindowRecord`.
+        closing: see `WindowRecord`.
         message: see `WindowRecord`.
     """
 
@@ -89,8 +133,14 @@ class PlanRecord:
     num_loss_tokens: int = 0
     cost: int = 0
     num_remaining: int = 0
+    num_kept: int = 0
+    cost_kept: int = 0
+    cost_missing: int = 0
+    num_large: int = 0
+    cost_large: int = 0
     wait_us: int = 0
     failed: bool = False
+    closing: bool = False
     message: str = ""
 
     def to_bytes(self) -> bytes:
@@ -103,7 +153,74 @@ class PlanRecord:
         return cls(**_from_bytes(cls, data))
 
 
-def check_agreement(records: Sequence[WindowRecord | PlanRecord], *, names: Sequence[str]) -> None:
+Record = TypeVar("Record", WindowRecord, PlanRecord)
+
+
+class RecordTable(Generic[Record]):
+    """All replicas' records of one exchange, in replica order, read by column.
+
+    Args:
+        kind: the record class.
+        parts: each replica's bytes; joined bytes of all are taken as they are.
+
+    Raises:
+        ReplicaFailedError: a part has another size than a record.
+    """
+
+    def __init__(self, kind: type[Record], parts: Sequence[bytes] | bytes) -> None:
+        if not isinstance(parts, bytes):
+            joined = b"".join(parts)
+            if len(joined) != RECORD_BYTES * len(parts):
+                for part in parts:
+                    _check_size(part)
+            parts = joined
+        if not parts or len(parts) % RECORD_BYTES:
+            raise ReplicaFailedError(f"{len(parts)} bytes are no whole number of records")
+        self._kind: type[Record] = kind
+        self._data = parts
+        self._index = _COLUMNS[kind]
+        self._rows = np.frombuffer(parts, dtype="<i8").reshape(-1, RECORD_BYTES // 8)
+        self._columns: dict[str, npt.NDArray[np.int64]] = {}
+
+    @classmethod
+    def from_records(cls, records: Sequence[Record]) -> RecordTable[Record]:
+        """Build from records, at least one."""
+        return cls(type(records[0]), [record.to_bytes() for record in records])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, replica: int) -> Record:
+        """Return one replica's record."""
+        at = replica * RECORD_BYTES
+        record: Record = self._kind.from_bytes(self._data[at : at + RECORD_BYTES])
+        return record
+
+    def column(self, name: str) -> npt.NDArray[np.int64]:
+        """Return a field of all records, int64 [replicas]."""
+        values = self._columns.get(name)
+        if values is None:
+            values = np.ascontiguousarray(self._rows[:, self._index[name]], dtype=np.int64)
+            self._columns[name] = values
+        return values
+
+    def total(self, name: str) -> int:
+        """Return the exact sum of a field over all replicas."""
+        values = self.column(name)
+        if len(values) <= _FEW:
+            return sum(values.tolist())
+        if max(int(values.max()), -int(values.min())) < (1 << 62) // len(values):
+            return int(values.sum())
+        return (int((values >> 32).sum()) << 32) + int((values & 0xFFFFFFFF).sum())
+
+    def largest(self, name: str) -> int:
+        """Return the largest value of a field."""
+        return int(self.column(name).max())
+
+
+def check_agreement(
+    records: Sequence[WindowRecord | PlanRecord] | RecordTable[Any], *, names: Sequence[str]
+) -> None:
     """Raise on every replica when one has failed or the named fields differ.
 
     Args:
@@ -113,36 +230,49 @@ def check_agreement(records: Sequence[WindowRecord | PlanRecord], *, names: Sequ
     Raises:
         ReplicaFailedError: names the replica and what it reported, or the differing values.
     """
-    for replica, record in enumerate(records):
-        if record.failed:
-            raise ReplicaFailedError(f"replica {replica} failed: {record.message}")
+    table = records if isinstance(records, RecordTable) else RecordTable.from_records(records)  # type: ignore[type-var]
+    failed = table.column("failed")
+    if failed.any():
+        replica = int(failed.argmax())
+        raise ReplicaFailedError(f"replica {replica} failed: {table[replica].message}")
     for name in names:
-        values = [getattr(record, name) for record in records]
-        if len(set(values)) > 1:
-            other = next(r for r, value in enumerate(values) if value != values[0])
+        values = table.column(name)
+        differs = values != values[0]
+        if differs.any():
+            other = int(differs.argmax())
             raise ReplicaFailedError(
                 f"replicas disagree on {name}: replica 0 has {values[0]}, replica {other} has "
                 f"{values[other]}. Start every rank with the same flags, data and code version"
             )
 
 
+_NAMES: dict[type, tuple[str, ...]] = {
+    kind: tuple(field.name for field in fields(kind) if field.name != "message")
+    for kind in (WindowRecord, PlanRecord)
+}
+
+
+_COLUMNS: dict[type, dict[str, int]] = {
+    kind: {name: column for column, name in enumerate(names)} for kind, names in _NAMES.items()
+}
+
+
 def _to_bytes(record: WindowRecord | PlanRecord) -> bytes:
-    names = [field.name for field in fields(record) if field.name != "message"]
-    numbers = [int(getattr(record, name)) for name in names]
-    text = _fit(record.message)
-    body = struct.pack(f"<{len(numbers)}q", *numbers) + text
-    return body.ljust(RECORD_BYTES, b"\0")
+    numbers = [int(getattr(record, name)) for name in _NAMES[type(record)]]
+    numbers += [0] * (_NUM_NUMBERS - len(numbers))
+    return _FORMAT.pack(*numbers) + _fit(record.message)
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) != RECORD_BYTES:
+        raise ReplicaFailedError(f"a record of {len(data)} bytes arrived; expected {RECORD_BYTES}")
 
 
 def _from_bytes(cls: type[WindowRecord | PlanRecord], data: bytes) -> dict[str, Any]:
-    if len(data) != RECORD_BYTES:
-        raise ReplicaFailedError(f"a record of {len(data)} bytes arrived; expected {RECORD_BYTES}")
-    names = [field.name for field in fields(cls) if field.name != "message"]
-    numbers = struct.unpack_from(f"<{len(names)}q", data)
-    values: dict[str, Any] = dict(zip(names, numbers, strict=True))
-    values["failed"] = bool(values["failed"])
-    at = 8 * len(names)
-    values["message"] = data[at : at + _MESSAGE_BYTES].rstrip(b"\0").decode("utf-8", "replace")
+    _check_size(data)
+    values: dict[str, Any] = dict(zip(_NAMES[cls], _FORMAT.unpack_from(data), strict=False))
+    values["failed"], values["closing"] = bool(values["failed"]), bool(values["closing"])
+    values["message"] = data[_FORMAT.size :].rstrip(b"\0").decode("utf-8", "replace")
     return values
 
 

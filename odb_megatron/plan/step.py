@@ -1,11 +1,15 @@
 """A planned step: one replica's micro-batches, and what all replicas know of the step.
 
-Pure values.
+Pure values, and how they follow from the gathered records.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import numpy as np
+
+from odb_megatron.plan.records import PlanRecord, RecordTable
 
 __all__ = ["StepPlan", "StepTotals"]
 
@@ -49,6 +53,48 @@ class StepTotals:
     costs: tuple[int, ...]
     wait_us: int
     is_final: bool
+
+    @classmethod
+    def add_up(
+        cls,
+        table: RecordTable[PlanRecord],
+        *,
+        step: int,
+        consumed: int,
+        num_unassigned: int,
+        count: int,
+        fixed: int,
+    ) -> StepTotals:
+        """Sum all replicas' second records.
+
+        Args:
+            table: the records.
+            step: 0-based step of the run.
+            consumed: positions consumed before it.
+            num_unassigned: positions no replica has been given yet.
+            count: micro-batches of the step.
+            fixed: price of a micro-batch.
+        """
+        filled = np.minimum(table.column("num_samples"), count)
+        num_samples, num_left_out = table.total("num_samples"), table.total("num_left_out")
+        return cls(
+            step=step,
+            num_micro_batches=count,
+            num_consumed=num_samples + num_left_out,
+            consumed_before=consumed,
+            num_samples=num_samples,
+            num_left_out=num_left_out,
+            num_truncated=table.total("num_truncated"),
+            num_tokens=table.total("num_tokens"),
+            num_padded_tokens=table.total("num_padded_tokens"),
+            num_squared_tokens=table.total("num_squared_tokens"),
+            num_loss_tokens=table.total("num_loss_tokens"),
+            num_idle=int((count - filled).sum()),
+            num_split=int((filled - table.column("num_micro_batches")).sum()),
+            costs=tuple((table.column("cost") + count * fixed).tolist()),
+            wait_us=table.largest("wait_us"),
+            is_final=table.total("num_remaining") + num_unassigned == 0,
+        )
 
     @property
     def balance(self) -> float:

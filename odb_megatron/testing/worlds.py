@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.planner import ReplicaPlanner
-from odb_megatron.plan.records import PlanRecord, WindowRecord
+from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.step import StepPlan
 
 __all__ = ["World", "observe_drawn", "plan_step"]
@@ -19,11 +19,12 @@ __all__ = ["World", "observe_drawn", "plan_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """A run's configuration and the length of the sample at each stream position."""
+    """A run's configuration, and the length and patches of the sample at each stream position."""
 
     config: PlanConfig
     lengths: Sequence[int]
     consumed: int = 0
+    patches: Sequence[int] = ()
 
     def planners(self) -> list[ReplicaPlanner]:
         """Return one planner per replica."""
@@ -38,26 +39,35 @@ class World:
         steps: list[list[StepPlan]] = []
         while not planners[0].is_finished:
             assert len(steps) < most_steps, "the run does not end"
-            steps.append(plan_step(planners, self.lengths))
+            steps.append(plan_step(planners, self.lengths, patches=self.patches))
         assert all(planner.is_finished for planner in planners)
         return steps
 
 
-def observe_drawn(planner: ReplicaPlanner, lengths: Sequence[int]) -> None:
+def observe_drawn(
+    planner: ReplicaPlanner, lengths: Sequence[int], *, patches: Sequence[int] = ()
+) -> None:
     """Let a planner draw all it wants now."""
     while positions := planner.draw():
         for position in positions:
             length = lengths[position]
-            planner.observe(position, num_tokens=length, num_loss_tokens=length // 2)
+            planner.observe(
+                position,
+                num_tokens=length,
+                num_loss_tokens=length // 2,
+                num_patches=patches[position] if patches else 0,
+            )
 
 
-def plan_step(planners: Sequence[ReplicaPlanner], lengths: Sequence[int]) -> list[StepPlan]:
+def plan_step(
+    planners: Sequence[ReplicaPlanner], lengths: Sequence[int], *, patches: Sequence[int] = ()
+) -> list[StepPlan]:
     """Plan one step on all replicas; records pass through their wire form."""
     for planner in planners:
-        observe_drawn(planner, lengths)
-    windows = [WindowRecord.from_bytes(p.window_record().to_bytes()) for p in planners]
+        observe_drawn(planner, lengths, patches=patches)
+    windows = RecordTable(WindowRecord, [p.window_record().to_bytes() for p in planners])
     for planner in planners:
         planner.set_target(windows)
-        observe_drawn(planner, lengths)
-    records = [PlanRecord.from_bytes(p.plan_record().to_bytes()) for p in planners]
+        observe_drawn(planner, lengths, patches=patches)
+    records = RecordTable(PlanRecord, [p.plan_record().to_bytes() for p in planners])
     return [planner.commit(records) for planner in planners]

@@ -1,0 +1,193 @@
+"""Selection for balance scope `microbatch`: every micro-batch has a cost of its own to meet.
+
+Pure. Micro-batch k should cost the same on every replica, so samples that cost more than a full
+ordinary micro-batch are released by all replicas in the same step, each into a micro-batch of an
+agreed height; the other micro-batches are alike. Nothing passes its height but what must go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_megatron.plan.packing import Caps
+from odb_megatron.plan.selection import Aim, Selection, oldest_first
+from odb_megatron.plan.window import Column
+
+__all__ = ["select_aligned"]
+
+Integers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+_FILL_TRIES = 12
+_CLOSE_ENOUGH = 1000  # a gap below 1/1000 of a micro-batch's height is left
+
+
+def select_aligned(
+    rows: Integers, due: Flags, *, aim: Aim, heights: tuple[int, ...], caps: Caps
+) -> Selection | None:
+    """Select samples and pack them into micro-batches of given costs.
+
+    Args:
+        rows: the window's oldest samples, int64 [len(Column), samples].
+        due: which of them must go.
+        aim: what to reach; needs a micro-batch count above `len(heights)`.
+        heights: costs of the micro-batches that take large samples, descending.
+        caps: limits of a micro-batch.
+
+    Returns:
+        The selection, micro-batches by falling target; None where what must go does not fit so.
+    """
+    count = aim.num_micro_batches
+    assert count is not None
+    assert count > len(heights)
+    level = max(1, (aim.cost - sum(heights)) // (count - len(heights)))
+    bins = _Bins(rows, caps, [*heights, *[level] * (count - len(heights))])
+    _place_large(bins, due, heights, level)
+    for slot in _falling(rows[Column.COST], np.flatnonzero(due & ~bins.chosen)):
+        if not bins.place(slot, must=True):
+            return None
+    usable = np.flatnonzero(~bins.chosen & (rows[Column.COST] <= level))
+    if len(usable):
+        part = rows[:, usable]
+        ordinary = replace(aim, cost=bins.missing(part), tokens=bins.tokens(aim.tokens))
+        none = np.zeros(len(usable), dtype=np.bool_)
+        wanted = oldest_first(part, none, ordinary)
+        for slot in _falling(rows[Column.COST], usable[wanted]):
+            bins.place(slot)
+        for index in range(count):
+            bins.fill(index, usable)
+            bins.swap(index, usable, due)
+    large = rows[Column.COST][bins.chosen & (rows[Column.COST] > level)]
+    return Selection(
+        num_large=len(large),
+        cost_large=int(large.sum()),
+        chosen=bins.chosen,
+        micro_batches=[slots for slots in bins.slots if slots],
+        missing=sum(max(0, gap) for gap in bins.gaps[len(heights) :]),
+    )
+
+
+class _Bins:
+    """Micro-batches with a target cost each."""
+
+    def __init__(self, rows: Integers, caps: Caps, targets: list[int]) -> None:
+        self._rows = rows
+        self._costs: list[int] = rows[Column.COST].tolist()
+        self._padded: list[int] = rows[Column.PADDED].tolist()
+        self._patches: list[int] = rows[Column.PATCHES].tolist()
+        self._caps = caps
+        self.gaps = list(targets)
+        self._targets = targets
+        self.rooms = [caps.token_budget] * len(targets)
+        self._used = [0] * len(targets)
+        self.slots: list[list[int]] = [[] for _ in targets]
+        self.chosen: Flags = np.zeros(rows.shape[1], dtype=np.bool_)
+
+    def put(self, slot: int, index: int) -> None:
+        """Add a sample to a micro-batch."""
+        self._change(slot, index, 1)
+        self.slots[index].append(slot)
+        self.chosen[slot] = True
+
+    def place(self, slot: int, *, must: bool = False) -> bool:
+        """Add a sample where most cost is missing; without `must` only where it fits the gap."""
+        index = self.gaps.index(max(self.gaps))
+        if self._has_room(slot, index) and (must or self._costs[slot] <= self.gaps[index]):
+            self.put(slot, index)
+            return True
+        order = sorted(range(len(self.gaps)), key=lambda index: (-self.gaps[index], index))
+        for index in order:
+            if not must and self._costs[slot] > self.gaps[index]:
+                return False
+            if self._has_room(slot, index):
+                self.put(slot, index)
+                return True
+        return False
+
+    def missing(self, part: Integers) -> int:
+        """Return the cost that ordinary samples (`part`) can still add."""
+        rate = max(1, int(part[Column.COST].sum()) // max(1, int(part[Column.PADDED].sum())))
+        most = [
+            min(max(gap, 0), max(room, 0) * rate)
+            for gap, room in zip(self.gaps, self.rooms, strict=True)
+        ]
+        return max(1, sum(most))
+
+    def tokens(self, wanted: int) -> int:
+        """Return the tokens ordinary samples should have, `wanted` being those of the step."""
+        free = sum(max(room, 0) for room in self.rooms)
+        used = sum(self._padded[slot] for slots in self.slots for slot in slots)
+        return max(1, min(wanted - used, free * 127 // 128))
+
+    def fill(self, index: int, usable: npt.NDArray[np.intp]) -> None:
+        """Close a micro-batch's gap with the largest samples that fit it."""
+        outside = usable[~self.chosen[usable]]
+        costs = self._rows[Column.COST][outside]  # a copy: what is taken is crossed out
+        lengths = self._rows[Column.PADDED][outside]
+        for _ in range(_FILL_TRIES):
+            if self.gaps[index] * _CLOSE_ENOUGH <= self._targets[index]:
+                return
+            fits = np.where((costs <= self.gaps[index]) & (lengths <= self.rooms[index]), costs, -1)
+            at = int(fits.argmax()) if len(fits) else -1
+            if at < 0 or fits[at] < 0 or not self._has_room(int(outside[at]), index):
+                return
+            self.put(int(outside[at]), index)
+            costs[at] = np.iinfo(np.int64).max
+
+    def swap(self, index: int, usable: npt.NDArray[np.intp], due: Flags) -> None:
+        """Exchange one sample of a micro-batch for one outside, where that closes its gap most."""
+        gap = self.gaps[index]
+        inside = np.array([slot for slot in self.slots[index] if not due[slot]], dtype=np.int64)
+        outside = usable[~self.chosen[usable]]
+        if gap * _CLOSE_ENOUGH <= self._targets[index] or not len(inside) or not len(outside):
+            return
+        costs, padded = self._rows[Column.COST], self._rows[Column.PADDED]
+        outside = outside[np.argsort(costs[outside], kind="stable")]
+        best = np.searchsorted(costs[outside], costs[inside] + gap, side="right") - 1
+        partner = outside[np.maximum(best, 0)]
+        gain = costs[partner] - costs[inside]
+        gain[(best < 0) | (padded[partner] - padded[inside] > self.rooms[index])] = 0
+        at = int(gain.argmax())
+        if gain[at] <= 0:
+            return
+        old, new = int(inside[at]), int(partner[at])
+        patches = self._patches[new] - self._patches[old]
+        if self._caps.max_patches and self._used[index] + patches > self._caps.max_patches:
+            return
+        self._change(old, index, -1)
+        self.slots[index].remove(old)
+        self.chosen[old] = False
+        self.put(new, index)
+
+    def _has_room(self, slot: int, index: int) -> bool:
+        if not self.slots[index]:
+            return True
+        patches = self._used[index] + self._patches[slot]
+        cap = self._caps.max_patches
+        return self._padded[slot] <= self.rooms[index] and (not cap or patches <= cap)
+
+    def _change(self, slot: int, index: int, sign: int) -> None:
+        self.gaps[index] -= sign * self._costs[slot]
+        self.rooms[index] -= sign * self._padded[slot]
+        self._used[index] += sign * self._patches[slot]
+
+
+def _place_large(bins: _Bins, due: Flags, heights: tuple[int, ...], level: int) -> None:
+    """Put the largest sample that fits each height into its micro-batch, what is due first."""
+    costs = bins._rows[Column.COST]
+    large = np.flatnonzero(costs > level)
+    for index, height in enumerate(heights):
+        free = large[~bins.chosen[large] & (costs[large] <= height)]
+        if not len(free):
+            continue
+        pressing = free[due[free]]
+        among = pressing if len(pressing) else free
+        bins.put(int(among[int(costs[among].argmax())]), index)
+
+
+def _falling(costs: Integers, slots: npt.NDArray[np.intp]) -> list[int]:
+    order: list[int] = slots[np.argsort(-costs[slots], kind="stable")].tolist()
+    return order

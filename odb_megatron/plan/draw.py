@@ -1,0 +1,235 @@
+"""Which replica gets which stream positions: online assignment, or fixed shards.
+
+Pure. Online, all replicas share one order of positions and each computes the same assignment from
+the same records: a replica gets as many new positions as it emitted, and when they run short, the
+last ones go where the least cost remains. No payload moves. Fixed shards (`position % replicas`)
+are for sources that are sharded already, and for the policy `samples`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "Assignment",
+    "DrawLimits",
+    "Holdings",
+    "OnlineShard",
+    "deal",
+    "held_goal",
+    "own_positions",
+]
+
+Integers = npt.NDArray[np.int64]
+
+_MOST_KEPT = 1
+"""Positions kept back when a run nears its end, at most, in batches."""
+
+_LAST_KEPT = 8
+"""Positions kept back when one batch remains, in percent of it; four times as many per step."""
+
+
+class Assignment(Enum):
+    """How stream positions come to replicas.
+
+    ONLINE: by what each replica has emitted, for map-style data. FIXED: position modulo replicas.
+    """
+
+    ONLINE = "online"
+    FIXED = "fixed"
+
+
+def held_goal(remaining: int, *, capacity: int, batch: int, is_late: bool) -> int:
+    """Return how many positions all replicas should hold, assigned and not emitted.
+
+    `capacity`, as long as the run does not near its end. There some positions are kept back, so
+    that they can go where they are needed when it is known how the windows turned out: one
+    batch at first, towards the end a quarter of that per step, and half inside a step.
+
+    Args:
+        remaining: positions not yet emitted by anyone.
+        capacity: what all replicas may hold.
+        batch: positions per step.
+        is_late: assigned inside a step, when the windows' costs are known.
+    """
+    steps = 32 * remaining // batch - (48 if is_late else 32)  # in sixteenths of a halving
+    whole, part = min(steps >> 4, 16), steps & 15
+    kept = batch * (16 + part) * _LAST_KEPT
+    kept = kept << whole if whole >= 0 else kept >> -whole
+    kept = min(kept // 1600, batch * _MOST_KEPT)
+    return min(capacity, remaining, max(batch * 5 // 4, remaining - kept))
+
+
+def deal(amount: int, *, costs: Integers, caps: Integers, each: int) -> Integers:
+    """Deal `amount` positions so that the lowest cost is raised first (water-filling).
+
+    Args:
+        amount: positions to deal; at most `caps.sum()`.
+        costs: expected remaining cost of each replica, int64 [replicas].
+        caps: most positions for each replica, int64 [replicas].
+        each: expected cost of one position, at least 1.
+
+    Returns:
+        Positions per replica, int64 [replicas], summing to `amount`; ties go to lower replicas.
+    """
+    if amount >= int(caps.sum()):
+        return caps.copy()
+    base = costs // each  # levels in units of one position
+    low, high = int(base.min()), int((base + caps).max())
+    while low < high:  # the highest level that does not need more than `amount`
+        middle = (low + high + 1) // 2
+        if int(np.clip(middle - base, 0, caps).sum()) <= amount:
+            low = middle
+        else:
+            high = middle - 1
+    dealt: Integers = np.clip(low - base, 0, caps)
+    left = amount - int(dealt.sum())
+    open_ones = np.flatnonzero((dealt < caps) & (base + dealt <= low))
+    order = np.argsort(costs[open_ones] - base[open_ones] * each, kind="stable")
+    dealt[open_ones[order[:left]]] += 1
+    return dealt
+
+
+def own_positions(counts: Integers, replica: int, *, first: int) -> list[int]:
+    """Return a replica's positions when everyone takes turns until each has its count.
+
+    Args:
+        counts: positions per replica.
+        replica: whose positions.
+        first: first position dealt.
+    """
+    own = int(counts[replica])
+    if own == 0:
+        return []
+    ends = np.bincount(np.minimum(counts, own), minlength=own + 1)
+    active = len(counts) - np.cumsum(ends)[:own]  # replicas in each turn
+    before = np.bincount(np.minimum(counts[:replica], own), minlength=own + 1)
+    ahead = replica - np.cumsum(before)[:own]  # lower replicas in each turn
+    turns = first + np.concatenate(([0], np.cumsum(active)[:-1])) + ahead
+    positions: list[int] = turns.tolist()
+    return positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawLimits:
+    """What online assignment goes by.
+
+    Attributes:
+        total: positions of the run.
+        capacity: most positions a replica holds, in its window and assigned ahead.
+        batch: positions per step.
+    """
+
+    total: int
+    capacity: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """What each replica holds, int64 [replicas] each.
+
+    Attributes:
+        num_held: samples in the window.
+        cost_held: their cost.
+        num_upcoming: positions assigned and not drawn.
+    """
+
+    num_held: Integers
+    cost_held: Integers
+    num_upcoming: Integers
+
+
+class OnlineShard:
+    """One replica's view of the assignment.
+
+    Args:
+        limits: what assignment goes by, equal on all replicas.
+        replica: which one this is.
+        cursor: first position not assigned to anyone.
+        upcoming: positions assigned to this replica and not drawn.
+    """
+
+    def __init__(
+        self, limits: DrawLimits, *, replica: int, cursor: int, upcoming: Sequence[int] = ()
+    ) -> None:
+        self._limits = limits
+        self._replica = replica
+        self._cursor = cursor
+        self._upcoming: deque[int] = deque(upcoming)
+        self._announced: list[int] = list(upcoming)
+
+    @property
+    def cursor(self) -> int:
+        """First position not assigned to anyone."""
+        return self._cursor
+
+    @property
+    def num_unassigned(self) -> int:
+        """Positions not assigned to anyone."""
+        return max(0, self._limits.total - self._cursor)
+
+    @property
+    def upcoming(self) -> Sequence[int]:
+        """Positions assigned to this replica and not drawn."""
+        return self._upcoming
+
+    def draw(self, most: int) -> list[int]:
+        """Return the next positions, at most `most`."""
+        return [self._upcoming.popleft() for _ in range(min(most, len(self._upcoming)))]
+
+    def take_announced(self) -> list[int]:
+        """Return positions assigned since the last call, in the order in which they are drawn."""
+        announced, self._announced = self._announced, []
+        return announced
+
+    def top_up(
+        self, holdings: Holdings, *, each: int, is_late: bool = False, is_final: bool = False
+    ) -> None:
+        """Assign new positions to all replicas and take this replica's part.
+
+        A window that is full of cost waits with drawing, even if it holds few samples: so no
+        replica runs so far ahead of the others that the end of the run could not make up for it.
+
+        Args:
+            holdings: what each replica holds.
+            each: expected cost of one position, at least 1.
+            is_late: see `held_goal`.
+            is_final: assign everything that is left.
+        """
+        left = self.num_unassigned
+        if not left:
+            return
+        held = holdings.num_held + holdings.num_upcoming
+        amount = left
+        if not is_final:
+            now = int(held.sum())
+            capacity = self._limits.capacity
+            goal = held_goal(
+                left + now,
+                capacity=capacity * len(held),
+                batch=self._limits.batch,
+                is_late=is_late,
+            )
+            amount = min(left, goal - now)
+        if amount <= 0:
+            return
+        costs = holdings.cost_held + holdings.num_upcoming * each
+        if is_final:
+            caps = np.full_like(held, left)
+        else:
+            room = np.minimum(capacity - held, (capacity * each - costs) // each)
+            caps = np.maximum(room, 0)
+            amount = min(amount, int(caps.sum()))
+        if amount:
+            counts = deal(amount, costs=costs, caps=caps, each=each)
+            positions = own_positions(counts, self._replica, first=self._cursor)
+            self._upcoming.extend(positions)
+            self._announced.extend(positions)
+            self._cursor += amount
