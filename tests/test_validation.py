@@ -107,7 +107,9 @@ def test_flags_an_older_megatron_does_not_have_are_not_needed() -> None:
     needed = {"calculate_per_token_loss", "micro_batch_size", "dataloader_type", "seq_length"}
     old = {k: v for k, v in GOOD.items() if k.startswith("odb") or k in needed}
     args = argparse.Namespace(**old, global_batch_size=8)
-    refuse_unsupported(args, OdbConfig.from_args(args, num_replicas=2))
+    config = OdbConfig.from_args(args, num_replicas=2)
+    refuse_unsupported(args, config)  # raises nothing
+    assert config.enabled
 
 
 @pytest.mark.parametrize(("values", "text"), BAD, ids=[text for _, text in BAD])

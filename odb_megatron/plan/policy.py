@@ -6,6 +6,7 @@ records alone (`StepTarget`) is equal on all replicas.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
 
@@ -60,7 +61,7 @@ class StepState:
     start: int
 
 
-class StepPolicy:
+class StepPolicy(ABC):
     """Base of the policies.
 
     Args:
@@ -82,9 +83,9 @@ class StepPolicy:
         """Cost of an average sample as far as known, at least 1."""
         return 1
 
+    @abstractmethod
     def draw_before(self, consumed: int) -> tuple[int, int]:
         """Return (end, most): draw own positions below `end` until `most` samples are held."""
-        raise NotImplementedError
 
     def describe(
         self, window: SampleWindow, *, state: StepState, first_new: int, num_emitted: int
@@ -100,6 +101,7 @@ class StepPolicy:
         del window, state, first_new, num_emitted
         return {}
 
+    @abstractmethod
     def target(
         self, table: RecordTable[WindowRecord], *, state: StepState, steps_left: int, drained: bool
     ) -> StepTarget:
@@ -111,8 +113,8 @@ class StepPolicy:
             steps_left: from `Termination.begin_step`.
             drained: some replica has nothing left to draw.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def select(
         self, window: SampleWindow, *, target: StepTarget, state: StepState, num_to_come: int | None
     ) -> Selection:
@@ -124,10 +126,10 @@ class StepPolicy:
             state: the step's.
             num_to_come: samples that will still join the window, None for "as many as it emits".
         """
-        raise NotImplementedError
 
     def learn(self, table: RecordTable[PlanRecord], *, target: StepTarget, count: int) -> None:
         """Take note of a step's outcome: all second records and the common count."""
+        del table, target, count  # a policy need not learn
 
     def knowledge(self) -> list[int]:
         """Return what was learned, for the state."""
@@ -135,6 +137,7 @@ class StepPolicy:
 
     def restore(self, knowledge: list[int]) -> None:
         """Continue from `knowledge`."""
+        del knowledge  # see `learn`
 
 
 class SamplesPolicy(StepPolicy):

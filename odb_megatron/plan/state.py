@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from odb_megatron.plan.config import PlanConfig
+from odb_megatron.plan.padding import padded_length
 
 __all__ = ["STATE_VERSION", "check_state", "window_row"]
 
@@ -63,8 +64,7 @@ def window_row(
             f"position {position} has {num_patches} patches; a micro-batch may hold "
             f"{config.max_patches}: raise max_patches, or shrink the images"
         )
-    multiple = config.multiple
-    padded = num_tokens if multiple == 1 else -(-num_tokens // multiple) * multiple
+    padded = padded_length(num_tokens, config.multiple)
     cost = config.cost.sample(padded, num_patches=num_patches)
     return (
         position,
