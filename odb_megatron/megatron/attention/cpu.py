@@ -1,9 +1,9 @@
 """Core attention by torch's scaled-dot-product attention, one call per sample.
 
-Must not touch process groups and must not move data between devices, the cumulative lengths
-aside. It runs on any device but is meant for the CPU, where it is the fastest exact way (4096
-tokens in 12 segments, forward and backward: 7 times faster than a dense block mask); on a GPU each
-call waits for the cumulative lengths to reach the host.
+Must not move data between devices, the cumulative lengths aside. It runs on any device but is meant
+for the CPU, where it is the fastest exact way (4096 tokens in 12 segments, forward and backward: 7
+times faster than a dense block mask); on a GPU each call waits for the cumulative lengths to reach
+the host. Under context parallelism keys and values of all ranks are gathered: correct, not fast.
 
 Shapes: T tokens of a pack, S sequence length, B batch, N heads, G key/value heads (query groups),
 D channels per head, K samples. All per tensor-parallel rank.
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
@@ -27,6 +28,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
+
+from odb_megatron.comm.autograd import all_gather_with_gradient, group_rank, group_size
+from odb_megatron.data.context_parallel import chunk_indices
 
 __all__ = ["CpuCoreAttention", "segment_bounds"]
 
@@ -51,8 +55,9 @@ class CpuCoreAttention(MegatronModule):
         attention_type: must be `"self"`.
         attention_dropout: probability; `config.attention_dropout` if None.
         softmax_scale: factor on the scores; 1 / sqrt(D) if None.
-        cp_comm_type: unused, there is no context parallelism here.
-        pg_collection: unused beyond its `tp` group, kept for sharded checkpoints.
+        cp_comm_type: unused, keys and values are always gathered.
+        pg_collection: its `tp` group is kept for sharded checkpoints, its `cp` group is that of
+            context parallelism.
 
     Raises:
         ValueError: a feature this backend does not have, with the flag that asks for it.
@@ -84,8 +89,9 @@ class CpuCoreAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.tp_group = pg_collection.tp
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         head_dim = config.kv_channels
         self.softmax_scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -103,7 +109,8 @@ class CpuCoreAttention(MegatronModule):
         """Attend within each sample.
 
         Args:
-            query: [T, N, D] if packed, else [S, B, N, D].
+            query: [T, N, D] if packed (this context-parallel rank's chunks of each sample), else
+                [S, B, N, D].
             key: [T, G, D] or [S, B, G, D]; G divides N.
             value: as `key`.
             attention_mask: unused if packed. For a padded batch None, or bool [1 or B, 1, S, S]
@@ -127,7 +134,14 @@ class CpuCoreAttention(MegatronModule):
             )
         if packed_seq_params is not None:
             _refuse_mask_type(attn_mask_type, AttnMaskType.causal, AttnMaskType.padding_causal)
+            if self.cp_group is not None:
+                return self._packed_chunks(query, key, value, packed_seq_params)
             return self._packed(query, key, value, packed_seq_params)
+        if self.cp_group is not None:
+            raise ValueError(
+                "attention backend cpu has context parallelism for packed samples only: use --odb, "
+                "or --context-parallel-size 1"
+            )
         _refuse_mask_type(attn_mask_type or self.attn_mask_type, AttnMaskType.causal)
         return self._padded(query, key, value, attention_mask)
 
@@ -150,7 +164,50 @@ class CpuCoreAttention(MegatronModule):
                     parts.append(out_NLD.squeeze(0).transpose(0, 1).flatten(1))
                 if padded_end > end:
                     parts.append(query_TND.new_zeros(padded_end - end, query_TND[0].numel()))
-        return torch.cat(parts)
+        out = torch.cat(parts)
+        if not out.requires_grad:  # an idle micro-batch; gradient hooks wait for every weight
+            out = out + _nothing_of(query_NTD, key_GTD, value_GTD)
+        return out
+
+    def _packed_chunks(
+        self, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, packed: PackedSeqParams
+    ) -> Tensor:
+        """As `_packed`, where this rank holds two chunks of each sample (`data.context_parallel`).
+
+        T is the number of tokens of one rank.
+        """
+        size, rank = group_size(self.cp_group), group_rank(self.cp_group)
+        bounds = segment_bounds(packed, num_tokens=size * query_TND.size(0))
+        offsets = np.array([start for start, _, _ in bounds] + [size * query_TND.size(0)])
+        order_T = torch.from_numpy(
+            np.concatenate([chunk_indices(offsets, size=size, rank=r) for r in range(size)])
+        ).to(query_TND.device)
+        key_GTD, value_GTD = (
+            torch.cat(all_gather_with_gradient(tensor, group=self.cp_group))[order_T.argsort()]
+            .transpose(0, 1)
+            .unsqueeze(0)
+            for tensor in (key_TGD, value_TGD)
+        )
+        query_NTD = query_TND.transpose(0, 1).unsqueeze(0)
+        parts: list[Tensor] = []
+        at = 0
+        with self._dropout_rng():
+            for start, end, padded_end in bounds:
+                chunk = (padded_end - start) // (2 * size)
+                for index in (rank, 2 * size - 1 - rank):
+                    first = start + index * chunk
+                    real = max(0, min(chunk, end - first))
+                    if real:
+                        out_NLD = self._attend_to_earlier(
+                            query_NTD[:, :, at : at + real],
+                            key_GTD[:, :, start : first + real],
+                            value_GTD[:, :, start : first + real],
+                        )
+                        parts.append(out_NLD.squeeze(0).transpose(0, 1).flatten(1))
+                    parts.append(query_TND.new_zeros(chunk - real, query_TND[0].numel()))
+                    at += chunk
+        # The gradient's collective needs every rank, also one whose chunks are all padding.
+        return torch.cat(parts) + _nothing_of(query_NTD, key_GTD, value_GTD)
 
     def _padded(
         self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, mask: Tensor | None
@@ -179,6 +236,22 @@ class CpuCoreAttention(MegatronModule):
             enable_gqa=query_BNLD.size(1) != key_BGLD.size(1),
         )
 
+    def _attend_to_earlier(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend from the last positions of a sample to all of it up to there."""
+        num_queries, num_keys = query.size(2), key.size(2)
+        sees_LK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(
+            num_keys - num_queries
+        )
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=sees_LK,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )
+
     @contextlib.contextmanager
     def _dropout_rng(self) -> Iterator[None]:
         """The generator upstream draws attention dropout from (dot_product_attention.py 0.19.2)."""
@@ -187,6 +260,11 @@ class CpuCoreAttention(MegatronModule):
             return
         with tensor_parallel.get_cuda_rng_tracker().fork():
             yield
+
+
+def _nothing_of(*tensors: Tensor) -> Tensor:
+    """Return 0 with a gradient (of 0) to each tensor, [1, heads, T, D]."""
+    return torch.stack([tensor[:, :, :0].sum() for tensor in tensors]).sum()
 
 
 def segment_bounds(packed: PackedSeqParams, *, num_tokens: int) -> Bounds:
@@ -251,7 +329,6 @@ def _refuse_other_key_lengths(packed: PackedSeqParams) -> None:
 def _refuse_unsupported(config: TransformerConfig, layer_number: int) -> None:
     """Refuse what the configuration asks for and this backend does not compute."""
     asked: list[tuple[bool, str]] = [
-        (config.context_parallel_size > 1, "--context-parallel-size above 1"),
         (
             is_layer_window_attention(
                 config.window_size, config.window_attn_skip_freq, layer_number
