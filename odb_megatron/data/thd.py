@@ -16,7 +16,7 @@ from torch import Tensor
 from odb_megatron.data.sample import Sample
 from odb_megatron.plan.padding import padded_length
 
-__all__ = ["PAD_TOKEN", "MicroBatch", "assemble", "assemble_idle"]
+__all__ = ["PAD_TOKEN", "MicroBatch", "MicroBatchLayout", "assemble", "assemble_idle", "layout"]
 
 PAD_TOKEN = 0
 """Token id at padded places and in idle micro-batches: any id of the vocabulary serves, because
@@ -24,24 +24,16 @@ no loss is taken there and attention does not cross samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """One packed micro-batch, on the CPU.
+class MicroBatchLayout:
+    """Where the samples of one packed micro-batch lie: all that a middle pipeline stage uses.
 
     Attributes:
-        tokens: int64 [1, T].
-        labels: int64 [1, T]; a sample's last label is its own, never the next sample's token.
-        loss_mask: float32 [1, T], 0 at padding.
-        position_ids: int64 [1, T], from 0 in each sample.
         cu_seqlens: int32 [S1], cumulative lengths before padding (real tokens).
         cu_seqlens_padded: int32 [S1], cumulative lengths after padding (offsets into T).
         max_seqlen: longest padded sample.
         positions: stream positions of the samples, in their order here; empty when idle.
     """
 
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    position_ids: Tensor
     cu_seqlens: Tensor
     cu_seqlens_padded: Tensor
     max_seqlen: int
@@ -51,6 +43,41 @@ class MicroBatch:
     def is_idle(self) -> bool:
         """Whether it carries no sample."""
         return not self.positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch(MicroBatchLayout):
+    """One packed micro-batch, on the CPU.
+
+    Attributes:
+        tokens: int64 [1, T].
+        labels: int64 [1, T]; a sample's last label is its own, never the next sample's token.
+        loss_mask: float32 [1, T], 0 at padding.
+        position_ids: int64 [1, T], from 0 in each sample.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+
+
+def layout(
+    lengths: Sequence[int], *, positions: Sequence[int], multiple: int = 1
+) -> MicroBatchLayout:
+    """Lay out samples of the given lengths, each padded to `multiple`; none for an idle one.
+
+    An idle micro-batch is the smallest legal one: `multiple` padding tokens. Its `cu_seqlens` name
+    no real token, so FLOPs accounting adds nothing for it; attention goes by `cu_seqlens_padded`.
+    """
+    real = list(lengths) or [0]
+    padded = [padded_length(max(1, length), multiple) for length in real]
+    return MicroBatchLayout(
+        cu_seqlens=torch.tensor([0, *np.cumsum(real)], dtype=torch.int32),
+        cu_seqlens_padded=torch.tensor([0, *np.cumsum(padded)], dtype=torch.int32),
+        max_seqlen=max(padded),
+        positions=tuple(positions),
+    )
 
 
 def assemble(
@@ -72,43 +99,40 @@ def assemble(
             f"and {len(positions)} positions"
         )
     lengths = [len(sample) for sample in samples]
-    padded = [padded_length(length, multiple) for length in lengths]
-    offsets = np.concatenate(([0], np.cumsum(padded)))
+    where = layout(lengths, positions=positions, multiple=multiple)
+    offsets = where.cu_seqlens_padded.numpy()
     tokens_T = np.full(offsets[-1], PAD_TOKEN, dtype=np.int64)
     labels_T = np.full(offsets[-1], PAD_TOKEN, dtype=np.int64)
     loss_mask_T = np.zeros(offsets[-1], dtype=np.float32)
     position_ids_T = np.empty(offsets[-1], dtype=np.int64)
-    for sample, start, length, space in zip(samples, offsets[:-1], lengths, padded, strict=True):
-        tokens_T[start : start + length] = sample.tokens
-        labels_T[start : start + length] = sample.labels
-        loss_mask_T[start : start + length] = sample.loss_mask
-        position_ids_T[start : start + space] = np.arange(space)
+    for sample, start, end in zip(samples, offsets[:-1], offsets[1:], strict=True):
+        tokens_T[start : start + len(sample)] = sample.tokens
+        labels_T[start : start + len(sample)] = sample.labels
+        loss_mask_T[start : start + len(sample)] = sample.loss_mask
+        position_ids_T[start:end] = np.arange(end - start)
     return MicroBatch(
         tokens=torch.from_numpy(tokens_T)[None],
         labels=torch.from_numpy(labels_T)[None],
         loss_mask=torch.from_numpy(loss_mask_T)[None],
         position_ids=torch.from_numpy(position_ids_T)[None],
-        cu_seqlens=torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)),
-        cu_seqlens_padded=torch.from_numpy(offsets.astype(np.int32)),
-        max_seqlen=max(padded),
-        positions=tuple(positions),
+        cu_seqlens=where.cu_seqlens,
+        cu_seqlens_padded=where.cu_seqlens_padded,
+        max_seqlen=where.max_seqlen,
+        positions=where.positions,
     )
 
 
 def assemble_idle(*, multiple: int = 1) -> MicroBatch:
-    """Return the smallest legal micro-batch: `multiple` padding tokens, none with loss.
-
-    Its `cu_seqlens` name no real token, so FLOPs accounting adds nothing for it; attention goes by
-    `cu_seqlens_padded`.
-    """
+    """Return an idle micro-batch: see `layout`; none of its tokens has loss."""
+    where = layout((), positions=(), multiple=multiple)
     zeros_T = torch.zeros((1, multiple), dtype=torch.int64)
     return MicroBatch(
         tokens=zeros_T + PAD_TOKEN,
         labels=zeros_T + PAD_TOKEN,
         loss_mask=torch.zeros((1, multiple), dtype=torch.float32),
         position_ids=torch.arange(multiple)[None],
-        cu_seqlens=torch.tensor([0, 0], dtype=torch.int32),
-        cu_seqlens_padded=torch.tensor([0, multiple], dtype=torch.int32),
-        max_seqlen=multiple,
+        cu_seqlens=where.cu_seqlens,
+        cu_seqlens_padded=where.cu_seqlens_padded,
+        max_seqlen=where.max_seqlen,
         positions=(),
     )

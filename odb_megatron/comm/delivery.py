@@ -1,0 +1,141 @@
+"""Delivery inside a replica: the leader's bytes to its other ranks, over the CPU.
+
+Must not know what the bytes mean. Per step two broadcasts, however many micro-batches it has: a
+header to every rank of the replica, and a payload to those that use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from odb_megatron.comm.gloo_group import GlooGroup
+
+__all__ = ["DeliveryError", "ReplicaGroup"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_LENGTH_BYTES = 8
+_FIRST_CAPACITY = 4096
+"""Bytes of a header broadcast at first; it doubles when a header does not fit, on all ranks."""
+
+
+class DeliveryError(RuntimeError):
+    """A broadcast inside the replica did not complete: a rank is gone or stuck."""
+
+
+class ReplicaGroup:
+    """One loader's channel from the leader of a replica to its other ranks.
+
+    Every rank of the replica must call the constructor, in the same order for each loader; ranks of
+    other replicas need not (they make their own).
+
+    Args:
+        ranks: global ranks of the replica, the leader first.
+        payload_ranks: those that get payloads, the leader first; a subset of `ranks`.
+        name: shown in errors, such as "train".
+        timeout_s: seconds a broadcast may take.
+
+    Attributes:
+        num_collectives: broadcasts this rank has taken part in.
+        num_bytes: bytes it has sent (leader) or received.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], *, payload_ranks: Sequence[int], name: str, timeout_s: float
+    ) -> None:
+        if payload_ranks[0] != ranks[0] or not set(payload_ranks) <= set(ranks):
+            raise ValueError(
+                f"payload ranks {list(payload_ranks)} must begin with the leader {ranks[0]} and be "
+                f"ranks of the replica {list(ranks)}"
+            )
+        self._ranks, self._name, self._timeout_s = list(ranks), name, timeout_s
+        self._leader = ranks[0]
+        self._rank = dist.get_rank()
+        self._has_payload = self._rank in payload_ranks
+        prefix = f"{name}/replica of rank {self._leader}"
+        self._headers = GlooGroup(ranks, name=f"{prefix}/headers", timeout_s=timeout_s)
+        self._payloads = None
+        if len(payload_ranks) > 1 and self._has_payload:
+            self._payloads = GlooGroup(
+                payload_ranks, name=f"{prefix}/payloads", timeout_s=timeout_s
+            )
+        self._capacity = _FIRST_CAPACITY
+        self.num_collectives = 0
+        self.num_bytes = 0
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank sends."""
+        return self._rank == self._leader
+
+    @property
+    def has_payload(self) -> bool:
+        """Whether this rank takes part in payload broadcasts."""
+        return self._has_payload
+
+    def header(self, data: bytes | None = None) -> bytes:
+        """Broadcast a header; the leader passes it, the others get it.
+
+        Raises:
+            DeliveryError: a rank is gone or did not answer in time.
+        """
+        buffer = np.zeros(self._capacity, dtype=np.uint8)
+        if data is not None:
+            buffer[:_LENGTH_BYTES] = np.frombuffer(
+                len(data).to_bytes(_LENGTH_BYTES, "little"), dtype=np.uint8
+            )
+            first = data[: self._capacity - _LENGTH_BYTES]
+            buffer[_LENGTH_BYTES : _LENGTH_BYTES + len(first)] = np.frombuffer(first, np.uint8)
+        self._broadcast(buffer, group=self._headers)
+        length = int.from_bytes(buffer[:_LENGTH_BYTES].tobytes(), "little")
+        room = self._capacity - _LENGTH_BYTES
+        found = buffer[_LENGTH_BYTES : _LENGTH_BYTES + min(length, room)].tobytes()
+        if length > room:  # once for each doubling: the next ones fit
+            rest = np.zeros(length - room, dtype=np.uint8)
+            if data is not None:
+                rest[:] = np.frombuffer(data[room:], dtype=np.uint8)
+            self._broadcast(rest, group=self._headers)
+            found += rest.tobytes()
+            while self._capacity - _LENGTH_BYTES < length:
+                self._capacity *= 2
+        return found
+
+    def payload(self, data: Bytes) -> Bytes:
+        """Broadcast a payload; the others pass a buffer of its size, which is filled and returned.
+
+        Args:
+            data: uint8 [bytes], contiguous.
+
+        Raises:
+            DeliveryError: a rank is gone or did not answer in time.
+        """
+        assert self._has_payload, f"rank {self._rank} gets no payloads"
+        if self._payloads is not None and data.size:
+            self._broadcast(data, group=self._payloads)
+        return data
+
+    def close(self) -> None:
+        """Close the connections; ranks that wait for this one learn it at once."""
+        self._headers.close()
+        if self._payloads is not None:
+            self._payloads.close()
+
+    def _broadcast(self, data: Bytes, *, group: GlooGroup) -> None:
+        if group.is_closed:
+            raise DeliveryError(f"delivery of the {self._name} loader is closed: it had failed")
+        try:
+            group.broadcast(torch.from_numpy(data), source=0)
+        except RuntimeError as error:
+            self.close()
+            raise DeliveryError(
+                f"rank {self._rank}: broadcast {self.num_collectives} of the {self._name} loader "
+                f"failed after at most {self._timeout_s:.0f} s ({error}). A rank of the replica "
+                f"{self._ranks} has stopped or is stuck; its own output says why"
+            ) from error
+        self.num_collectives += 1
+        self.num_bytes += data.nbytes

@@ -1,0 +1,175 @@
+"""A step as bytes, for the other ranks of a replica: a header of metadata, and a payload of tokens.
+
+Must not send anything. The header is JSON and has everything but token ids, labels and loss masks;
+offsets, padding and positions follow from the sample lengths in it. The payload has real tokens
+only: token ids and labels as int32, loss masks as bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_megatron.data.sample import Sample
+from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, assemble, assemble_idle, layout
+from odb_megatron.plan.step import StepTotals
+
+__all__ = ["Ending", "StepMetadata", "decode_header", "decode_payload", "encode_header"]
+__all__ += ["encode_payload", "payload_bytes"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_MAX_TOKEN_ID = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """In place of a step: the loader is exhausted, or (with a message) has failed.
+
+    Attributes:
+        error: what the leader raised; empty at the end of the data.
+    """
+
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetadata:
+    """What every rank of a replica knows of a step.
+
+    Attributes:
+        totals: the step, summed over replicas.
+        positions: stream positions per micro-batch; an empty one is idle.
+        lengths: tokens of each sample before padding, per micro-batch.
+        multiple: padded lengths are multiples of this.
+    """
+
+    totals: StepTotals
+    positions: tuple[tuple[int, ...], ...]
+    lengths: tuple[tuple[int, ...], ...]
+    multiple: int
+
+    @classmethod
+    def of(
+        cls, totals: StepTotals, micro_batches: Sequence[MicroBatch], *, multiple: int
+    ) -> StepMetadata:
+        """Describe assembled micro-batches."""
+        return cls(
+            totals=totals,
+            positions=tuple(item.positions for item in micro_batches),
+            lengths=tuple(_lengths(item) for item in micro_batches),
+            multiple=multiple,
+        )
+
+    def layouts(self) -> list[MicroBatchLayout]:
+        """Return the micro-batches without their tokens, as middle pipeline stages use them."""
+        return [
+            layout(lengths, positions=positions, multiple=self.multiple)
+            for lengths, positions in zip(self.lengths, self.positions, strict=True)
+        ]
+
+
+def encode_header(content: StepMetadata | Ending) -> bytes:
+    """Return the header's bytes."""
+    return json.dumps(asdict(content), separators=(",", ":")).encode()
+
+
+def decode_header(data: bytes) -> StepMetadata | Ending:
+    """Inverse of `encode_header`."""
+    values: dict[str, Any] = json.loads(data)
+    if "error" in values:
+        return Ending(**values)
+    totals = values["totals"]
+    return StepMetadata(
+        totals=StepTotals(**totals | {"costs": tuple(totals["costs"])}),
+        positions=tuple(map(tuple, values["positions"])),
+        lengths=tuple(map(tuple, values["lengths"])),
+        multiple=values["multiple"],
+    )
+
+
+def payload_bytes(metadata: StepMetadata) -> int:
+    """Return the size of a step's payload."""
+    num_tokens = sum(map(sum, metadata.lengths))
+    return 8 * num_tokens + -(-num_tokens // 8)
+
+
+def encode_payload(micro_batches: Sequence[MicroBatch]) -> Bytes:
+    """Return token ids, labels and loss masks of all real tokens, uint8 [bytes].
+
+    Raises:
+        ValueError: a token id that does not fit 31 bits.
+    """
+    places = [_real_places(item) for item in micro_batches]
+    tokens, labels, mask = (
+        np.concatenate(
+            [
+                getattr(item, name).numpy()[0][at]
+                for item, at in zip(micro_batches, places, strict=True)
+            ]
+        )
+        for name in ("tokens", "labels", "loss_mask")
+    )
+    for ids in (tokens, labels):
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= _MAX_TOKEN_ID:
+            raise ValueError(
+                f"token ids from {ids.min()} to {ids.max()} do not fit 0 to {_MAX_TOKEN_ID}: the "
+                "tokenizer or the data is damaged"
+            )
+    return np.concatenate(
+        [
+            tokens.astype("<i4").view(np.uint8),
+            labels.astype("<i4").view(np.uint8),
+            np.packbits(mask > 0),
+        ]
+    )
+
+
+def decode_payload(metadata: StepMetadata, payload: Bytes) -> list[MicroBatch]:
+    """Return the step's micro-batches, equal to those that were encoded.
+
+    Raises:
+        ValueError: the payload has another size than the header says.
+    """
+    if payload.size != payload_bytes(metadata):
+        raise ValueError(
+            f"a payload of {payload.size} bytes arrived; its header describes "
+            f"{payload_bytes(metadata)}: ranks of the replica run different code"
+        )
+    count = sum(map(sum, metadata.lengths))
+    tokens = payload[: 4 * count].view("<i4").astype(np.int64)
+    labels = payload[4 * count : 8 * count].view("<i4").astype(np.int64)
+    mask = np.unpackbits(payload[8 * count :], count=count).astype(np.float32)
+    micro_batches, at = [], 0
+    for lengths, positions in zip(metadata.lengths, metadata.positions, strict=True):
+        samples = []
+        for length in lengths:
+            part = slice(at, at + length)
+            samples.append(Sample(tokens=tokens[part], labels=labels[part], loss_mask=mask[part]))
+            at += length
+        micro_batches.append(
+            assemble(samples, positions=positions, multiple=metadata.multiple)
+            if positions
+            else assemble_idle(multiple=metadata.multiple)
+        )
+    return micro_batches
+
+
+def _lengths(item: MicroBatch) -> tuple[int, ...]:
+    if item.is_idle:
+        return ()
+    return tuple(end - start for start, end in pairwise(item.cu_seqlens.tolist()))
+
+
+def _real_places(item: MicroBatch) -> npt.NDArray[np.int64]:
+    """Places of the real tokens in the padded micro-batch."""
+    lengths = np.array(_lengths(item), dtype=np.int64)
+    starts = item.cu_seqlens_padded.numpy().astype(np.int64)[: len(lengths)]
+    before = np.concatenate(([0], np.cumsum(lengths)[:-1])) if len(lengths) else lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
