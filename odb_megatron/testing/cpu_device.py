@@ -34,6 +34,7 @@ _MEGATRON_MODULES = (
     "megatron.core.tensor_parallel.random",
     "megatron.core.datasets.utils",
     "megatron.core.transformer.moe.moe_utils",
+    "megatron.core.transformer.torch_norm",
     "megatron.training.initialize",
     "megatron.training.training",
 )

@@ -7,6 +7,7 @@ optimizer, all schedules, MoE; training: `pretrain()` with evaluation and checkp
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -231,6 +232,22 @@ def _initialize_megatron(original: Any) -> Callable[..., Any]:
     return initialize_megatron
 
 
+def _norm_with_sequence_parallel(original: Any) -> Any:
+    """Torch's norm, its parameters marked so that their gradients are summed over the ranks."""
+
+    def make_norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if not config.sequence_parallel:
+            return original(cls, config, *args, **kwargs)
+        alone = copy.copy(config)
+        alone.sequence_parallel = False
+        norm = original(cls, alone, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    return staticmethod(make_norm)
+
+
 def _row(
     module: str, name: str, make: Callable[[Any], Any], reason: str, *, may_be_absent: bool = False
 ) -> Replacement:
@@ -265,6 +282,10 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     _row(
         "megatron.core.transformer.moe.moe_utils", "te_general_gemm", lambda original: original,
         "core 0.16.1 without Transformer Engine never defines it", may_be_absent=True,
+    ),
+    _row(
+        "megatron.core.transformer.torch_norm:WrappedTorchNorm", "__new__",
+        _norm_with_sequence_parallel, "refuses sequence parallelism; Apex's norms need CUDA",
     ),
     _row(
         "megatron.core.datasets.utils", "compile_helpers", _compile_helpers,
