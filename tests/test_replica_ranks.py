@@ -43,9 +43,8 @@ def _compare(rank: int) -> list[dict[str, Any]]:
         )
         place = replica_ranks(args, rank=rank)
         stage = mpu.get_pipeline_model_parallel_rank()
-        leads = (
-            stage == mpu.get_tensor_model_parallel_rank() == mpu.get_context_parallel_rank() == 0
-        )
+        others = mpu.get_tensor_model_parallel_rank() + mpu.get_context_parallel_rank()
+        leads = stage == others == 0
         found.append(
             {
                 "replica": mpu.get_data_parallel_rank(),
