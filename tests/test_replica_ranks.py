@@ -1,85 +1,89 @@
-"""`odb_megatron.megatron.replica_ranks`: against the groups that Megatron itself makes."""
+"""`odb_megatron.megatron.replica_ranks`: against groups written out by hand.
+
+The first cases are those of parallel_state.py's own docstrings (`initialize_model_parallel`).
+"""
 
 from __future__ import annotations
 
-from argparse import Namespace
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from odb_megatron.testing.gloo import run_replicas
+# (tensor, pipeline, context, use_tp_pp_dp_mapping), world size, replicas: ranks by pipeline stage
+CASES: list[tuple[tuple[int, int, int, bool], int, list[list[list[int]]]]] = [
+    (
+        (2, 4, 1, False),
+        16,
+        [[[0, 1], [4, 5], [8, 9], [12, 13]], [[2, 3], [6, 7], [10, 11], [14, 15]]],
+    ),
+    ((2, 2, 1, True), 8, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
+    ((1, 2, 2, False), 8, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]),
+    ((2, 1, 2, False), 8, [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]),
+    ((1, 1, 1, False), 3, [[[0]], [[1]], [[2]]]),
+]
 
-WORLD = 8
-
-
-def _compare(rank: int) -> list[dict[str, Any]]:
-    from megatron.core import parallel_state as mpu
-
-    from odb_megatron.comm.control import ranks_of
-    from odb_megatron.megatron.replica_ranks import replica_ranks
-
-    found = []
-    for tensor, pipeline, context, mapping in [
-        (2, 2, 1, False),
-        (2, 2, 1, True),
-        (1, 2, 2, False),
-        (2, 1, 2, False),
-        (2, 2, 2, False),
-        (1, 4, 1, True),
-        (1, 1, 1, False),
-    ]:
-        mpu.initialize_model_parallel(
-            tensor_model_parallel_size=tensor,
-            pipeline_model_parallel_size=pipeline,
-            context_parallel_size=context,
-            order="tp-cp-ep-pp-dp" if mapping else "tp-cp-ep-dp-pp",
-        )
-        args = Namespace(
-            world_size=WORLD,
-            tensor_model_parallel_size=tensor,
-            pipeline_model_parallel_size=pipeline,
-            context_parallel_size=context,
-            use_tp_pp_dp_mapping=mapping,
-        )
-        place = replica_ranks(args, rank=rank)
-        stage = mpu.get_pipeline_model_parallel_rank()
-        others = mpu.get_tensor_model_parallel_rank() + mpu.get_context_parallel_rank()
-        leads = stage == others == 0
-        found.append(
-            {
-                "replica": mpu.get_data_parallel_rank(),
-                "ranks": place.ranks,
-                "size": tensor * pipeline * context,
-                "leads": (place.is_leader, leads),
-                "uses_tokens": (place.uses_tokens, stage in (0, pipeline - 1)),
-                "context": (place.context_rank, mpu.get_context_parallel_rank()),
-                "reporter": (
-                    place.reporter in ranks_of(mpu.get_pipeline_model_parallel_group())
-                    or others > 0
-                ),
-                "model_parallel": set(ranks_of(mpu.get_model_parallel_group())),
-                "reports": place.reporter == rank,
-                "is_last": stage == pipeline - 1 and others == 0,
-            }
-        )
-        mpu.destroy_model_parallel()
-    return found
+SCRIPT = """
+import json, sys
+from argparse import Namespace
+from dataclasses import asdict
+from odb_megatron.testing import cpu_device
+cpu_device.activate()
+from odb_megatron.megatron.replica_ranks import replica_ranks
+found = []
+for (tensor, pipeline, context, mapping), world, _ in json.loads(sys.argv[1]):
+    args = Namespace(
+        world_size=world, tensor_model_parallel_size=tensor, use_tp_pp_dp_mapping=mapping,
+        pipeline_model_parallel_size=pipeline, context_parallel_size=context,
+    )
+    places = [replica_ranks(args, rank=rank) for rank in range(world)]
+    found.append([
+        {**asdict(place), "leads": place.is_leader, "uses_tokens": place.uses_tokens}
+        for place in places
+    ])
+    with_mtp = replica_ranks(args, rank=0, token_stages=[pipeline - 2 if pipeline > 1 else 0])
+    found[-1].append({"payload_ranks": with_mtp.payload_ranks})
+print("FOUND" + json.dumps(found))
+"""
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def found() -> list[Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(CASES)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    parsed: list[Any] = json.loads(done.stdout.rpartition("FOUND")[2])
+    return parsed
+
+
 @pytest.mark.megatron
-def test_as_megatrons_groups() -> None:
-    results = run_replicas(_compare, WORLD, timeout_s=250, device_layer=True)
-    for case in zip(*results, strict=True):
-        by_replica: dict[int, set[int]] = {}
-        for rank, seen in enumerate(case):
-            by_replica.setdefault(seen["replica"], set()).add(rank)
-        for rank, seen in enumerate(case):
-            assert set(seen["ranks"]) == by_replica[seen["replica"]]
-            assert len(seen["ranks"]) == seen["size"]
-            assert seen["model_parallel"] <= set(seen["ranks"])
-            assert rank in seen["ranks"]
-            for name in ("leads", "uses_tokens", "context"):
-                assert seen[name][0] == seen[name][1], name
-            assert seen["reporter"]
-            assert seen["reports"] == seen["is_last"]
+@pytest.mark.parametrize("at", range(len(CASES)))
+def test_every_rank_finds_its_place(found: list[Any], at: int) -> None:
+    (tensor, pipeline, context, _), _, replicas = CASES[at]
+    places = found[at]
+    for stages in replicas:
+        ranks = sorted(rank for stage in stages for rank in stage)
+        ends = sorted({*stages[0], *stages[-1]})
+        for number, stage in enumerate(stages):
+            for place_in_stage, rank in enumerate(stage):
+                place = places[rank]
+                assert place["ranks"] == ranks
+                assert place["payload_ranks"] == ends
+                assert place["leads"] == (rank == ranks[0])
+                assert place["uses_tokens"] == (number in (0, pipeline - 1))
+                assert place["reporter"] == stages[-1][0]
+                assert place["context_size"] == context
+                assert place["context_rank"] == place_in_stage // tensor
+
+
+@pytest.mark.megatron
+def test_other_stages_may_use_tokens(found: list[Any]) -> None:
+    """Four stages, of which the third predicts tokens beyond the next."""
+    assert found[0][-1]["payload_ranks"] == [0, 1, 8, 9]
