@@ -86,4 +86,4 @@ def test_every_rank_finds_its_place(found: list[Any], at: int) -> None:
 @pytest.mark.megatron
 def test_other_stages_may_use_tokens(found: list[Any]) -> None:
     """Four stages, of which the third predicts tokens beyond the next."""
-    assert found[0][-1]["payload_ranks"] == [0, 1, 8, 9]
+    assert found[0][-1]["payload_ranks"] == [0, 1, 8, 9, 12, 13]

@@ -48,14 +48,14 @@ class ReplicaRanks:
 
 
 def replica_ranks(
-    args: argparse.Namespace, *, rank: int, token_stages: Sequence[int] | None = None
+    args: argparse.Namespace, *, rank: int, token_stages: Sequence[int] = ()
 ) -> ReplicaRanks:
     """Return a rank's place, from Megatron's arguments.
 
     Args:
         args: `world_size`, the parallel sizes, and `use_tp_pp_dp_mapping`.
         rank: global rank.
-        token_stages: pipeline stages that use tokens, labels or masks; None for first and last.
+        token_stages: pipeline stages that use tokens besides the first and the last.
     """
     from megatron.core.parallel_state import RankGenerator
 
@@ -80,7 +80,7 @@ def replica_ranks(
 
     ranks = sorted(group("tp-cp-pp", rank))
     stage_of = {other: group("pp", other).index(other) for other in ranks}
-    users = {0, stages - 1} if token_stages is None else {0, *token_stages}
+    users = {0, stages - 1, *token_stages}
     return ReplicaRanks(
         rank=rank,
         ranks=tuple(ranks),
