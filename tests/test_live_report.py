@@ -176,4 +176,4 @@ def test_an_unwritable_log_folder(tmp_path: Path) -> None:
 def test_solo_and_unlabelled_samples_are_named() -> None:
     source = replace(SOURCE, solo=3, unlabelled=1)
     text = _text([FIRST], [source])
-    assert "truncated: 2 (1 kept no loss token); over the budget, alone: 3\n" in text
+    assert "truncated: 2 (1 kept no loss token); over the budget or patch cap, alone: 3\n" in text
