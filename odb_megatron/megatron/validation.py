@@ -192,7 +192,7 @@ def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
 
 def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:
     messages = []
-    if config.cost is CostSource.AUTO and (args.pipeline_model_parallel_size or 1) > 1:
+    if config.cost is CostSource.AUTO and _above_one("pipeline_model_parallel_size")(args):
         messages.append(
             "--odb-cost auto times whole micro-batches, which overlap under pipeline parallelism: "
             "use --odb-cost shape or --odb-cost-linear and its kin"

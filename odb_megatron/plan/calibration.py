@@ -46,10 +46,13 @@ _REWEIGHTINGS = 20
 _CUT = 3 * 1.4826  # times the median deviation: three standard deviations of a normal one
 _LEAST_SPREAD = 1e-3
 _PRECISION = Fraction(1, 10)  # a price is known when its error is below so much of the times
-_SIGNIFICANT = 2  # standard errors
-_MOST_BUDGET_COST = 1 << 38
+_MOST_INFLATION = 10**6  # of a price's variance by other columns; beyond, rows' rounding decides
+_RIDGE = Fraction(1, 1 << 30)
+_SIGNIFICANT = 3  # standard errors of the linear price
+_MOST_BUDGET_COST = 1 << 38  # far below `cost.MAX_SAMPLE_COST`, for samples over the budget
 _NAMES = ("tokens", "squares", "patches", "one")
 _TOKENS, _SQUARES, _PATCHES, _ONE = range(4)
+_NOT_CLEAR = "the measured times do not follow the lengths clearly enough"
 _SHAPE_FIXED = "a micro-batch's price is not told apart from its tokens' and keeps its old ratio"
 _SHAPE_QUADRATIC = "lengths vary too little to tell the quadratic price, which keeps its old ratio"
 
@@ -160,9 +163,10 @@ def fit_cost(
 ) -> CostFit:
     """Fit a model to all replicas' sums; the same records give the same integers everywhere.
 
-    Non-negative least squares. Tried in this order, and taken when the prices it has to find are
-    known to 10 % of the times and the price of a token is significant: all prices; all but the
-    fixed one; all but the quadratic one, at the prior's ratios. Else the prior stays.
+    Non-negative least squares. A price is known when its standard error is at most 10 % of the
+    times. If all are, they are taken; if the quadratic one is not, it keeps the prior's ratio to
+    the linear one, else the fixed one does, and the rest is fitted again. What is then not known,
+    or a linear price that is not significant, leaves the prior.
 
     Args:
         table: the records.
@@ -174,21 +178,17 @@ def fit_cost(
         note = f"only {num_rows} micro-batches were measured, {_LEAST_ROWS} are needed"
         return CostFit(cost=prior, note=note)
     sums = _Sums.gather(table, token_budget=token_budget)
-    for columns, note in _candidates(prior, has_patches=sums.products[_PATCHES][_PATCHES] > 0):
-        prices = sums.solve(columns)
-        if prices is None:
-            continue
-        linear = prices[_TOKENS]
-        cost = CostModel(
-            quadratic=round(prices[_SQUARES] / linear * (1 << 32)),
-            fixed=round(prices[_ONE] / linear * COST_UNIT),
-            per_patch=round(prices[_PATCHES] / linear * COST_UNIT),
-        )
-        if cost.fixed + cost.quadratic * token_budget**2 // COST_UNIT >= _MOST_BUDGET_COST:
-            continue
-        return CostFit(cost=cost, linear_ps=max(1, round(linear * 1000)), note=note)
-    note = "the measured times do not follow the lengths clearly enough"
-    return CostFit(cost=prior, note=note)
+    prices, note = _prices(sums, prior)
+    if prices is None:
+        return CostFit(cost=prior, note=note)
+    linear = prices[_TOKENS]
+    quadratic = round(prices[_SQUARES] / linear * (1 << 32))
+    fixed = round(prices[_ONE] / linear * COST_UNIT)
+    per_patch = round(prices[_PATCHES] / linear * COST_UNIT)
+    if fixed + per_patch + (quadratic * token_budget**2 >> 16) >= _MOST_BUDGET_COST:
+        return CostFit(cost=prior, note=_NOT_CLEAR)
+    cost = CostModel(quadratic=quadratic, fixed=fixed, per_patch=per_patch)
+    return CostFit(cost=cost, linear_ps=max(1, round(linear * 1000)), note=note)
 
 
 def median_error(times: Sequence[MicroBatchTime], fit: CostFit) -> float:
@@ -227,20 +227,26 @@ def _rows(
     return rows
 
 
-def _candidates(prior: CostModel, *, has_patches: bool) -> list[tuple[Matrix, str]]:
-    """Return the columns of each model to try, in terms of (tokens, squares, patches, one)."""
+def _prices(sums: _Sums, prior: CostModel) -> tuple[Vector | None, str]:
+    """Return prices per (token, token squared, patch, micro-batch), and what they do not tell."""
     quadratic = Fraction(prior.quadratic, 1 << 32)
     fixed = Fraction(prior.fixed, COST_UNIT)
-    patch = Fraction(prior.per_patch, COST_UNIT)
+    has_patches = sums.products[_PATCHES][_PATCHES] > 0
+    patch = 0 if has_patches else Fraction(prior.per_patch, COST_UNIT)
     squares, one = _column(squares=1), _column(one=1)
-    own = (_column(patches=1),) if has_patches else ()
-    patch = Fraction(0) if has_patches else patch
-    found = [
-        ((_column(tokens=1, patches=patch), squares, one, *own), ""),
-        ((_column(tokens=1, patches=patch, one=fixed), squares, *own), _SHAPE_FIXED),
-        ((_column(tokens=1, patches=patch, squares=quadratic), one, *own), _SHAPE_QUADRATIC),
-    ]
-    return found
+    patches = (_column(patches=1),) if has_patches else ()
+    columns = (_column(tokens=1, patches=patch), squares, one, *patches)
+    prices, are_known = sums.solve(columns)
+    if all(are_known):
+        return prices, "" if prices else _NOT_CLEAR
+    if are_known[1]:
+        note = _SHAPE_FIXED
+        columns = (_column(tokens=1, patches=patch, one=fixed), squares, *patches)
+    else:
+        note = _SHAPE_QUADRATIC
+        columns = (_column(tokens=1, patches=patch, squares=quadratic), one, *patches)
+    prices, are_known = sums.solve(columns)
+    return (prices, note) if prices and all(are_known) else (None, _NOT_CLEAR)
 
 
 def _column(**parts: Fraction | int) -> Vector:
@@ -282,21 +288,32 @@ class _Sums:
             num_rows=table.total("num_rows"),
         )
 
-    def solve(self, columns: Matrix) -> Vector | None:
-        """Return prices per (token, token squared, patch, micro-batch), None if not identified."""
+    def solve(self, columns: Matrix) -> tuple[Vector | None, list[bool]]:
+        """Fit a price to each column.
+
+        Returns:
+            The prices per (token, token squared, patch, micro-batch), None where the first
+            column's is not significant; and for each column whether its price is known.
+        """
         size = len(columns)
         gram = tuple(tuple(form(a, self.products, b) for b in columns) for a in columns)
         right = tuple(dot(column, self.times) for column in columns)
-        inverted = inverse(gram)
-        if inverted is None:
-            return None
         found, explained = non_negative(gram, right)
-        spare = self.num_rows - size
-        variance = max(Fraction(0), self.time_time - explained) / spare
-        for at in range(size):
-            inflation = inverted[at][at] * gram[at][at]
-            if variance * inflation > _PRECISION**2 * self.time_time:
-                return None
+        variance = max(Fraction(0), self.time_time - explained) / (self.num_rows - size)
+        inverted = inverse(
+            tuple(
+                tuple(value * (1 + _RIDGE) if i == j else value for j, value in enumerate(row))
+                for i, row in enumerate(gram)
+            )
+        )
+        if inverted is None:  # a column of zeros
+            return None, [False] * size
+        inflations = [inverted[at][at] * gram[at][at] for at in range(size)]
+        are_known = [
+            inflation <= _MOST_INFLATION and variance * inflation <= _PRECISION**2 * self.time_time
+            for inflation in inflations
+        ]
         if found[0] <= 0 or found[0] ** 2 < _SIGNIFICANT**2 * variance * inverted[0][0]:
-            return None
-        return tuple(dot(found, [column[i] for column in columns]) for i in range(4))
+            return None, are_known
+        prices = tuple(dot(found, [column[i] for column in columns]) for i in range(4))
+        return prices, are_known
