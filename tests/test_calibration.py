@@ -44,16 +44,19 @@ def _times(
     noise: float = 0.0,
     outliers: float = 0.0,
     lengths: Sequence[int] = (),
+    budget: int = BUDGET,
 ) -> list[MicroBatchTime]:
     """Micro-batches of log-normal lengths (or of given ones), timed with noise and outliers."""
     rng = random.Random(seed)
     found = []
     for _ in range(num):
-        room = rng.uniform(0.5, 1.0) * BUDGET
+        room = rng.uniform(0.5, 1.0) * budget
         tokens = squares = patches = 0
         while True:
-            drawn = rng.choice(lengths) if lengths else rng.lognormvariate(5.9, 0.83)
-            length = min(BUDGET, max(1, int(drawn)))
+            drawn = (
+                rng.choice(lengths) if lengths else rng.lognormvariate(5.9, 0.83) * budget / BUDGET
+            )
+            length = min(budget, max(1, int(drawn)))
             if tokens and tokens + length > room:
                 break
             tokens += length
