@@ -41,6 +41,7 @@ class RunCost:
         self._loader = loader
         self._timer: MicroBatchTimer | None = None
         self._origin = "as given" if config.prices else "the model's shape"
+        self._prices = config.prices
         self._linear_ps = 0
         if config.cost is CostSource.AUTO:
             clock = CudaClock() if torch.cuda.is_available() else CpuClock()
@@ -107,7 +108,9 @@ class RunCost:
         )
 
     def _text(self, cost: CostModel) -> str:
-        linear = float(f"{self._linear_ps / 1e6:.5g}") if self._linear_ps > 0 else 1.0
+        linear = self._prices.linear if self._prices is not None else 1.0
+        if self._linear_ps > 0:
+            linear = float(f"{self._linear_ps / 1e6:.5g}")
         return cost_flags(CostPrices.of(cost, linear=linear))
 
     def _print(self, text: str) -> None:
