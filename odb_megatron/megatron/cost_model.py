@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from odb_megatron.plan.state import saved_cost
 
 __all__ = ["RunCost"]
 
+_SKIPPED = "the first micro-batch of each step is left out with --overlap-param-gather"
+
 
 class RunCost:
     """The cost model of a run's training loader.
@@ -43,10 +46,10 @@ class RunCost:
         self._origin = "as given" if config.prices else "the model's shape"
         self._prices = config.prices
         self._linear_ps = 0
+        self._skips_first = bool(getattr(args, "overlap_param_gather", False))
         if config.cost is CostSource.AUTO:
             clock = CudaClock() if torch.cuda.is_available() else CpuClock()
-            skips_first = bool(getattr(args, "overlap_param_gather", False))
-            self._timer = MicroBatchTimer(clock, skips_first=skips_first)
+            self._timer = MicroBatchTimer(clock, skips_first=self._skips_first)
             loader.calibrate(self._timer.times, after=CALIBRATION_STEPS, on_fit=self._on_fit)
 
     @property
@@ -95,6 +98,8 @@ class RunCost:
         last = self._args.curr_iteration
         steps = f"steps {last - CALIBRATION_STEPS + WARM_UP_STEPS + 1} to {last}"
         if not fit.linear_ps:
+            if self._skips_first:
+                fit = replace(fit, note=f"{fit.note} ({_SKIPPED})")
             self._origin += f"; not calibrated: {fit.note}"
             flags = self._text(fit.cost)
             self._print(f"cost not calibrated over {steps}: {fit.note}; it stays {flags}")
@@ -104,7 +109,8 @@ class RunCost:
         self._origin = f"calibrated over {steps}, in microseconds{note}"
         self._print(
             f"cost calibrated over {steps}: reproduce with {self._text(fit.cost)} "
-            f"(median error {median_error(times, fit):.1%} of this replica's times{note})"
+            f"(median error {median_error(times, fit):.1%} of this replica's times; "
+            f"{fit.num_rows} micro-batches of all replicas{note})"
         )
 
     def _text(self, cost: CostModel) -> str:

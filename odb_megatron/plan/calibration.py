@@ -97,11 +97,13 @@ class CostFit:
         cost: the model to go on with.
         linear_ps: picoseconds per token; 0 where the old model was kept.
         note: what was not told by the measured times and why; empty where all was.
+        num_rows: micro-batches of all replicas that it rests on, outliers left out.
     """
 
     cost: CostModel
     linear_ps: int = 0
     note: str = ""
+    num_rows: int = 0
 
 
 def trim(times: Sequence[MicroBatchTime]) -> tuple[list[MicroBatchTime], list[float]]:
@@ -188,7 +190,8 @@ def fit_cost(
     if fixed + per_patch + (quadratic * token_budget**2 >> 16) >= _MOST_BUDGET_COST:
         return CostFit(cost=prior, note=_NOT_CLEAR)
     cost = CostModel(quadratic=quadratic, fixed=fixed, per_patch=per_patch)
-    return CostFit(cost=cost, linear_ps=max(1, round(linear * 1000)), note=note)
+    linear_ps = max(1, round(linear * 1000))
+    return CostFit(cost=cost, linear_ps=linear_ps, note=note, num_rows=num_rows)
 
 
 def median_error(times: Sequence[MicroBatchTime], fit: CostFit) -> float:
