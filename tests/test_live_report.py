@@ -176,4 +176,17 @@ def test_an_unwritable_log_folder(tmp_path: Path) -> None:
 def test_solo_and_unlabelled_samples_are_named() -> None:
     source = replace(SOURCE, solo=3, unlabelled=1)
     text = _text([FIRST], [source])
-    assert "truncated: 2 (1 kept no loss token); over the budget, alone: 3\n" in text
+    assert "truncated: 2 (1 kept no loss token); over the budget or patch cap, alone: 3\n" in text
+
+
+def test_the_cost_model_is_shown_when_there_is_one() -> None:
+    stream = io.StringIO()
+    for cost in ("", "--odb-cost-linear 1.0 (as given)"):
+        report = LiveReport(
+            total_samples=1, global_batch_size=1, sequence_length=8, title="t", stream=stream
+        )
+        report.finish([], cost=cost)
+    lines = stream.getvalue().splitlines()
+    shown = [line for line in lines if "cost model" in line]
+    assert shown == ["  cost model          --odb-cost-linear 1.0 (as given)"]
+    assert lines[-2:] == [*shown, "  not reached         1 requested samples"]

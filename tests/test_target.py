@@ -244,14 +244,6 @@ class TestConfig:
         with pytest.raises(ValueError, match=text):
             replace(self.BASE, **changes)  # type: ignore[arg-type]
 
-    def test_too_many_patches_for_a_micro_batch(self) -> None:
-        (planner,) = World(
-            config=replace(self.BASE, num_replicas=1, max_patches=4, global_batch_size=5),
-            lengths=[1] * 10,
-        ).planners()
-        with pytest.raises(ValueError, match="position 3 has 5 patches; a micro-batch may hold 4"):
-            planner.observe(3, num_tokens=1, num_loss_tokens=1, num_patches=5)
-
     def test_the_digest_covers_the_new_fields(self) -> None:
         digests = {
             replace(self.BASE, **changes).digest()  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,10 +18,18 @@ from odb_megatron.data.sample import Hole, Sample
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
+from odb_megatron.plan.calibration import CostFit, MicroBatchTime
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.planner import ReplicaPlanner
-from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
+from odb_megatron.plan.records import (
+    AnyRecord,
+    CalibrationRecord,
+    PlanRecord,
+    RecordTable,
+    WindowRecord,
+)
+from odb_megatron.plan.state import NOT_CALIBRATED, saved_cost
 from odb_megatron.plan.step import StepPlan, StepTotals
 
 __all__ = ["Exchange", "StepHeader", "StepLoader"]
@@ -53,6 +61,13 @@ class StepHeader:
 
     totals: StepTotals
     micro_batches: tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Calibration:
+    measure: Callable[[], Sequence[MicroBatchTime]]
+    left: int
+    on_fit: Callable[[CostFit], None]
 
 
 class StepLoader:
@@ -89,12 +104,38 @@ class StepLoader:
         self._feed = PositionFeed()
         self._held: dict[int, Sample] = {}
         self._wait_s = 0.0
+        self._calibration: _Calibration | None = None
+        self._fit: CostFit | None = None
         self._pending: deque[tuple[int, ...]] = deque()  # micro-batches of the current step
 
     @property
     def config(self) -> PlanConfig:
         """Plan configuration in force."""
-        return self._config
+        return self._planner.config
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether a calibration has decided the cost model."""
+        return self._planner.is_calibrated
+
+    def calibrate(
+        self,
+        measure: Callable[[], Sequence[MicroBatchTime]],
+        *,
+        after: int,
+        on_fit: Callable[[CostFit], None],
+    ) -> None:
+        """Fit the cost model to measured times, once; all replicas must ask for it alike.
+
+        A state that is loaded later and has a calibrated model makes this void. A run that is
+        resumed before its fit measures anew.
+
+        Args:
+            measure: returns this replica's times when they are needed.
+            after: steps of this loader before the fit.
+            on_fit: called when the model has been decided, before the next step's header.
+        """
+        self._calibration = _Calibration(measure=measure, left=after, on_fit=on_fit)
 
     @property
     def stream(self) -> SampleStream:
@@ -141,17 +182,37 @@ class StepLoader:
         Raises:
             ValueError: see `ReplicaPlanner.load_state_dict`.
         """
-        fetched: dict[int, tuple[int, int, bool]] = {}
+        fetched: dict[int, tuple[int, int, bool, int]] = {}
         for position, _, _ in state.get("window", []):
             item = self._stream.fetch(position)
             if isinstance(item, Hole):
-                fetched[position] = (0, 0, False)
+                fetched[position] = (0, 0, False, 0)
             else:
                 self._held[position] = item
-                fetched[position] = (len(item), item.num_loss_tokens, item.truncated > 0)
+                fetched[position] = (
+                    len(item),
+                    item.num_loss_tokens,
+                    item.truncated > 0,
+                    item.num_patches,
+                )
         self._planner.load_state_dict(state, fetched=fetched)
+        self.load_cost(state)
+
+    def load_cost(self, state: Mapping[str, Any]) -> None:
+        """Continue with the cost model that a saved run has calibrated, if this one would too.
+
+        Otherwise the model is the one this loader was made with.
+        """
+        cost, linear_ps = saved_cost(state)
+        if self._calibration is not None and linear_ps != NOT_CALIBRATED:
+            self._calibration = None
+            self._planner.set_cost(cost, linear_ps=linear_ps)
+        else:
+            self._planner.set_cost(self._config.cost)
 
     def _plan_step(self) -> StepPlan:
+        if self._calibration is not None:
+            self._count_down(self._calibration)
         windows = self._share(self._window_record, WindowRecord(config=0, step=0, position=0))
         self._planner.set_target(RecordTable(WindowRecord, windows))
         plans = self._share(self._plan_record, PlanRecord(target=0))
@@ -162,8 +223,8 @@ class StepLoader:
 
     def _share(
         self,
-        build: Callable[[], WindowRecord | PlanRecord],
-        blank: WindowRecord | PlanRecord,
+        build: Callable[[], AnyRecord],
+        blank: AnyRecord,
     ) -> list[bytes]:
         """Exchange a record; when it cannot be built, tell the others before raising."""
         try:
@@ -174,7 +235,23 @@ class StepLoader:
             raise
         return self._exchange.exchange(record)
 
+    def _count_down(self, calibration: _Calibration) -> None:
+        """Fit the cost model when its step has come: one exchange, entered by all replicas."""
+        calibration.left -= 1
+        if calibration.left >= 0:
+            return
+        self._calibration = None
+        sums = self._share(
+            lambda: self._planner.calibration_record(calibration.measure()),
+            CalibrationRecord(step=0),
+        )
+        self._fit = self._planner.fit_cost(RecordTable(CalibrationRecord, sums))
+        calibration.on_fit(self._fit)
+
     def _window_record(self) -> WindowRecord:
+        if self._fit is not None:  # here, so that others are told if a cost does not fit
+            fit, self._fit = self._fit, None
+            self._planner.set_cost(fit.cost, linear_ps=fit.linear_ps)
         self._draw()
         return self._planner.window_record()
 
@@ -217,6 +294,7 @@ class StepLoader:
             num_tokens=len(item),
             num_loss_tokens=item.num_loss_tokens,
             truncated=item.truncated > 0,
+            num_patches=item.num_patches,
         )
 
     def _assemble(self, positions: tuple[int, ...]) -> MicroBatch:
@@ -229,6 +307,7 @@ class StepLoader:
                 num_tokens=len(sample),
                 num_loss_tokens=sample.num_loss_tokens,
                 truncated=sample.truncated > 0,
-                solo=padded_length(len(sample), multiple) > self._config.token_budget,
+                solo=padded_length(len(sample), multiple) > self._config.token_budget
+                or sample.num_patches > self._config.max_patches > 0,
             )
         return assemble(samples, positions=positions, multiple=multiple)

@@ -36,6 +36,7 @@ class MicroBatch:
         cu_seqlens_padded: int32 [S1], cumulative lengths after padding (offsets into T).
         max_seqlen: longest padded sample.
         positions: stream positions of the samples, in their order here; empty when idle.
+        num_patches: image patches that its samples stand for.
     """
 
     tokens: Tensor
@@ -46,6 +47,7 @@ class MicroBatch:
     cu_seqlens_padded: Tensor
     max_seqlen: int
     positions: tuple[int, ...]
+    num_patches: int = 0
 
     @property
     def is_idle(self) -> bool:
@@ -92,6 +94,7 @@ def assemble(
         cu_seqlens_padded=torch.from_numpy(offsets.astype(np.int32)),
         max_seqlen=max(padded),
         positions=tuple(positions),
+        num_patches=sum(sample.num_patches for sample in samples),
     )
 
 

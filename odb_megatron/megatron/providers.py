@@ -122,7 +122,11 @@ def build_loader(
         multiple=length_multiple(),
         window=config.window,
         max_delay_steps=config.max_delay_steps,
-        cost=model_cost(args, token_budget=config.token_budget),
+        cost=config.prices.model()
+        if config.prices
+        else model_cost(args, token_budget=config.token_budget),
+        max_patches=config.max_patches,
+        balance=config.balance,
         data=stream.fingerprint(),
     )
     return StepLoader(

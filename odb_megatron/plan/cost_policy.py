@@ -6,12 +6,14 @@ module says what a replica reports of its window and what it aims at.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.plan.aligned import select_aligned
 from odb_megatron.plan.config import PlanConfig
-from odb_megatron.plan.cost import COST_UNIT
+from odb_megatron.plan.cost import COST_UNIT, CostModel
 from odb_megatron.plan.packing import Caps, pack
 from odb_megatron.plan.policy import (
     BalanceScope,
@@ -183,6 +185,11 @@ class CostPolicy(StepPolicy):
                 count=count,
                 by_missing=self._is_aligned,
             )
+
+    def set_cost(self, cost: CostModel) -> None:
+        """See base: what samples cost is learned again; the margin is a share and stays."""
+        self._config = replace(self._config, cost=cost)
+        self._knowledge = Knowledge(margin=self._knowledge.margin)
 
     def knowledge(self) -> list[int]:
         """See base."""

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from odb_megatron.plan.alignment import common_count, meet_count, needed_count
+from odb_megatron.plan.calibration import CostFit, MicroBatchTime, calibration_record, fit_cost
 from odb_megatron.plan.config import PlanConfig
+from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.cost_policy import build_policy
 from odb_megatron.plan.draw import DrawLimits, Holdings, OnlineShard
 from odb_megatron.plan.packing import Caps
@@ -24,6 +26,7 @@ from odb_megatron.plan.policy import (
     StepState,
 )
 from odb_megatron.plan.records import (
+    CalibrationRecord,
     PlanRecord,
     RecordTable,
     ReplicaFailedError,
@@ -31,7 +34,14 @@ from odb_megatron.plan.records import (
     check_agreement,
 )
 from odb_megatron.plan.selection import Selection
-from odb_megatron.plan.state import STATE_VERSION, check_state, window_row
+from odb_megatron.plan.state import (
+    NOT_CALIBRATED,
+    STATE_VERSION,
+    check_state,
+    restored_window,
+    saved_cost,
+    window_row,
+)
 from odb_megatron.plan.step import StepPlan, StepTotals
 from odb_megatron.plan.target import StepTarget
 from odb_megatron.plan.termination import LoaderClosedError, Phase, Termination
@@ -72,6 +82,7 @@ class ReplicaPlanner:
         self._target: StepTarget | None = None
         self._selection: Selection | None = None
         self._is_closing = False
+        self._linear_ps = NOT_CALIBRATED
         self._termination = Termination(
             total=config.total,
             global_batch_size=config.global_batch_size,
@@ -98,6 +109,11 @@ class ReplicaPlanner:
     def is_finished(self) -> bool:
         """Whether the run's last sample has been emitted."""
         return self._termination.phase is Phase.FINISHED
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether a calibration has decided the cost model."""
+        return self._linear_ps != NOT_CALIBRATED
 
     def close(self) -> None:
         """End the loader: this replica's next record carries the closing bit."""
@@ -140,7 +156,7 @@ class ReplicaPlanner:
         """Take a drawn sample into the window; `num_tokens` 0 means the position emits nothing.
 
         Raises:
-            ValueError: more patches than a micro-batch may hold, or a cost beyond the records.
+            ValueError: a cost beyond the records.
         """
         if num_tokens == 0:
             self._left_out += 1
@@ -148,6 +164,47 @@ class ReplicaPlanner:
         sample = (num_tokens, num_loss_tokens, truncated, num_patches)
         self._window.append(window_row(self.config, position, self._num_arrived, -1, sample))
         self._num_arrived += 1
+
+    def calibration_record(self, times: Sequence[MicroBatchTime]) -> CalibrationRecord:
+        """Return this replica's sums of measured times, to be exchanged between two steps."""
+        return calibration_record(
+            times,
+            token_budget=self.config.token_budget,
+            step=self._step,
+            closing=self._is_closing,
+        )
+
+    def fit_cost(self, table: RecordTable[CalibrationRecord]) -> CostFit:
+        """Fit the cost model to all replicas' sums; `set_cost` puts it in force.
+
+        Raises:
+            ReplicaFailedError, LoaderClosedError: as `set_target`.
+        """
+        table = self._agreed(table, names=("step",))
+        budget = self.config.token_budget
+        return fit_cost(table, prior=self.config.cost, token_budget=budget)
+
+    def set_cost(self, cost: CostModel, *, linear_ps: int = NOT_CALIBRATED) -> None:
+        """Go on with another cost model: between two steps, the same on all replicas.
+
+        Samples held are priced anew, and what was learned of costs is learned again from them.
+
+        Args:
+            cost: the model.
+            linear_ps: `CostFit.linear_ps` where a calibration has decided it.
+
+        Raises:
+            ValueError: a sample's cost beyond the records.
+        """
+        assert self._target is None, "the cost model changes between steps"
+        self._linear_ps = linear_ps
+        if cost == self.config.cost:
+            return
+        self._window.reprice(cost)
+        self._policy.set_cost(cost)
+        self.config = replace(self.config, cost=cost)
+        self._digest = self.config.digest()
+        self._num_recorded = 0
 
     def window_record(self) -> WindowRecord:
         """Return this replica's first record of the step."""
@@ -261,9 +318,11 @@ class ReplicaPlanner:
         """Return the state between two steps: plain ints and lists, no payloads.
 
         `window` lists position, arrival and due step (-1: none) of each held sample, `upcoming`
-        the positions assigned and not drawn.
+        the positions assigned and not drawn, `cost` the model's integers and what
+        `linear_ps` of `set_cost` was.
         """
         assert not self._left_out, "the state is that between two steps: take it after commit"
+        cost = self.config.cost
         rows = self._window.rows()[[Column.POSITION, Column.ARRIVAL, Column.DUE]]
         return {
             "version": STATE_VERSION,
@@ -279,6 +338,7 @@ class ReplicaPlanner:
             "num_emitted": self._num_emitted,
             "num_recorded": self._num_recorded,
             "deadline": self._termination.state(),
+            "cost": [cost.quadratic, cost.fixed, cost.per_patch, self._linear_ps],
             "knowledge": self._policy.knowledge(),
             "window": rows.T.tolist(),
         }
@@ -301,22 +361,15 @@ class ReplicaPlanner:
         check_state(state, self.state_dict())
         self._start, self._step = state["start"], state["step"]
         self._consumed, self._cursor = state["consumed"], state["cursor"]
-        self._num_emitted, self._num_recorded = state["num_emitted"], state["num_recorded"]
-        self._window, self._left_out = SampleWindow(), 0
         self._target = self._selection = None
+        cost, linear_ps = saved_cost(state)
+        self.set_cost(cost, linear_ps=linear_ps)
+        self._window, self._left_out = restored_window(self.config, state, fetched), 0
+        self._num_emitted, self._num_recorded = state["num_emitted"], state["num_recorded"]
         self._termination.restore(state["deadline"], consumed=self._consumed)
         self._policy.restore(list(state["knowledge"]))
         if self._shard is not None:
             self._shard = self._make_shard(state["cursor"], state["upcoming"])
-        for position, arrival, due in state["window"]:
-            num_tokens, num_loss_tokens, truncated, *patches = fetched[position]
-            if num_tokens == 0:
-                raise ValueError(
-                    f"position {position} was in the window when the state was saved and can no "
-                    "longer be used: the data or its policies have changed"
-                )
-            sample = (num_tokens, num_loss_tokens, bool(truncated), patches[0] if patches else 0)
-            self._window.append(window_row(self.config, position, arrival, due, sample))
         self._num_arrived = self._num_emitted + len(self._window)
 
     def _state(self) -> StepState:

@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 __all__ = [
     "RECORD_BYTES",
+    "AnyRecord",
+    "CalibrationRecord",
     "PlanRecord",
     "RecordTable",
     "ReplicaFailedError",
@@ -24,7 +26,7 @@ __all__ = [
 ]
 
 RECORD_BYTES = 256
-"""Wire size of either record."""
+"""Wire size of every record."""
 
 _MESSAGE_BYTES = 96
 _NUM_NUMBERS = (RECORD_BYTES - _MESSAGE_BYTES) // 8
@@ -153,7 +155,55 @@ class PlanRecord:
         return cls(**_from_bytes(cls, data))
 
 
-Record = TypeVar("Record", WindowRecord, PlanRecord)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRecord:
+    """The one exchange of a run in which a cost model is fitted: sums over measured micro-batches.
+
+    Each micro-batch is a row of `calibration.Row`, and a field `a_b` the sum of a * b over rows.
+
+    Attributes:
+        step: step about to be planned.
+        num_rows: micro-batches summed.
+        time_shift: times are in 2**time_shift nanoseconds.
+        failed: see `WindowRecord`.
+        closing: see `WindowRecord`.
+        message: see `WindowRecord`.
+    """
+
+    step: int
+    num_rows: int = 0
+    time_shift: int = 0
+    tokens_tokens: int = 0
+    tokens_squares: int = 0
+    tokens_patches: int = 0
+    tokens_one: int = 0
+    squares_squares: int = 0
+    squares_patches: int = 0
+    squares_one: int = 0
+    patches_patches: int = 0
+    patches_one: int = 0
+    one_one: int = 0
+    tokens_time: int = 0
+    squares_time: int = 0
+    patches_time: int = 0
+    one_time: int = 0
+    time_time: int = 0
+    failed: bool = False
+    closing: bool = False
+    message: str = ""
+
+    def to_bytes(self) -> bytes:
+        """Return `RECORD_BYTES` bytes."""
+        return _to_bytes(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> CalibrationRecord:
+        """Inverse of `to_bytes`."""
+        return cls(**_from_bytes(cls, data))
+
+
+AnyRecord = WindowRecord | PlanRecord | CalibrationRecord
+Record = TypeVar("Record", WindowRecord, PlanRecord, CalibrationRecord)
 
 
 class RecordTable(Generic[Record]):
@@ -219,7 +269,7 @@ class RecordTable(Generic[Record]):
 
 
 def check_agreement(
-    records: Sequence[WindowRecord | PlanRecord] | RecordTable[Any], *, names: Sequence[str]
+    records: Sequence[AnyRecord] | RecordTable[Any], *, names: Sequence[str]
 ) -> None:
     """Raise on every replica when one has failed or the named fields differ.
 
@@ -248,7 +298,7 @@ def check_agreement(
 
 _NAMES: dict[type, tuple[str, ...]] = {
     kind: tuple(field.name for field in fields(kind) if field.name != "message")
-    for kind in (WindowRecord, PlanRecord)
+    for kind in (WindowRecord, PlanRecord, CalibrationRecord)
 }
 
 
@@ -257,7 +307,7 @@ _COLUMNS: dict[type, dict[str, int]] = {
 }
 
 
-def _to_bytes(record: WindowRecord | PlanRecord) -> bytes:
+def _to_bytes(record: AnyRecord) -> bytes:
     numbers = [int(getattr(record, name)) for name in _NAMES[type(record)]]
     numbers += [0] * (_NUM_NUMBERS - len(numbers))
     return _FORMAT.pack(*numbers) + _fit(record.message)
@@ -268,7 +318,7 @@ def _check_size(data: bytes) -> None:
         raise ReplicaFailedError(f"a record of {len(data)} bytes arrived; expected {RECORD_BYTES}")
 
 
-def _from_bytes(cls: type[WindowRecord | PlanRecord], data: bytes) -> dict[str, Any]:
+def _from_bytes(cls: type[AnyRecord], data: bytes) -> dict[str, Any]:
     _check_size(data)
     values: dict[str, Any] = dict(zip(_NAMES[cls], _FORMAT.unpack_from(data), strict=False))
     values["failed"], values["closing"] = bool(values["failed"]), bool(values["closing"])

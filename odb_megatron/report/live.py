@@ -123,16 +123,19 @@ class LiveReport:
             self._bar.set_postfix_str(line, refresh=False)
             self._bar.update(record.consumed_samples - self._bar.n)
 
-    def finish(self, sources: Sequence[SourceTotals], *, scope: str = "") -> None:
+    def finish(self, sources: Sequence[SourceTotals], *, scope: str = "", cost: str = "") -> None:
         """Print the summary.
 
         Args:
             sources: per data source; left out of the text when empty.
             scope: says what the per-source figures cover, when not the whole run.
+            cost: the cost model in force at the end; empty for none.
         """
         if self._bar is not None:
             self._bar.close()
-        print("\n".join(self._summary(sources, scope)), file=self._stream, flush=True)
+        lines = self._summary() + ([f"  cost model          {cost}"] if cost else [])
+        lines += self._not_reached() + _source_lines(sources, scope)
+        print("\n".join(lines), file=self._stream, flush=True)
 
     def _line(self, record: StepRecord) -> str:
         parts = [f"odb step {record.iteration}"]
@@ -156,11 +159,10 @@ class LiveReport:
         padded = samples * self._sequence_length
         return 1 - computed_tokens / padded if padded else 0.0
 
-    def _summary(self, sources: Sequence[SourceTotals], scope: str) -> list[str]:
+    def _summary(self) -> list[str]:
         totals = self.totals
         if totals.steps == 0:
-            lines = [f"{self._title}: no optimizer step was run"]
-            return lines + self._not_reached() + _source_lines(sources, scope)
+            return [f"{self._title}: no optimizer step was run"]
         consumed = totals.samples + totals.left_out
         padded = consumed * self._sequence_length
         mean = consumed / totals.steps
@@ -190,7 +192,7 @@ class LiveReport:
         )
         if totals.first_loss is not None and totals.last_loss is not None:
             lines.append(f"  loss                {totals.first_loss:.4f} -> {totals.last_loss:.4f}")
-        return lines + self._not_reached() + _source_lines(sources, scope)
+        return lines
 
     def _not_reached(self) -> list[str]:
         missing = self._total_samples - self._consumed
@@ -205,7 +207,7 @@ def _source_lines(sources: Sequence[SourceTotals], scope: str) -> list[str]:
             f"{source.loss_tokens} loss tokens; left out: {source.bad_records} bad records, "
             f"{source.overlong} overlong; truncated: {source.truncated}"
             + (f" ({source.unlabelled} kept no loss token)" if source.unlabelled else "")
-            + (f"; over the budget, alone: {source.solo}" if source.solo else "")
+            + (f"; over the budget or patch cap, alone: {source.solo}" if source.solo else "")
         )
         if source.first_message:
             lines.append(f"      first left out: {source.first_message}")

@@ -72,7 +72,7 @@ def random_world(rng: random.Random) -> tuple[World, Stop | None]:
     longest = rng.choice([budget // 8, budget // 2, budget, budget * 3 // 2])
     holes = rng.choice([0.0, 0.0, 0.1, 0.9])
     lengths = [0 if rng.random() < holes else _length(rng, longest) for _ in range(total)]
-    patches = [rng.randint(0, 10) for _ in range(total)] if rng.random() < 0.2 else []
+    patches = [rng.randint(0, 12) for _ in range(total)] if rng.random() < 0.2 else []
     least_window = -(-batch // num_replicas)
     config = PlanConfig(
         policy=policy,
