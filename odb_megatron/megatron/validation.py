@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from odb_megatron.megatron.arguments import OdbConfig
 from odb_megatron.plan.config import PlanConfig
-from odb_megatron.plan.cost_policy import build_policy
 from odb_megatron.plan.padding import OverlongPolicy
+from odb_megatron.plan.policies import build_policy
 from odb_megatron.plan.policy import PolicyName
 
 __all__ = ["refuse_unsupported"]

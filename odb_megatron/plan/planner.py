@@ -2,7 +2,8 @@
 
 Pure: the caller draws samples and moves records; nothing here reads a clock, a rank or a socket.
 A step goes through `draw` / `observe` until `draw` returns nothing, then `window_record`,
-`set_target`, again `draw` / `observe`, then `plan_record` and `commit`.
+`set_target`, again `draw` / `observe`, then `plan_record`, `sample_list` where `wants_exchange`
+says so, and `commit`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import numpy as np
 
 from odb_megatron.plan.alignment import common_count, meet_count, needed_count
 from odb_megatron.plan.config import PlanConfig
-from odb_megatron.plan.cost_policy import build_policy
 from odb_megatron.plan.draw import DrawLimits, Holdings, OnlineShard
+from odb_megatron.plan.exchange import Assignment, assign
+from odb_megatron.plan.exchange_choice import ExchangeChoice, choose_for_run, is_worth_it
 from odb_megatron.plan.packing import Caps
+from odb_megatron.plan.placement import ExchangeRules
+from odb_megatron.plan.policies import build_policy
 from odb_megatron.plan.policy import (
     BalanceScope,
+    ExchangeMode,
     PolicyName,
     StepState,
 )
@@ -30,9 +35,10 @@ from odb_megatron.plan.records import (
     WindowRecord,
     check_agreement,
 )
+from odb_megatron.plan.sample_list import pack_list, unpack_lists
 from odb_megatron.plan.selection import Selection
 from odb_megatron.plan.state import STATE_VERSION, check_state, window_row
-from odb_megatron.plan.step import StepPlan, StepTotals
+from odb_megatron.plan.step import StepPlan, StepTotals, parcels
 from odb_megatron.plan.target import StepTarget
 from odb_megatron.plan.termination import LoaderClosedError, Phase, Termination
 from odb_megatron.plan.window import Column, SampleWindow, token_counts
@@ -60,6 +66,9 @@ class ReplicaPlanner:
         self._digest = config.digest()
         self._caps = Caps(token_budget=config.token_budget, max_patches=config.max_patches)
         self._policy = build_policy(config)
+        self._choice: ExchangeChoice | None = None
+        self._exchanges = config.exchange is ExchangeMode.TOKENS and config.num_replicas > 1
+        self._is_undecided = config.exchange is ExchangeMode.AUTO and config.num_replicas > 1
         self._start = consumed
         self._step = 0
         self._consumed = consumed  # positions, all replicas
@@ -99,6 +108,11 @@ class ReplicaPlanner:
         """Whether the run's last sample has been emitted."""
         return self._termination.phase is Phase.FINISHED
 
+    @property
+    def exchange_choice(self) -> ExchangeChoice | None:
+        """What mode `auto` chose for this run (policy `cost`); None if it did not, or not here."""
+        return self._choice
+
     def close(self) -> None:
         """End the loader: this replica's next record carries the closing bit."""
         self._is_closing = True
@@ -136,8 +150,17 @@ class ReplicaPlanner:
         num_loss_tokens: int,
         truncated: bool = False,
         num_patches: int = 0,
+        num_bytes: int = 0,
     ) -> None:
         """Take a drawn sample into the window; `num_tokens` 0 means the position emits nothing.
+
+        Args:
+            position: its stream position.
+            num_tokens: its tokens.
+            num_loss_tokens: positions that carry loss.
+            truncated: it was cut.
+            num_patches: its patches.
+            num_bytes: its size when it is handed to another replica.
 
         Raises:
             ValueError: more patches than a micro-batch may hold, or a cost beyond the records.
@@ -145,7 +168,7 @@ class ReplicaPlanner:
         if num_tokens == 0:
             self._left_out += 1
             return
-        sample = (num_tokens, num_loss_tokens, truncated, num_patches)
+        sample = (num_tokens, num_loss_tokens, truncated, num_patches, num_bytes)
         self._window.append(window_row(self.config, position, self._num_arrived, -1, sample))
         self._num_arrived += 1
 
@@ -180,6 +203,7 @@ class ReplicaPlanner:
         """
         table = self._agreed(records, names=("config", "step", "position"))
         undrawn = table.column("num_undrawn")
+        self._choose_exchange(table)
         if self._shard is None:
             drained = bool((undrawn == 0).any())
         else:
@@ -222,6 +246,7 @@ class ReplicaPlanner:
             num_samples=num,
             num_left_out=self._left_out,
             cost=cost,
+            cost_largest=int(rows[Column.COST].max()) if num else 0,
             num_remaining=undrawn + len(self._window) - num,
             num_kept=len(self._window) - num,
             cost_kept=self._window.cost - cost,
@@ -233,27 +258,67 @@ class ReplicaPlanner:
         )
         return replace(record, **token_counts(rows))  # type: ignore[arg-type]
 
-    def commit(self, records: PlanRecords) -> StepPlan:
-        """Fix the step from all replicas' second records and move on to the next.
+    def wants_exchange(self, records: PlanRecords) -> bool:
+        """Whether this step has a third exchange, of `sample_list`; equal on all replicas.
 
         Raises:
             ReplicaFailedError: a replica reported an error, or they do not agree.
             LoaderClosedError: a replica closed its loader.
         """
         table = self._agreed(records, names=("target",))
-        needed = int(table.column("num_micro_batches").max())
-        count = common_count([needed], multiple=self.config.count_multiple)
+        if not table.total("num_samples"):
+            return False
+        if self._exchanges or not self._is_undecided:
+            return self._exchanges
+        return self.config.policy is PolicyName.SAMPLES and is_worth_it(
+            table, self.config, local_count=self._local_count(table)
+        )
+
+    def sample_list(self, records: PlanRecords) -> bytes:
+        """Return this replica's list for the third exchange; all lists of a step have one size.
+
+        Raises:
+            ValueError: see `sample_list.pack_list`.
+        """
+        if not isinstance(records, RecordTable):
+            records = RecordTable.from_records(records)
+        return pack_list(self._selected_rows(), room=records.largest("num_samples"))
+
+    def commit(self, records: PlanRecords, lists: Sequence[bytes] = ()) -> StepPlan:
+        """Fix the step from all replicas' second records and move on to the next.
+
+        Args:
+            records: second records.
+            lists: all replicas' sample lists, where the step has a third exchange.
+
+        Raises:
+            ReplicaFailedError: a replica reported an error, or they do not agree.
+            LoaderClosedError: a replica closed its loader.
+        """
+        table = self._agreed(records, names=("target",))
+        count = self._local_count(table)
         totals = self._totals(table, count)
         self._policy.learn(table, target=self._require_target(), count=count)
-        assert self._selection is not None, "plan_record comes before commit"
-        micro_batches = meet_count(
-            self._selection,
-            self._window.rows(len(self._selection.chosen)),
-            count=count,
-            caps=self._caps,
-            by_cost=self.config.balance is BalanceScope.MICROBATCH,
-        )
-        plan = StepPlan(totals=totals, micro_batches=micro_batches)
+        assignment = self._assign(table, lists, count) if lists else None
+        if assignment is not None:
+            totals = totals.exchanged(assignment, fixed=self.config.cost.fixed)
+        by_cost = self.config.balance is BalanceScope.MICROBATCH
+        if assignment is None or assignment.is_local:
+            assert self._selection is not None, "plan_record comes before commit"
+            micro_batches = meet_count(
+                self._selection,
+                self._window.rows(len(self._selection.chosen)),
+                count=count,
+                caps=self._caps,
+                by_cost=by_cost,
+            )
+            plan = StepPlan(totals=totals, micro_batches=micro_batches)
+        else:
+            sends, receives = parcels(assignment, self.replica)
+            micro_batches = assignment.micro_batches(self.replica, caps=self._caps, by_cost=by_cost)
+            plan = StepPlan(
+                totals=totals, micro_batches=micro_batches, sends=sends, receives=receives
+            )
         self._advance(table, totals)
         return plan
 
@@ -279,6 +344,7 @@ class ReplicaPlanner:
             "num_recorded": self._num_recorded,
             "deadline": self._termination.state(),
             "knowledge": self._policy.knowledge(),
+            "exchanges": -1 if self._is_undecided else int(self._exchanges),
             "window": rows.T.tolist(),
         }
 
@@ -290,8 +356,8 @@ class ReplicaPlanner:
         Args:
             state: from `state_dict` of the same replica.
             fetched: for each position of the state's window, its number of tokens, of loss tokens,
-                whether it was truncated, and (optional) its patches: the caller preprocesses
-                these samples again.
+                whether it was truncated, and (optional) its patches and payload bytes: the caller
+                preprocesses these samples again.
 
         Raises:
             ValueError: unknown or missing keys, another version, policy, topology or replica, or
@@ -304,19 +370,59 @@ class ReplicaPlanner:
         self._window, self._left_out = SampleWindow(), 0
         self._target = self._selection = None
         self._termination.restore(state["deadline"], consumed=self._consumed)
+        if self.config.exchange is ExchangeMode.AUTO and state["exchanges"] >= 0:
+            self._freeze(exchanges=bool(state["exchanges"]))
         self._policy.restore(list(state["knowledge"]))
         if self._shard is not None:
             self._shard = self._make_shard(state["cursor"], state["upcoming"])
         for position, arrival, due in state["window"]:
-            num_tokens, num_loss_tokens, truncated, *patches = fetched[position]
+            num_tokens, num_loss_tokens, truncated, *more = fetched[position]
             if num_tokens == 0:
                 raise ValueError(
                     f"position {position} was in the window when the state was saved and can no "
                     "longer be used: the data or its policies have changed"
                 )
-            sample = (num_tokens, num_loss_tokens, bool(truncated), patches[0] if patches else 0)
+            sample = (num_tokens, num_loss_tokens, bool(truncated), *more, 0, 0)[:5]
             self._window.append(window_row(self.config, position, arrival, due, sample))
         self._num_arrived = self._num_emitted + len(self._window)
+
+    def _choose_exchange(self, table: RecordTable[WindowRecord]) -> None:
+        """Let mode `auto` choose for the run, once samples have been seen (policy `cost`)."""
+        if not self._is_undecided or self.config.policy is PolicyName.SAMPLES:
+            return
+        if table.total("num_observed"):
+            self._choice = choose_for_run(table, self.config)
+            self._freeze(exchanges=self._choice.exchanges)
+
+    def _freeze(self, *, exchanges: bool) -> None:
+        knowledge = self._policy.knowledge()
+        self._is_undecided, self._exchanges = False, exchanges
+        self._policy = build_policy(self.config, exchanges=exchanges)
+        if knowledge:
+            self._policy.restore(knowledge)
+
+    def _local_count(self, table: RecordTable[PlanRecord]) -> int:
+        """Return the micro-batches of the step without an exchange."""
+        needed = table.largest("num_micro_batches")
+        return common_count([needed], multiple=self.config.count_multiple)
+
+    def _assign(
+        self, table: RecordTable[PlanRecord], lists: Sequence[bytes], count: int
+    ) -> Assignment:
+        samples = unpack_lists(lists, table.column("num_samples"), config=self.config)
+        rules = ExchangeRules(
+            num_replicas=self.config.num_replicas,
+            caps=self._caps,
+            count_multiple=self.config.count_multiple,
+            fixed=self.config.cost.fixed,
+            scope=self.config.balance,
+        )
+        return assign(samples, rules, local_count=count)
+
+    def _selected_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        assert self._selection is not None, "plan_record comes before sample_list"
+        chosen = self._selection.chosen
+        return self._window.rows(len(chosen))[:, chosen]
 
     def _state(self) -> StepState:
         return StepState(step=self._step, consumed=self._consumed, start=self._start)

@@ -13,7 +13,7 @@ from odb_megatron.plan.padding import padded_length
 
 __all__ = ["STATE_VERSION", "check_state", "window_row"]
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 _SAME = ("version", "policy", "num_replicas", "replica", "assignment")
 
@@ -44,7 +44,7 @@ def check_state(state: Mapping[str, Any], current: Mapping[str, Any]) -> None:
 
 
 def window_row(
-    config: PlanConfig, position: int, arrival: int, due: int, sample: tuple[int, int, bool, int]
+    config: PlanConfig, position: int, arrival: int, due: int, sample: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Return a sample as a row of the window, in the order of `window.Column`.
 
@@ -53,12 +53,12 @@ def window_row(
         position: its stream position.
         arrival: its rank among the replica's samples.
         due: see `window.Column`.
-        sample: its tokens, loss tokens, whether it was truncated, and patches.
+        sample: its tokens, loss tokens, whether it was truncated, patches and payload bytes.
 
     Raises:
         ValueError: more patches than a micro-batch may hold, or a cost beyond the records.
     """
-    num_tokens, num_loss_tokens, truncated, num_patches = sample
+    num_tokens, num_loss_tokens, truncated, num_patches, num_bytes = sample
     if num_patches > config.max_patches > 0:
         raise ValueError(
             f"position {position} has {num_patches} patches; a micro-batch may hold "
@@ -76,4 +76,5 @@ def window_row(
         cost,
         truncated,
         due,
+        num_bytes,
     )

@@ -56,6 +56,7 @@ def observe_drawn(
                 num_tokens=length,
                 num_loss_tokens=length // 2,
                 num_patches=patches[position] if patches else 0,
+                num_bytes=5 * length,
             )
 
 
@@ -70,4 +71,7 @@ def plan_step(
         planner.set_target(windows)
         observe_drawn(planner, lengths, patches=patches)
     records = RecordTable(PlanRecord, [p.plan_record().to_bytes() for p in planners])
-    return [planner.commit(records) for planner in planners]
+    lists: list[bytes] = []
+    if planners[0].wants_exchange(records):
+        lists = [planner.sample_list(records) for planner in planners]
+    return [planner.commit(records, lists) for planner in planners]
