@@ -8,10 +8,13 @@ from __future__ import annotations
 import atexit
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from odb_megatron.comm.payload import PayloadGroup
 
 __all__ = ["ControlError", "ControlGroup", "ranks_of"]
 
@@ -30,6 +33,11 @@ class ControlGroup:
         ranks: global ranks of the leaders, in replica order.
         name: shown in errors, such as "train".
         timeout_s: seconds an exchange may take.
+
+    Attributes:
+        num_exchanges: exchanges completed.
+        payloads: the loader's channel for samples that replicas hand to each other; None where
+            they never do.
     """
 
     def __init__(self, ranks: Sequence[int], *, name: str, timeout_s: float) -> None:
@@ -46,6 +54,7 @@ class ControlGroup:
         # the last exchange as Python ends aborts the process (exit code 134 after a good run).
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group(self._group))
         self.num_exchanges = 0
+        self.payloads: PayloadGroup | None = None
 
     @property
     def replica(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
 from odb_megatron.plan.padding import OverlongPolicy
-from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.policy import ExchangeMode, PolicyName
 
 __all__ = ["OdbConfig", "add_odb_arguments"]
 
@@ -19,6 +19,7 @@ _PLANNING_FLAGS = {
     "odb_token_budget": "--odb-token-budget",
     "odb_window": "--odb-window",
     "odb_max_delay_steps": "--odb-max-delay-steps",
+    "odb_exchange": "--odb-exchange",
     "odb_epochs": "--odb-epochs",
 }
 
@@ -33,6 +34,7 @@ class OdbConfig:
         token_budget: most padded tokens of a micro-batch.
         window: samples each replica looks ahead (policy `cost`).
         max_delay_steps: see `plan.policy.CostPolicy`.
+        exchange: whether replicas hand samples to each other.
         overlong: see `plan.padding.OverlongPolicy`.
         bad_record: see `data.preprocess.BadRecordPolicy`.
         epochs: passes over the data, or None when the run length is given in Megatron's terms.
@@ -46,6 +48,7 @@ class OdbConfig:
     token_budget: int
     window: int
     max_delay_steps: int
+    exchange: ExchangeMode
     overlong: OverlongPolicy
     bad_record: BadRecordPolicy
     epochs: int | None
@@ -88,6 +91,7 @@ class OdbConfig:
             token_budget=args.odb_token_budget or args.seq_length,
             window=args.odb_window or 4 * share,
             max_delay_steps=8 if args.odb_max_delay_steps is None else args.odb_max_delay_steps,
+            exchange=ExchangeMode(args.odb_exchange or ExchangeMode.NONE.value),
             overlong=OverlongPolicy(args.odb_overlong),
             bad_record=BadRecordPolicy(args.odb_bad_record),
             epochs=args.odb_epochs,
@@ -110,6 +114,7 @@ class OdbConfig:
         """Return the flags that reproduce this configuration, defaults included."""
         flags = [
             f"--odb-policy {self.policy.value}",
+            f"--odb-exchange {self.exchange.value}",
             f"--odb-token-budget {self.token_budget}",
             f"--odb-overlong {self.overlong.value}",
             f"--odb-bad-record {self.bad_record.value}",
@@ -167,6 +172,15 @@ def _add_planning_arguments(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="With --odb-policy cost a sample is trained at most this many steps later than in "
         "first-in-first-out order. Default 8.",
+    )
+    group.add_argument(
+        "--odb-exchange",
+        choices=[mode.value for mode in ExchangeMode],
+        default=None,
+        help="Whether replicas hand samples to each other, on the CPU and in the background, so "
+        "that a step costs the same on all: none; tokens, in every step; auto, where it is worth "
+        "it (samples decides step by step, cost once, and says why). Which samples a step has "
+        "under --odb-policy samples does not change. Default none.",
     )
     group.add_argument(
         "--odb-epochs",

@@ -202,6 +202,7 @@ def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]
                 token_budget=config.token_budget,
                 window=config.window,
                 max_delay_steps=config.max_delay_steps,
+                exchange=config.exchange,
             )
             build_policy(plan)
         except ValueError as error:

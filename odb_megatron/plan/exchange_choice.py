@@ -17,7 +17,8 @@ __all__ = ["ExchangeChoice", "choose_for_run", "is_worth_it"]
 
 _PPM = 1_000_000
 _LEAST_GAIN = 10_000
-_MOST_OVER = 20_000
+_MOST_OVER = 250_000
+_LEAST_STEPS = 2  # a window below two steps' share balances little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,21 +30,23 @@ class ExchangeChoice:
         over: parts per million by which samples are expected to lift a step above its share.
         num_micro_batches: micro-batches expected per step and replica, in hundredths.
         window: samples each replica looks ahead.
+        share: samples of a replica's share of a step.
     """
 
     exchanges: bool
     over: int
     num_micro_batches: int
     window: int
+    share: int
 
     def reason(self) -> str:
         """Return the choice in words, with the flag that reproduces it."""
         mode = "tokens" if self.exchanges else "none"
-        relation = "above" if self.exchanges else "not above"
         return (
             f"exchange {mode}: {self.num_micro_batches / 100:.1f} micro-batches per step and "
-            f"replica, window {self.window}; samples costlier than a replica's share of a step add "
-            f"{self.over / 10_000:.1f} % to it, {relation} {_MOST_OVER / 10_000:.0f} %; "
+            f"replica; window {self.window} for a share of {self.share} samples; samples costlier "
+            f"than a share add {self.over / 10_000:.1f} % to a step (an exchange pays above "
+            f"{_MOST_OVER // 10_000} %, or with a window below {_LEAST_STEPS} shares); "
             f"--odb-exchange {mode} reproduces it"
         )
 
@@ -51,9 +54,10 @@ class ExchangeChoice:
 def choose_for_run(table: RecordTable[WindowRecord], config: PlanConfig) -> ExchangeChoice:
     """Choose for policy `cost`, when the windows have been filled for the first time.
 
-    Without an exchange a step takes as long as its costliest replica, and no window helps a replica
-    whose due sample alone costs more than the step's share. How often that happens follows from
-    what the samples observed cost beyond a share.
+    A window of some steps evens out all but samples that alone cost more than a replica's share of
+    a step. Without an exchange all replicas then do more in that step; where such samples are so
+    frequent that the batch size cannot be kept, or where the window holds less than two steps, an
+    exchange is used (measured, see `docs/dgap.md`).
 
     Args:
         table: first records of the step.
@@ -62,14 +66,16 @@ def choose_for_run(table: RecordTable[WindowRecord], config: PlanConfig) -> Exch
     observed = max(1, table.total("num_observed"))
     cost = max(1, table.total("cost_observed"))
     batch, num = config.global_batch_size, config.num_replicas
-    share = max(1, batch * cost // (observed * num))
-    over = _PPM * batch * table.total("cost_over") // (observed * share)
+    share_cost = max(1, batch * cost // (observed * num))
+    over = _PPM * batch * table.total("cost_over") // (observed * share_cost)
     tokens = 100 * batch * table.total("tokens_observed") // (observed * num)
+    is_short = config.window * num < _LEAST_STEPS * batch
     return ExchangeChoice(
-        exchanges=num > 1 and over > _MOST_OVER,
+        exchanges=num > 1 and (is_short or over > _MOST_OVER),
         over=over,
         num_micro_batches=tokens // config.token_budget,
         window=config.window,
+        share=-(-batch // num),
     )
 
 
