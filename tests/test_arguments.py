@@ -11,7 +11,7 @@ import pytest
 from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.megatron.arguments import OdbConfig, add_odb_arguments
 from odb_megatron.plan.padding import OverlongPolicy
-from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.policy import ExchangeMode, PolicyName
 
 
 def _parse(text: str) -> argparse.Namespace:
@@ -33,6 +33,7 @@ def test_defaults() -> None:
         token_budget=128,
         window=12,  # four times a replica's share of 10 over 4, rounded up
         max_delay_steps=8,
+        exchange=ExchangeMode.NONE,
         overlong=OverlongPolicy.ERROR,
         bad_record=BadRecordPolicy.ERROR,
         epochs=None,
@@ -46,10 +47,11 @@ def test_everything_given() -> None:
     config = _config(
         "--odb --odb-policy cost --odb-token-budget 512 --odb-window 40 --odb-max-delay-steps 3 "
         "--odb-overlong solo --odb-bad-record skip --odb-epochs 2 --odb-attention cpu "
-        "--odb-log-dir logs"
+        "--odb-log-dir logs --odb-exchange tokens"
     )
     assert (config.policy, config.token_budget, config.window) == (PolicyName.COST, 512, 40)
     assert (config.max_delay_steps, config.epochs) == (3, 2)
+    assert config.exchange is ExchangeMode.TOKENS
     assert (config.overlong, config.bad_record) == (OverlongPolicy.SOLO, BadRecordPolicy.SKIP)
     assert (config.attention, config.log_dir) == ("cpu", "logs")
 
@@ -59,6 +61,7 @@ def test_everything_given() -> None:
     [
         ("--odb-policy samples", "--odb-policy would do nothing without --odb: add --odb, or drop"),
         ("--odb-token-budget 9", "--odb-token-budget would do nothing without --odb"),
+        ("--odb-exchange auto", "--odb-exchange would do nothing without --odb"),
         ("--odb-window 9", "--odb-window would do nothing without --odb"),
         ("--odb-max-delay-steps 9", "--odb-max-delay-steps would do nothing without --odb"),
         (
@@ -113,6 +116,7 @@ def test_the_budget_limits_packed_samples(budget: int) -> None:
         "--odb --odb-epochs 3 --odb-overlong truncate",
         "--odb --odb-policy cost",
         "--odb --odb-policy cost --odb-window 33 --odb-max-delay-steps 2 --odb-token-budget 777",
+        "--odb --odb-exchange auto",
         "--odb --odb-bad-record skip --odb-attention cpu",
     ],
 )
@@ -124,7 +128,7 @@ def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_odb_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest.startswith("odb")]
-    assert len(actions) == 10
+    assert len(actions) == 11
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out

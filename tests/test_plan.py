@@ -22,7 +22,7 @@ from odb_megatron.plan.padding import (
     padded_length,
 )
 from odb_megatron.plan.planner import ReplicaPlanner
-from odb_megatron.plan.policy import BalanceScope, PolicyName
+from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 from odb_megatron.plan.records import (
     RECORD_BYTES,
     PlanRecord,
@@ -76,6 +76,7 @@ def worlds(draw: st.DrawFn) -> World:
             count_multiple=draw(st.sampled_from([1, 1, 2, 4])),
             balance=draw(st.sampled_from(BalanceScope)),
             max_patches=10 if patches else 0,
+            exchange=draw(st.sampled_from(ExchangeMode)),
         ),
         lengths=lengths,
         patches=patches,
@@ -228,10 +229,35 @@ def _check_step(world: World, plans: list[StepPlan]) -> None:
             if world.patches:
                 assert sum(world.patches[p] for p in micro_batch) <= world.config.max_patches
     assert idle == totals.num_idle
+    _check_exchange(world, plans)
     tokens = [world.lengths[p] for plan in plans for m in plan.micro_batches for p in m]
     assert totals.num_tokens == sum(tokens)
     assert totals.num_squared_tokens == sum(n * n for n in tokens)
     assert totals.num_loss_tokens == sum(n // 2 for n in tokens)
+
+
+def _check_exchange(world: World, plans: list[StepPlan]) -> None:
+    """Both sides of every parcel agree, what is moved is trained there, and it pays."""
+    totals, config = plans[0].totals, world.config
+    sent = {(r, one.peer): one for r, plan in enumerate(plans) for one in plan.sends}
+    received = {(one.peer, r): one for r, plan in enumerate(plans) for one in plan.receives}
+    assert sent.keys() == received.keys()
+    for (source, target), parcel in sent.items():
+        assert source != target
+        same = (parcel.positions, parcel.sizes)
+        assert same == (received[source, target].positions, received[source, target].sizes)
+        assert parcel.sizes == tuple(5 * world.lengths[p] for p in parcel.positions)
+        assert {*parcel.positions} <= {p for m in plans[target].micro_batches for p in m}
+    assert totals.num_moved == sum(len(parcel.positions) for parcel in sent.values())
+    assert totals.bytes_moved == sum(sum(parcel.sizes) for parcel in sent.values())
+    if not totals.num_moved:
+        return
+    assert config.exchange is not ExchangeMode.NONE
+    assert totals.num_idle == max(
+        0, totals.num_micro_batches * config.num_replicas - totals.num_samples
+    ), "idled although another replica had samples to spare"
+    if config.balance is BalanceScope.STEP:
+        assert max(totals.costs) < max(totals.costs_before)
 
 
 def _check_samples(world: World, steps: list[list[StepPlan]]) -> None:
@@ -244,19 +270,28 @@ def _check_samples(world: World, steps: list[list[StepPlan]]) -> None:
 
 def _check_delay(world: World, steps: list[list[StepPlan]]) -> None:
     """Against a first-in-first-out queue that emits as many samples at each step."""
+    emitted = [_emitted(plans) for plans in steps]
     for replica in range(world.config.num_replicas):
-        queue = sorted(p for plans in steps for m in plans[replica].micro_batches for p in m)
+        queue = sorted(p for own in emitted for p in own[replica])
         if world.config.assignment_in_force is Assignment.FIXED:
             assert all(p % world.config.num_replicas == replica for p in queue)
         fifo: dict[int, int] = {}
-        for step, plans in enumerate(steps):
-            count = sum(len(m) for m in plans[replica].micro_batches)
-            for _ in range(count):
+        for step, own in enumerate(emitted):
+            for _ in own[replica]:
                 fifo[queue[len(fifo)]] = step
-        for step, plans in enumerate(steps):
-            for micro_batch in plans[replica].micro_batches:
-                for position in micro_batch:
-                    assert step - fifo[position] <= world.config.max_delay_steps
+        for step, own in enumerate(emitted):
+            for position in own[replica]:
+                assert step - fifo[position] <= world.config.max_delay_steps
+
+
+def _emitted(plans: list[StepPlan]) -> list[list[int]]:
+    """Positions that each replica took out of its window, wherever they are trained."""
+    found = []
+    for plan in plans:
+        own = {p for m in plan.micro_batches for p in m}
+        own -= {p for parcel in plan.receives for p in parcel.positions}
+        found.append(sorted(own | {p for parcel in plan.sends for p in parcel.positions}))
+    return found
 
 
 class TestPacking:
