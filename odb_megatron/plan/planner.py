@@ -14,17 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from odb_megatron.plan.alignment import common_count, meet_count, needed_count
+from odb_megatron.plan.alignment import meet_count, needed_count
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.draw import DrawLimits, Holdings, OnlineShard
-from odb_megatron.plan.exchange import Assignment, assign
-from odb_megatron.plan.exchange_choice import ExchangeChoice, choose_for_run, is_worth_it
+from odb_megatron.plan.exchange_choice import ExchangeChoice
+from odb_megatron.plan.exchange_phase import ExchangePhase
 from odb_megatron.plan.packing import Caps
-from odb_megatron.plan.placement import ExchangeRules
 from odb_megatron.plan.policies import build_policy
 from odb_megatron.plan.policy import (
     BalanceScope,
-    ExchangeMode,
     PolicyName,
     StepState,
 )
@@ -35,7 +33,7 @@ from odb_megatron.plan.records import (
     WindowRecord,
     check_agreement,
 )
-from odb_megatron.plan.sample_list import pack_list, unpack_lists
+from odb_megatron.plan.sample_list import pack_list
 from odb_megatron.plan.selection import Selection
 from odb_megatron.plan.state import STATE_VERSION, check_state, window_row
 from odb_megatron.plan.step import StepPlan, StepTotals, parcels
@@ -66,9 +64,7 @@ class ReplicaPlanner:
         self._digest = config.digest()
         self._caps = Caps(token_budget=config.token_budget, max_patches=config.max_patches)
         self._policy = build_policy(config)
-        self._choice: ExchangeChoice | None = None
-        self._exchanges = config.exchange is ExchangeMode.TOKENS and config.num_replicas > 1
-        self._is_undecided = config.exchange is ExchangeMode.AUTO and config.num_replicas > 1
+        self._exchange = ExchangePhase(config)
         self._start = consumed
         self._step = 0
         self._consumed = consumed  # positions, all replicas
@@ -110,8 +106,8 @@ class ReplicaPlanner:
 
     @property
     def exchange_choice(self) -> ExchangeChoice | None:
-        """What mode `auto` chose for this run (policy `cost`); None if it did not, or not here."""
-        return self._choice
+        """See `ExchangePhase.choice`."""
+        return self._exchange.choice
 
     def close(self) -> None:
         """End the loader: this replica's next record carries the closing bit."""
@@ -203,7 +199,7 @@ class ReplicaPlanner:
         """
         table = self._agreed(records, names=("config", "step", "position"))
         undrawn = table.column("num_undrawn")
-        self._choose_exchange(table)
+        self._rebuild_policy(self._exchange.choose(table))
         if self._shard is None:
             drained = bool((undrawn == 0).any())
         else:
@@ -265,14 +261,7 @@ class ReplicaPlanner:
             ReplicaFailedError: a replica reported an error, or they do not agree.
             LoaderClosedError: a replica closed its loader.
         """
-        table = self._agreed(records, names=("target",))
-        if not table.total("num_samples"):
-            return False
-        if self._exchanges or not self._is_undecided:
-            return self._exchanges
-        return self.config.policy is PolicyName.SAMPLES and is_worth_it(
-            table, self.config, local_count=self._local_count(table)
-        )
+        return self._exchange.is_wanted(self._agreed(records, names=("target",)))
 
     def sample_list(self, records: PlanRecords) -> bytes:
         """Return this replica's list for the third exchange; all lists of a step have one size.
@@ -296,10 +285,10 @@ class ReplicaPlanner:
             LoaderClosedError: a replica closed its loader.
         """
         table = self._agreed(records, names=("target",))
-        count = self._local_count(table)
+        count = self._exchange.local_count(table)
         totals = self._totals(table, count)
         self._policy.learn(table, target=self._require_target(), count=count)
-        assignment = self._assign(table, lists, count) if lists else None
+        assignment = self._exchange.assign(table, lists) if lists else None
         if assignment is not None:
             totals = totals.exchanged(assignment, fixed=self.config.cost.fixed)
         by_cost = self.config.balance is BalanceScope.MICROBATCH
@@ -344,7 +333,7 @@ class ReplicaPlanner:
             "num_recorded": self._num_recorded,
             "deadline": self._termination.state(),
             "knowledge": self._policy.knowledge(),
-            "exchanges": -1 if self._is_undecided else int(self._exchanges),
+            "exchanges": self._exchange.state(),
             "window": rows.T.tolist(),
         }
 
@@ -370,8 +359,7 @@ class ReplicaPlanner:
         self._window, self._left_out = SampleWindow(), 0
         self._target = self._selection = None
         self._termination.restore(state["deadline"], consumed=self._consumed)
-        if self.config.exchange is ExchangeMode.AUTO and state["exchanges"] >= 0:
-            self._freeze(exchanges=bool(state["exchanges"]))
+        self._rebuild_policy(self._exchange.restore(state["exchanges"]))
         self._policy.restore(list(state["knowledge"]))
         if self._shard is not None:
             self._shard = self._make_shard(state["cursor"], state["upcoming"])
@@ -386,38 +374,12 @@ class ReplicaPlanner:
             self._window.append(window_row(self.config, position, arrival, due, sample))
         self._num_arrived = self._num_emitted + len(self._window)
 
-    def _choose_exchange(self, table: RecordTable[WindowRecord]) -> None:
-        """Let mode `auto` choose for the run, once samples have been seen (policy `cost`)."""
-        if not self._is_undecided or self.config.policy is PolicyName.SAMPLES:
-            return
-        if table.total("num_observed"):
-            self._choice = choose_for_run(table, self.config)
-            self._freeze(exchanges=self._choice.exchanges)
-
-    def _freeze(self, *, exchanges: bool) -> None:
-        knowledge = self._policy.knowledge()
-        self._is_undecided, self._exchanges = False, exchanges
-        self._policy = build_policy(self.config, exchanges=exchanges)
-        if knowledge:
+    def _rebuild_policy(self, exchanges: bool | None) -> None:
+        """Mode `auto` has chosen; go on with the policy that goes with it, nothing forgotten."""
+        if exchanges is not None:
+            knowledge = self._policy.knowledge()
+            self._policy = build_policy(self.config, exchanges=exchanges)
             self._policy.restore(knowledge)
-
-    def _local_count(self, table: RecordTable[PlanRecord]) -> int:
-        """Return the micro-batches of the step without an exchange."""
-        needed = table.largest("num_micro_batches")
-        return common_count([needed], multiple=self.config.count_multiple)
-
-    def _assign(
-        self, table: RecordTable[PlanRecord], lists: Sequence[bytes], count: int
-    ) -> Assignment:
-        samples = unpack_lists(lists, table.column("num_samples"), config=self.config)
-        rules = ExchangeRules(
-            num_replicas=self.config.num_replicas,
-            caps=self._caps,
-            count_multiple=self.config.count_multiple,
-            fixed=self.config.cost.fixed,
-            scope=self.config.balance,
-        )
-        return assign(samples, rules, local_count=count)
 
     def _selected_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         assert self._selection is not None, "plan_record comes before sample_list"
