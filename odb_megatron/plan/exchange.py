@@ -205,13 +205,18 @@ def _mend(bins: Bins, samples: StepSamples, rules: ExchangeRules, count: int) ->
             if int(sizes.sum()) <= count * (caps.token_budget - longest) + longest:
                 continue
         pack_replica(replica)
-    while left:
-        sample = left.pop()
-        for replica in np.argsort(bins.loads, kind="stable").tolist():
-            if replica not in rooms:
-                pack_replica(replica)
-            if place(sample, replica):
+    if not left:
+        return slot_of
+    for replica in range(rules.num_replicas):
+        if replica not in rooms:
+            pack_replica(replica)
+    largest = np.array([rooms[replica].largest for replica in range(rules.num_replicas)])
+    for sample in sorted(left, key=lambda sample: (-int(samples.padded[sample]), sample)):
+        able = np.flatnonzero(largest >= min(int(samples.padded[sample]), caps.token_budget))
+        for replica in able[np.argsort(bins.loads[able], kind="stable")].tolist():
+            if place(sample, replica):  # the patch cap may forbid it
                 bins.move(sample, replica)
+                largest[replica] = rooms[replica].largest
                 break
         else:
             return None
