@@ -231,9 +231,7 @@ class TestSampleList:
         good, counts = pack_list(_rows([(2, 4, 0, 20)]), room=1), np.array([1, 1, 1])
         with pytest.raises(ReplicaFailedError, match="replica 1 failed while listing its samples"):
             unpack_lists([good, failed_list(room=1), good], counts, config=self.CONFIG)
-        with pytest.raises(
-            ReplicaFailedError, match="replica 2 sent a sample list of 31 bytes"
-        ):
+        with pytest.raises(ReplicaFailedError, match="replica 2 sent a sample list of 31 bytes"):
             unpack_lists([good, good, good[:-1]], counts, config=self.CONFIG)
 
 
