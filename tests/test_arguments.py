@@ -12,7 +12,7 @@ from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.megatron.arguments import CostSource, OdbConfig, add_odb_arguments
 from odb_megatron.plan.cost import CostPrices
 from odb_megatron.plan.padding import OverlongPolicy
-from odb_megatron.plan.policy import BalanceScope, PolicyName
+from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 
 
 def _parse(text: str) -> argparse.Namespace:
@@ -38,6 +38,7 @@ def test_defaults() -> None:
         prices=None,
         max_patches=0,
         balance=BalanceScope.STEP,
+        exchange=ExchangeMode.NONE,
         overlong=OverlongPolicy.ERROR,
         bad_record=BadRecordPolicy.ERROR,
         epochs=None,
@@ -52,10 +53,11 @@ def test_everything_given() -> None:
         "--odb --odb-policy cost --odb-token-budget 512 --odb-window 40 --odb-max-delay-steps 3 "
         "--odb-overlong solo --odb-bad-record skip --odb-epochs 2 --odb-attention cpu "
         "--odb-log-dir logs --odb-cost-linear 2.5 --odb-cost-quadratic 0.001 --odb-cost-fixed 800 "
-        "--odb-cost-patch 9 --odb-max-patches 4096 --odb-balance microbatch"
+        "--odb-cost-patch 9 --odb-max-patches 4096 --odb-balance microbatch --odb-exchange tokens"
     )
     assert (config.policy, config.token_budget, config.window) == (PolicyName.COST, 512, 40)
     assert (config.max_delay_steps, config.epochs) == (3, 2)
+    assert config.exchange is ExchangeMode.TOKENS
     assert (config.overlong, config.bad_record) == (OverlongPolicy.SOLO, BadRecordPolicy.SKIP)
     assert (config.attention, config.log_dir) == ("cpu", "logs")
     assert config.prices == CostPrices(linear=2.5, quadratic=0.001, fixed=800, patch=9)
@@ -68,6 +70,7 @@ def test_everything_given() -> None:
     [
         ("--odb-policy samples", "--odb-policy would do nothing without --odb: add --odb, or drop"),
         ("--odb-token-budget 9", "--odb-token-budget would do nothing without --odb"),
+        ("--odb-exchange auto", "--odb-exchange would do nothing without --odb"),
         ("--odb-window 9", "--odb-window would do nothing without --odb"),
         ("--odb-max-delay-steps 9", "--odb-max-delay-steps would do nothing without --odb"),
         (
@@ -149,6 +152,7 @@ def test_the_budget_limits_packed_samples(budget: int) -> None:
         "--odb --odb-epochs 3 --odb-overlong truncate",
         "--odb --odb-policy cost",
         "--odb --odb-policy cost --odb-window 33 --odb-max-delay-steps 2 --odb-token-budget 777",
+        "--odb --odb-exchange auto",
         "--odb --odb-bad-record skip --odb-attention cpu",
         "--odb --odb-cost auto --odb-max-patches 77",
         "--odb --odb-cost-linear 1",
@@ -164,7 +168,7 @@ def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_odb_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest.startswith("odb")]
-    assert len(actions) == 17
+    assert len(actions) == 18
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out

@@ -23,7 +23,7 @@ from odb_megatron.plan.padding import (
     padded_length,
 )
 from odb_megatron.plan.planner import ReplicaPlanner
-from odb_megatron.plan.policy import BalanceScope, PolicyName
+from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 from odb_megatron.plan.records import (
     RECORD_BYTES,
     PlanRecord,
@@ -77,6 +77,7 @@ def worlds(draw: st.DrawFn) -> World:
             count_multiple=draw(st.sampled_from([1, 1, 2, 4])),
             balance=draw(st.sampled_from(BalanceScope)),
             max_patches=10 if patches else 0,
+            exchange=draw(st.sampled_from(ExchangeMode)),
         ),
         lengths=lengths,
         patches=patches,

@@ -23,6 +23,7 @@ GOOD: dict[str, Any] = {
     "odb_token_budget": None,
     "odb_window": None,
     "odb_max_delay_steps": None,
+    "odb_exchange": None,
     "odb_epochs": None,
     "odb_cost": None,
     "odb_cost_linear": None,

@@ -13,7 +13,7 @@ from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
 from odb_megatron.megatron.topology import balance_scope
 from odb_megatron.plan.cost import CostPrices
 from odb_megatron.plan.padding import OverlongPolicy
-from odb_megatron.plan.policy import BalanceScope, PolicyName
+from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 
 __all__ = ["CostSource", "OdbConfig", "add_odb_arguments", "cost_flags"]
 
@@ -22,6 +22,7 @@ _PLANNING_FLAGS = {
     "odb_token_budget": "--odb-token-budget",
     "odb_window": "--odb-window",
     "odb_max_delay_steps": "--odb-max-delay-steps",
+    "odb_exchange": "--odb-exchange",
     "odb_epochs": "--odb-epochs",
     "odb_cost": "--odb-cost",
     "odb_cost_linear": "--odb-cost-linear",
@@ -54,6 +55,7 @@ class OdbConfig:
         prices: the cost model's prices, or None.
         max_patches: most patches of a micro-batch, 0 for no cap.
         balance: where replicas wait for each other.
+        exchange: whether replicas hand samples to each other.
         overlong: see `plan.padding.OverlongPolicy`.
         bad_record: see `data.preprocess.BadRecordPolicy`.
         epochs: passes over the data, or None when the run length is given in Megatron's terms.
@@ -71,6 +73,7 @@ class OdbConfig:
     prices: CostPrices | None
     max_patches: int
     balance: BalanceScope
+    exchange: ExchangeMode
     overlong: OverlongPolicy
     bad_record: BadRecordPolicy
     epochs: int | None
@@ -117,6 +120,7 @@ class OdbConfig:
             prices=_given_prices(args),
             max_patches=args.odb_max_patches or 0,
             balance=balance_scope(args)[0],
+            exchange=ExchangeMode(args.odb_exchange or ExchangeMode.NONE.value),
             overlong=OverlongPolicy(args.odb_overlong),
             bad_record=BadRecordPolicy(args.odb_bad_record),
             epochs=args.odb_epochs,
@@ -139,6 +143,7 @@ class OdbConfig:
         """Return the flags that reproduce this configuration, defaults included."""
         flags = [
             f"--odb-policy {self.policy.value}",
+            f"--odb-exchange {self.exchange.value}",
             f"--odb-token-budget {self.token_budget}",
             f"--odb-overlong {self.overlong.value}",
             f"--odb-bad-record {self.bad_record.value}",
@@ -220,6 +225,15 @@ def _add_planning_arguments(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="With --odb-policy cost a sample is trained at most this many steps later than in "
         "first-in-first-out order. Default 8.",
+    )
+    group.add_argument(
+        "--odb-exchange",
+        choices=[mode.value for mode in ExchangeMode],
+        default=None,
+        help="Whether replicas hand samples to each other, on the CPU and in the background, so "
+        "that a step costs the same on all: none; tokens, in every step; auto, where it is worth "
+        "it (samples decides step by step, cost once, and says why). Which samples a step has "
+        "under --odb-policy samples does not change. Default none.",
     )
     group.add_argument(
         "--odb-epochs",

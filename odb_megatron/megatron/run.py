@@ -33,7 +33,7 @@ from odb_megatron.megatron.providers import (
 from odb_megatron.megatron.recorder import StepRecorder
 from odb_megatron.megatron.setup import odb_config, total_samples
 from odb_megatron.megatron.topology import balance_scope
-from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.policy import ExchangeMode, PolicyName
 from odb_megatron.report.live import LiveReport, SourceTotals
 from odb_megatron.report.step_record import StepLog
 
@@ -85,6 +85,7 @@ class OdbRun:
         self._cost: RunCost | None = None
         self._log: StepLog | None = None
         self._tokens_before = 0
+        self._choice_printed = False
         self._eval_left_out = self._eval_truncated = 0
         self.forward_step = make_forward_step(
             packed_batch if self.config.enabled else padded_batch, on_batch=self._on_batch
@@ -136,6 +137,7 @@ class OdbRun:
             self._recorder.begin_step(header)
         if self._cost is not None:
             self._cost.begin_step(header)
+        self._print_choice()
         done = self._args.curr_iteration + 1
         if header.totals.is_final:
             self._args.train_iters = done
@@ -196,7 +198,11 @@ class OdbRun:
                     "there is nothing to evaluate on: the validation split is empty; change "
                     "--split, give --valid-data-path, or pass --eval-iters 0"
                 )
-            groups = [control_group(self._args, name=name) for name in ("train", "valid", "test")]
+            moves = self.config.enabled and self.config.exchange is not ExchangeMode.NONE
+            groups = [
+                control_group(self._args, name=name, has_payloads=moves and name == "train")
+                for name in ("train", "valid", "test")
+            ]
             self._exchange = groups[0]
             self._start(streams, groups[0])
             if not self.config.enabled:
@@ -323,6 +329,13 @@ class OdbRun:
             print(f"odb: balance scope {scope.value}: {reason}", flush=True)
         else:
             print("odb: --odb is off: padded baseline", flush=True)
+
+    def _print_choice(self) -> None:
+        """Say once what `--odb-exchange auto` chose for the run."""
+        choice = None if self._loader is None else self._loader.exchange_choice
+        if choice is not None and not self._choice_printed and self._args.rank == 0:
+            self._choice_printed = True
+            print(f"odb: {choice.reason()}", flush=True)
 
     def _finish(self, *, together: bool) -> None:
         sources = self._source_totals(together=together)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from odb_megatron.megatron.arguments import CostSource, OdbConfig
 from odb_megatron.plan.config import PlanConfig
-from odb_megatron.plan.cost_policy import build_policy
 from odb_megatron.plan.padding import OverlongPolicy
+from odb_megatron.plan.policies import build_policy
 from odb_megatron.plan.policy import PolicyName
 
 __all__ = ["refuse_unsupported"]
@@ -212,6 +212,7 @@ def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]
                 token_budget=config.token_budget,
                 window=config.window,
                 max_delay_steps=config.max_delay_steps,
+                exchange=config.exchange,
             )
             build_policy(plan)
         except ValueError as error:

@@ -2,7 +2,8 @@
 
 Pure: the caller draws samples and moves records; nothing here reads a clock, a rank or a socket.
 A step goes through `draw` / `observe` until `draw` returns nothing, then `window_record`,
-`set_target`, again `draw` / `observe`, then `plan_record` and `commit`.
+`set_target`, again `draw` / `observe`, then `plan_record`, `sample_list` where `wants_exchange`
+says so, and `commit`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from odb_megatron.plan.alignment import common_count, meet_count, needed_count
+from odb_megatron.plan.alignment import meet_count, needed_count
 from odb_megatron.plan.calibration import CostFit, MicroBatchTime, calibration_record, fit_cost
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
-from odb_megatron.plan.cost_policy import build_policy
 from odb_megatron.plan.draw import DrawLimits, Holdings, OnlineShard
+from odb_megatron.plan.exchange_choice import ExchangeChoice
+from odb_megatron.plan.exchange_phase import ExchangePhase
 from odb_megatron.plan.packing import Caps
+from odb_megatron.plan.policies import build_policy
 from odb_megatron.plan.policy import (
     BalanceScope,
     PolicyName,
@@ -33,6 +36,7 @@ from odb_megatron.plan.records import (
     WindowRecord,
     check_agreement,
 )
+from odb_megatron.plan.sample_list import pack_list
 from odb_megatron.plan.selection import Selection
 from odb_megatron.plan.state import (
     NOT_CALIBRATED,
@@ -42,7 +46,7 @@ from odb_megatron.plan.state import (
     saved_cost,
     window_row,
 )
-from odb_megatron.plan.step import StepPlan, StepTotals
+from odb_megatron.plan.step import StepPlan, StepTotals, parcels
 from odb_megatron.plan.target import StepTarget
 from odb_megatron.plan.termination import LoaderClosedError, Phase, Termination
 from odb_megatron.plan.window import Column, SampleWindow, token_counts
@@ -70,6 +74,7 @@ class ReplicaPlanner:
         self._digest = config.digest()
         self._caps = Caps(token_budget=config.token_budget, max_patches=config.max_patches)
         self._policy = build_policy(config)
+        self._exchange = ExchangePhase(config)
         self._start = consumed
         self._step = 0
         self._consumed = consumed  # positions, all replicas
@@ -115,6 +120,11 @@ class ReplicaPlanner:
         """Whether a calibration has decided the cost model."""
         return self._linear_ps != NOT_CALIBRATED
 
+    @property
+    def exchange_choice(self) -> ExchangeChoice | None:
+        """See `ExchangePhase.choice`."""
+        return self._exchange.choice
+
     def close(self) -> None:
         """End the loader: this replica's next record carries the closing bit."""
         self._is_closing = True
@@ -152,8 +162,17 @@ class ReplicaPlanner:
         num_loss_tokens: int,
         truncated: bool = False,
         num_patches: int = 0,
+        num_bytes: int = 0,
     ) -> None:
         """Take a drawn sample into the window; `num_tokens` 0 means the position emits nothing.
+
+        Args:
+            position: its stream position.
+            num_tokens: its tokens.
+            num_loss_tokens: positions that carry loss.
+            truncated: it was cut.
+            num_patches: its patches.
+            num_bytes: its size when it is handed to another replica.
 
         Raises:
             ValueError: a cost beyond the records.
@@ -161,7 +180,7 @@ class ReplicaPlanner:
         if num_tokens == 0:
             self._left_out += 1
             return
-        sample = (num_tokens, num_loss_tokens, truncated, num_patches)
+        sample = (num_tokens, num_loss_tokens, truncated, num_patches, num_bytes)
         self._window.append(window_row(self.config, position, self._num_arrived, -1, sample))
         self._num_arrived += 1
 
@@ -202,6 +221,7 @@ class ReplicaPlanner:
             return
         self._window.reprice(cost)
         self._policy.set_cost(cost)
+        self._exchange.set_cost(cost)
         self.config = replace(self.config, cost=cost)
         self._digest = self.config.digest()
         self._num_recorded = 0
@@ -237,6 +257,7 @@ class ReplicaPlanner:
         """
         table = self._agreed(records, names=("config", "step", "position"))
         undrawn = table.column("num_undrawn")
+        self._rebuild_policy(self._exchange.choose(table))
         if self._shard is None:
             drained = bool((undrawn == 0).any())
         else:
@@ -279,6 +300,7 @@ class ReplicaPlanner:
             num_samples=num,
             num_left_out=self._left_out,
             cost=cost,
+            cost_largest=int(rows[Column.COST].max()) if num else 0,
             num_remaining=undrawn + len(self._window) - num,
             num_kept=len(self._window) - num,
             cost_kept=self._window.cost - cost,
@@ -290,27 +312,60 @@ class ReplicaPlanner:
         )
         return replace(record, **token_counts(rows))  # type: ignore[arg-type]
 
-    def commit(self, records: PlanRecords) -> StepPlan:
+    def wants_exchange(self, records: PlanRecords) -> bool:
+        """Whether this step has a third exchange, of `sample_list`; equal on all replicas.
+
+        Raises:
+            ReplicaFailedError: a replica reported an error, or they do not agree.
+            LoaderClosedError: a replica closed its loader.
+        """
+        return self._exchange.is_wanted(self._agreed(records, names=("target",)))
+
+    def sample_list(self, records: PlanRecords) -> bytes:
+        """Return this replica's list for the third exchange; all lists of a step have one size.
+
+        Raises:
+            ValueError: see `sample_list.pack_list`.
+        """
+        if not isinstance(records, RecordTable):
+            records = RecordTable.from_records(records)
+        return pack_list(self._selected_rows(), room=records.largest("num_samples"))
+
+    def commit(self, records: PlanRecords, lists: Sequence[bytes] = ()) -> StepPlan:
         """Fix the step from all replicas' second records and move on to the next.
+
+        Args:
+            records: second records.
+            lists: all replicas' sample lists, where the step has a third exchange.
 
         Raises:
             ReplicaFailedError: a replica reported an error, or they do not agree.
             LoaderClosedError: a replica closed its loader.
         """
         table = self._agreed(records, names=("target",))
-        needed = int(table.column("num_micro_batches").max())
-        count = common_count([needed], multiple=self.config.count_multiple)
+        count = self._exchange.local_count(table)
         totals = self._totals(table, count)
         self._policy.learn(table, target=self._require_target(), count=count)
-        assert self._selection is not None, "plan_record comes before commit"
-        micro_batches = meet_count(
-            self._selection,
-            self._window.rows(len(self._selection.chosen)),
-            count=count,
-            caps=self._caps,
-            by_cost=self.config.balance is BalanceScope.MICROBATCH,
-        )
-        plan = StepPlan(totals=totals, micro_batches=micro_batches)
+        assignment = self._exchange.assign(table, lists) if lists else None
+        if assignment is not None:
+            totals = totals.exchanged(assignment, fixed=self.config.cost.fixed)
+        by_cost = self.config.balance is BalanceScope.MICROBATCH
+        if assignment is None or assignment.is_local:
+            assert self._selection is not None, "plan_record comes before commit"
+            micro_batches = meet_count(
+                self._selection,
+                self._window.rows(len(self._selection.chosen)),
+                count=count,
+                caps=self._caps,
+                by_cost=by_cost,
+            )
+            plan = StepPlan(totals=totals, micro_batches=micro_batches)
+        else:
+            sends, receives = parcels(assignment, self.replica)
+            micro_batches = assignment.micro_batches(self.replica, caps=self._caps, by_cost=by_cost)
+            plan = StepPlan(
+                totals=totals, micro_batches=micro_batches, sends=sends, receives=receives
+            )
         self._advance(table, totals)
         return plan
 
@@ -340,6 +395,7 @@ class ReplicaPlanner:
             "deadline": self._termination.state(),
             "cost": [cost.quadratic, cost.fixed, cost.per_patch, self._linear_ps],
             "knowledge": self._policy.knowledge(),
+            "exchanges": self._exchange.state(),
             "window": rows.T.tolist(),
         }
 
@@ -351,8 +407,8 @@ class ReplicaPlanner:
         Args:
             state: from `state_dict` of the same replica.
             fetched: for each position of the state's window, its number of tokens, of loss tokens,
-                whether it was truncated, and (optional) its patches: the caller preprocesses
-                these samples again.
+                whether it was truncated, and (optional) its patches and payload bytes: the caller
+                preprocesses these samples again.
 
         Raises:
             ValueError: unknown or missing keys, another version, policy, topology or replica, or
@@ -367,10 +423,23 @@ class ReplicaPlanner:
         self._window, self._left_out = restored_window(self.config, state, fetched), 0
         self._num_emitted, self._num_recorded = state["num_emitted"], state["num_recorded"]
         self._termination.restore(state["deadline"], consumed=self._consumed)
+        self._rebuild_policy(self._exchange.restore(state["exchanges"]))
         self._policy.restore(list(state["knowledge"]))
         if self._shard is not None:
             self._shard = self._make_shard(state["cursor"], state["upcoming"])
         self._num_arrived = self._num_emitted + len(self._window)
+
+    def _rebuild_policy(self, exchanges: bool | None) -> None:
+        """Mode `auto` has chosen; go on with the policy that goes with it, nothing forgotten."""
+        if exchanges is not None:
+            knowledge = self._policy.knowledge()
+            self._policy = build_policy(self.config, exchanges=exchanges)
+            self._policy.restore(knowledge)
+
+    def _selected_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        assert self._selection is not None, "plan_record comes before sample_list"
+        chosen = self._selection.chosen
+        return self._window.rows(len(chosen))[:, chosen]
 
     def _state(self) -> StepState:
         return StepState(step=self._step, consumed=self._consumed, start=self._start)

@@ -20,6 +20,7 @@ from odb_megatron.plan.window import SampleWindow
 
 __all__ = [
     "BalanceScope",
+    "ExchangeMode",
     "PolicyName",
     "SamplesPolicy",
     "StepPolicy",
@@ -45,6 +46,17 @@ class BalanceScope(Enum):
 
     STEP = "step"
     MICROBATCH = "microbatch"
+
+
+class ExchangeMode(Enum):
+    """Whether replicas hand samples to each other so that a step costs the same on all.
+
+    NONE: never. TOKENS: in every step. AUTO: where it is worth it (`exchange_choice`).
+    """
+
+    NONE = "none"
+    TOKENS = "tokens"
+    AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ __all__ = [
 RECORD_BYTES = 256
 """Wire size of every record."""
 
-_MESSAGE_BYTES = 96
+_MESSAGE_BYTES = 88
 _NUM_NUMBERS = (RECORD_BYTES - _MESSAGE_BYTES) // 8
 _FEW = 128  # so many numbers are summed as Python integers faster than by numpy
 _FORMAT = struct.Struct(f"<{_NUM_NUMBERS}q")
@@ -53,6 +53,8 @@ class WindowRecord:
         tokens_observed: their padded tokens.
         cost_observed: their cost.
         spread_observed: sum of their squared excess cost (`target.excess`), in tokens squared.
+        cost_over: by how much samples observed cost more than a replica's share of a step, summed
+            (exchange mode `auto`, first step).
         cost_due: cost of the samples that must be emitted in this step.
         micro_batches_due: micro-batches they need.
         cost_per_token: cost per padded token that this replica can sustain in this step.
@@ -75,6 +77,7 @@ class WindowRecord:
     tokens_observed: int = 0
     cost_observed: int = 0
     spread_observed: int = 0
+    cost_over: int = 0
     cost_due: int = 0
     micro_batches_due: int = 0
     cost_per_token: int = 0
@@ -112,6 +115,7 @@ class PlanRecord:
         num_squared_tokens: sum of squared lengths before padding.
         num_loss_tokens: positions that carry loss.
         cost: cost of the selection, without the price of micro-batches.
+        cost_largest: cost of its costliest sample.
         num_remaining: positions of this replica still to be emitted after this step.
         num_kept: samples left in the window.
         cost_kept: their cost.
@@ -134,6 +138,7 @@ class PlanRecord:
     num_squared_tokens: int = 0
     num_loss_tokens: int = 0
     cost: int = 0
+    cost_largest: int = 0
     num_remaining: int = 0
     num_kept: int = 0
     cost_kept: int = 0

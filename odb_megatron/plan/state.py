@@ -76,19 +76,19 @@ def restored_window(
     """
     window = SampleWindow()
     for position, arrival, due in state["window"]:
-        num_tokens, num_loss_tokens, truncated, *patches = fetched[position]
+        num_tokens, num_loss_tokens, truncated, *more = fetched[position]
         if num_tokens == 0:
             raise ValueError(
                 f"position {position} was in the window when the state was saved and can no "
                 "longer be used: the data or its policies have changed"
             )
-        sample = (num_tokens, num_loss_tokens, bool(truncated), patches[0] if patches else 0)
+        sample = (num_tokens, num_loss_tokens, bool(truncated), *more, 0, 0)[:5]
         window.append(window_row(config, position, arrival, due, sample))
     return window
 
 
 def window_row(
-    config: PlanConfig, position: int, arrival: int, due: int, sample: tuple[int, int, bool, int]
+    config: PlanConfig, position: int, arrival: int, due: int, sample: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Return a sample as a row of the window, in the order of `window.Column`.
 
@@ -97,12 +97,12 @@ def window_row(
         position: its stream position.
         arrival: its rank among the replica's samples.
         due: see `window.Column`.
-        sample: its tokens, loss tokens, whether it was truncated, and patches.
+        sample: its tokens, loss tokens, whether it was truncated, patches and payload bytes.
 
     Raises:
         ValueError: a cost beyond the records.
     """
-    num_tokens, num_loss_tokens, truncated, num_patches = sample
+    num_tokens, num_loss_tokens, truncated, num_patches, num_bytes = sample
     padded = padded_length(num_tokens, config.multiple)
     cost = config.cost.sample(padded, num_patches=num_patches)
     return (
@@ -115,4 +115,5 @@ def window_row(
         cost,
         truncated,
         due,
+        num_bytes,
     )

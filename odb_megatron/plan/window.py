@@ -24,6 +24,7 @@ class Column(IntEnum):
 
     `ARRIVAL` is the sample's rank among those the replica has observed (0 first). `DUE` is the
     step in which first-in-first-out order would have emitted it, -1 while that is not past.
+    `PAYLOAD` is the sample's size in bytes when one replica hands it to another.
     """
 
     POSITION = 0
@@ -35,6 +36,7 @@ class Column(IntEnum):
     COST = 6
     TRUNCATED = 7
     DUE = 8
+    PAYLOAD = 9
 
 
 class SampleWindow:

@@ -49,6 +49,11 @@ class RunTotals:
     wait_s: float = 0.0
     step_s: float = 0.0
     balance: float = 0.0
+    exchanged: int = 0
+    moved: int = 0
+    bytes_moved: int = 0
+    unevened: float = 0.0
+    evened: float = 0.0
     fill: float = 0.0
     counts_of_m: set[int] = field(default_factory=set)
     samples_per_step: list[int] = field(default_factory=list)
@@ -70,6 +75,12 @@ class RunTotals:
         self.step_s += record.step_s
         self.balance += record.balance or 0.0
         self.fill += record.fill or 0.0
+        if record.moved:
+            self.exchanged += 1
+            self.moved += record.moved
+            self.bytes_moved += record.bytes_moved
+            self.unevened += record.balance_before or 0.0
+            self.evened += record.balance or 0.0
         self.counts_of_m.add(record.num_micro_batches)
         self.samples_per_step.append(record.samples + record.left_out)
         if record.loss is not None:
@@ -150,7 +161,10 @@ class LiveReport:
         if record.fill is not None:
             parts.append(f"fill {record.fill:.2f}")
         if record.balance is not None:
-            parts.append(f"balance {record.balance:.3f}")
+            before = "" if record.balance_before is None else f"{record.balance_before:.3f} -> "
+            parts.append(f"balance {before}{record.balance:.3f}")
+        if record.moved:
+            parts.append(f"moved {record.moved} ({record.bytes_moved / 1e6:.2f} MB)")
         parts.append(f"padding avoided {self._avoided(samples, record.computed_tokens):.0%}")
         parts.append(f"wait {record.wait_s * 1e3:.0f} ms")
         return " | ".join(parts)
@@ -185,6 +199,13 @@ class LiveReport:
             lines.append(
                 f"  mean per step       fill {totals.fill / totals.steps:.3f}, balance "
                 f"{totals.balance / totals.steps:.3f}"
+            )
+        if totals.exchanged:
+            lines.append(
+                f"  exchange            in {totals.exchanged} steps, {totals.moved} samples, "
+                f"{totals.bytes_moved / totals.exchanged / 1e6:.3f} MB per step; balance "
+                f"{totals.unevened / totals.exchanged:.3f} before, "
+                f"{totals.evened / totals.exchanged:.3f} after"
             )
         lines.append(
             f"  time                {totals.step_s:.1f} s in steps, {totals.wait_s:.1f} s of it "

@@ -14,7 +14,10 @@ from odb_megatron.plan.planner import ReplicaPlanner
 from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.step import StepPlan
 
-__all__ = ["World", "observe_drawn", "plan_step"]
+__all__ = ["BYTES_PER_TOKEN", "World", "observe_drawn", "plan_step", "wire_size"]
+
+BYTES_PER_TOKEN = 5
+"""Made-up size of a token when a sample is handed to another replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,7 @@ def observe_drawn(
                 num_tokens=length,
                 num_loss_tokens=length // 2,
                 num_patches=patches[position] if patches else 0,
+                num_bytes=BYTES_PER_TOKEN * length,
             )
 
 
@@ -79,4 +83,12 @@ def plan_step(
         planner.set_target(windows)
         observe_drawn(planner, lengths, patches=patches)
     records = RecordTable(PlanRecord, [p.plan_record().to_bytes() for p in planners])
-    return [planner.commit(records) for planner in planners]
+    lists: list[bytes] = []
+    if planners[0].wants_exchange(records):
+        lists = [planner.sample_list(records) for planner in planners]
+    return [planner.commit(records, lists) for planner in planners]
+
+
+def wire_size(world: World, position: int) -> int:
+    """Bytes of a sample when it is handed to another replica."""
+    return BYTES_PER_TOKEN * world.lengths[position]
