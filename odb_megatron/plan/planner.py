@@ -18,7 +18,7 @@ from odb_megatron.plan.alignment import meet_count, needed_count
 from odb_megatron.plan.calibration import CostFit, MicroBatchTime, calibration_record, fit_cost
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
-from odb_megatron.plan.draw import DrawLimits, Holdings, OnlineShard
+from odb_megatron.plan.draw import Holdings
 from odb_megatron.plan.exchange_choice import ExchangeChoice
 from odb_megatron.plan.exchange_phase import ExchangePhase
 from odb_megatron.plan.packing import Caps
@@ -38,6 +38,7 @@ from odb_megatron.plan.records import (
 )
 from odb_megatron.plan.sample_list import pack_list
 from odb_megatron.plan.selection import Selection
+from odb_megatron.plan.shard import make_shard
 from odb_megatron.plan.state import (
     NOT_CALIBRATED,
     STATE_VERSION,
@@ -78,7 +79,6 @@ class ReplicaPlanner:
         self._start = consumed
         self._step = 0
         self._consumed = consumed  # positions, all replicas
-        self._cursor = self._own_position_from(consumed)  # fixed shards
         self._window = SampleWindow()
         self._num_arrived = 0
         self._num_recorded = 0  # arrivals that are in a window record
@@ -94,11 +94,9 @@ class ReplicaPlanner:
             consumed=consumed,
             rounds_up=config.policy is PolicyName.SAMPLES,
         )
-        self._shard: OnlineShard | None = None
-        if config.is_online:
-            self._shard = self._make_shard(consumed)
-            none = np.zeros(config.num_replicas, dtype=np.int64)
-            self._shard.top_up(Holdings(num_held=none, cost_held=none, num_upcoming=none), each=1)
+        self._shard = make_shard(config, replica=replica, cursor=self._first_position(consumed))
+        none = np.zeros(config.num_replicas, dtype=np.int64)
+        self._shard.top_up(Holdings(num_held=none, cost_held=none, num_upcoming=none), each=1)
 
     @property
     def consumed(self) -> int:
@@ -136,15 +134,9 @@ class ReplicaPlanner:
             end = self._target.end
             if self._target.steps_left == 1:
                 most = self.config.total
-            elif self._shard is None:
-                return []
+        is_late = self._target is not None and self._target.steps_left > 1
         room = max(0, most - len(self._window))
-        if self._shard is not None:
-            return self._shard.draw(room)
-        positions = self._undrawn()[:room]
-        positions = positions[: len(range(self._cursor, end, positions.step))]
-        self._cursor += len(positions) * positions.step
-        return list(positions)
+        return self._shard.draw(room, end=end, is_late=is_late)
 
     def upcoming(self) -> list[int]:
         """Return positions assigned since the last call, in the order `draw` will return them.
@@ -152,7 +144,7 @@ class ReplicaPlanner:
         For prefetching with online assignment; fixed shards return nothing, their order being
         known.
         """
-        return [] if self._shard is None else self._shard.take_announced()
+        return self._shard.take_announced()
 
     def observe(
         self,
@@ -243,7 +235,7 @@ class ReplicaPlanner:
             position=self._consumed,
             num_held=len(window),
             cost_held=window.cost,
-            num_undrawn=self._num_undrawn(),
+            num_undrawn=self._shard.num_undrawn,
             closing=self._is_closing,
         )
         return replace(record, **report)  # type: ignore[arg-type]
@@ -258,38 +250,33 @@ class ReplicaPlanner:
         table = self._agreed(records, names=("config", "step", "position"))
         undrawn = table.column("num_undrawn")
         self._rebuild_policy(self._exchange.choose(table))
-        if self._shard is None:
-            drained = bool((undrawn == 0).any())
-        else:
-            drained = self._shard.num_unassigned == 0
+        drained = self._shard.is_drained(undrawn)
         left = self._termination.begin_step(
             step=self._step, consumed=self._consumed, is_drained=drained
         )
         self._target = self._policy.target(
             table, state=self._state(), steps_left=left, drained=drained
         )
-        if self._shard is not None:
-            self._shard.top_up(
-                Holdings(
-                    num_held=table.column("num_held"),
-                    cost_held=table.column("cost_held"),
-                    num_upcoming=undrawn,
-                ),
-                each=self._policy.mean_cost,
-                is_late=True,
-                is_final=left == 1,
-            )
+        self._shard.top_up(
+            Holdings(
+                num_held=table.column("num_held"),
+                cost_held=table.column("cost_held"),
+                num_upcoming=undrawn,
+            ),
+            each=self._policy.mean_cost,
+            is_late=True,
+            is_final=left == 1,
+        )
 
     def plan_record(self, *, wait_us: int = 0) -> PlanRecord:
         """Select and pack this replica's share; return its second record of the step."""
         target = self._require_target()
-        undrawn = self._num_undrawn()
-        drained = (undrawn if self._shard is None else self._shard.num_unassigned) == 0
+        undrawn = self._shard.num_undrawn
         found = self._policy.select(
             self._window,
             target=target,
             state=self._state(),
-            num_to_come=undrawn if drained else None,
+            num_to_come=undrawn if self._shard.is_own_known else None,
         )
         rows = self._window.rows(len(found.chosen))[:, found.chosen]
         self._selection = found
@@ -388,8 +375,8 @@ class ReplicaPlanner:
             "start": self._start,
             "step": self._step,
             "consumed": self._consumed,
-            "cursor": self._shard.cursor if self._shard is not None else self._cursor,
-            "upcoming": [] if self._shard is None else list(self._shard.upcoming),
+            "cursor": self._shard.cursor,
+            "upcoming": list(self._shard.upcoming),
             "num_emitted": self._num_emitted,
             "num_recorded": self._num_recorded,
             "deadline": self._termination.state(),
@@ -416,7 +403,7 @@ class ReplicaPlanner:
         """
         check_state(state, self.state_dict())
         self._start, self._step = state["start"], state["step"]
-        self._consumed, self._cursor = state["consumed"], state["cursor"]
+        self._consumed = state["consumed"]
         self._target = self._selection = None
         cost, linear_ps = saved_cost(state)
         self.set_cost(cost, linear_ps=linear_ps)
@@ -425,8 +412,9 @@ class ReplicaPlanner:
         self._termination.restore(state["deadline"], consumed=self._consumed)
         self._rebuild_policy(self._exchange.restore(state["exchanges"]))
         self._policy.restore(list(state["knowledge"]))
-        if self._shard is not None:
-            self._shard = self._make_shard(state["cursor"], state["upcoming"])
+        self._shard = make_shard(
+            self.config, replica=self.replica, cursor=state["cursor"], upcoming=state["upcoming"]
+        )
         self._num_arrived = self._num_emitted + len(self._window)
 
     def _rebuild_policy(self, exchanges: bool | None) -> None:
@@ -448,34 +436,19 @@ class ReplicaPlanner:
         assert self._target is not None, "set_target comes before plan_record"
         return self._target
 
-    def _own_position_from(self, position: int) -> int:
+    def _first_position(self, consumed: int) -> int:
+        """Return the shard's cursor when so many positions have been consumed."""
+        if self.config.is_online:
+            return consumed
         own = self.config.own_positions(self.replica)
         if self.config.shards:
-            if position:
+            if consumed:
                 raise ValueError(
-                    f"a run with shards of its own cannot begin at sample {position}: the saved "
+                    f"a run with shards of its own cannot begin at sample {consumed}: the saved "
                     "state alone tells which samples those were; restore it"
                 )
             return own.start
-        return position + (own.start - position) % own.step
-
-    def _undrawn(self) -> range:
-        own = self.config.own_positions(self.replica)
-        return range(self._cursor, own.stop, own.step)
-
-    def _make_shard(self, cursor: int, upcoming: Sequence[int] = ()) -> OnlineShard:
-        config = self.config
-        limits = DrawLimits(
-            total=config.total,
-            capacity=config.window + config.lead,
-            batch=config.global_batch_size,
-        )
-        return OnlineShard(limits, replica=self.replica, cursor=cursor, upcoming=upcoming)
-
-    def _num_undrawn(self) -> int:
-        if self._shard is not None:
-            return len(self._shard.upcoming)
-        return len(self._undrawn())
+        return consumed + (own.start - consumed) % own.step
 
     def _agreed(self, records: Any, *, names: Sequence[str]) -> RecordTable[Any]:
         """Return the records as a table; an error beats closing, and closing beats a mismatch."""
@@ -493,7 +466,7 @@ class ReplicaPlanner:
         return table
 
     def _totals(self, table: RecordTable[PlanRecord], count: int) -> StepTotals:
-        unassigned = 0 if self._shard is None else self._shard.num_unassigned
+        unassigned = self._shard.num_unassigned
         totals = StepTotals.add_up(
             table,
             step=self._step,
@@ -523,13 +496,12 @@ class ReplicaPlanner:
         self._left_out = 0
         self._target = None
         self._selection = None
-        if self._shard is not None:
-            kept = table.column("num_kept")
-            self._shard.top_up(
-                Holdings(
-                    num_held=kept,
-                    cost_held=table.column("cost_kept"),
-                    num_upcoming=table.column("num_remaining") - kept,
-                ),
-                each=self._policy.mean_cost,
-            )
+        kept = table.column("num_kept")
+        self._shard.top_up(
+            Holdings(
+                num_held=kept,
+                cost_held=table.column("cost_kept"),
+                num_upcoming=table.column("num_remaining") - kept,
+            ),
+            each=self._policy.mean_cost,
+        )
