@@ -1,0 +1,101 @@
+"""The real planners of all replicas in one thread, exchanging records in their wire form.
+
+The one place that knows the order of a planner's calls; it neither scores nor decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from odb_megatron.plan.config import PlanConfig
+from odb_megatron.plan.planner import ReplicaPlanner
+from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
+from odb_megatron.plan.step import StepPlan
+from odb_megatron.simulation.schedule import Schedule
+from odb_megatron.simulation.setting import Setting, Stream
+
+__all__ = ["observe_drawn", "plan_step", "run_planners"]
+
+
+def observe_drawn(
+    planner: ReplicaPlanner, lengths: Sequence[int], *, patches: Sequence[int] = ()
+) -> list[int]:
+    """Let a planner draw all it wants now; return the positions drawn.
+
+    Args:
+        planner: one replica's.
+        lengths: tokens of the sample at each stream position; half of them carry loss.
+        patches: its patches; empty for none.
+    """
+    drawn: list[int] = []
+    while positions := planner.draw():
+        for position in positions:
+            length = lengths[position]
+            planner.observe(
+                position,
+                num_tokens=length,
+                num_loss_tokens=length // 2,
+                num_patches=patches[position] if patches else 0,
+            )
+        drawn += positions
+    return drawn
+
+
+def plan_step(
+    planners: Sequence[ReplicaPlanner],
+    lengths: Sequence[int],
+    *,
+    patches: Sequence[int] = (),
+    drawn: Sequence[list[int]] | None = None,
+) -> list[StepPlan]:
+    """Plan one step on all replicas.
+
+    Args:
+        planners: one per replica, in order.
+        lengths: see `observe_drawn`.
+        patches: see `observe_drawn`.
+        drawn: per replica a list that the positions it draws are appended to.
+    """
+    for replica, planner in enumerate(planners):
+        positions = observe_drawn(planner, lengths, patches=patches)
+        if drawn is not None:
+            drawn[replica] += positions
+    windows = RecordTable(WindowRecord, [p.window_record().to_bytes() for p in planners])
+    for replica, planner in enumerate(planners):
+        planner.set_target(windows)
+        positions = observe_drawn(planner, lengths, patches=patches)
+        if drawn is not None:
+            drawn[replica] += positions
+    records = RecordTable(PlanRecord, [p.plan_record().to_bytes() for p in planners])
+    return [planner.commit(records) for planner in planners]
+
+
+def run_planners(policy: PolicyName, stream: Stream, setting: Setting) -> Schedule:
+    """Run one of our policies over a stream, to its end."""
+    config = PlanConfig(
+        policy=policy,
+        total=len(stream),
+        global_batch_size=setting.global_batch_size,
+        num_replicas=setting.num_replicas,
+        token_budget=setting.token_budget,
+        window=setting.window,
+        max_delay_steps=setting.max_delay_steps,
+        count_multiple=setting.count_multiple,
+        cost=setting.cost,
+        balance=setting.sync,
+    )
+    planners = [ReplicaPlanner(config, replica=replica) for replica in range(setting.num_replicas)]
+    lengths: list[int] = stream.lengths.tolist()
+    drawn: list[list[int]] = [[] for _ in planners]
+    steps = []
+    while not planners[0].is_finished:
+        plans = plan_step(planners, lengths, drawn=drawn)
+        steps.append([plan.micro_batches for plan in plans])
+    return Schedule.build(
+        steps,
+        num_replicas=setting.num_replicas,
+        arrivals=[np.array(positions, dtype=np.int64) for positions in drawn],
+    )
