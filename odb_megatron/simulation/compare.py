@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import numpy as np
-
 from odb_megatron.plan.policy import PolicyName
-from odb_megatron.simulation.drive import run_planners
+from odb_megatron.simulation.drive import check_plannable, run_planners
+from odb_megatron.simulation.names import BOUND
 from odb_megatron.simulation.rivals.ideal import lpt_window
 from odb_megatron.simulation.rivals.packed import dp_balanced, ffd
 from odb_megatron.simulation.rivals.padded import (
@@ -26,11 +26,9 @@ from odb_megatron.simulation.schedule import Schedule
 from odb_megatron.simulation.score import Times, bound_time, measure_times, score, steady_steps
 from odb_megatron.simulation.setting import Setting, Stream
 
-__all__ = ["BOUND", "POLICY_NAMES", "Comparison", "compare"]
+__all__ = ["Comparison", "compare"]
 
 Figures = dict[str, Any]
-
-BOUND = "bound"
 
 _POLICIES: dict[str, Callable[[Stream, Setting], Schedule]] = {
     "standard": standard,
@@ -40,17 +38,14 @@ _POLICIES: dict[str, Callable[[Stream, Setting], Schedule]] = {
     "odb-reference": odb_reference,
     "dp-balanced": dp_balanced,
     "ffd": ffd,
-    "samples": lambda stream, setting: run_planners(PolicyName.SAMPLES, stream, setting),
-    "cost": lambda stream, setting: run_planners(PolicyName.COST, stream, setting),
+    "samples": partial(run_planners, PolicyName.SAMPLES),
+    "cost": partial(run_planners, PolicyName.COST),
     "lpt-window": lambda stream, setting: lpt_window(
         stream, setting, sizes=_even_sizes(stream, setting)
     ),
 }
 
-POLICY_NAMES = (*_POLICIES, BOUND)
-"""All names, in the order of the table."""
-
-_BASELINE = "standard"
+_PLANNED = {name.value: name for name in PolicyName}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +72,17 @@ def compare(
     """Run and score policies.
 
     Args:
-        names: of `POLICY_NAMES`.
+        names: of `names.POLICY_NAMES`.
         stream: the samples.
         setting: what they have in common.
         progress: told each name before its turn.
+
+    Raises:
+        ValueError: the planner refuses the setting.
     """
+    for name in names:
+        if name in _PLANNED:
+            check_plannable(_PLANNED[name], stream, setting)
     runs = _Runs(stream, setting)
     policies: dict[str, Figures] = {}
     left_out: dict[str, str] = {}
@@ -174,4 +175,4 @@ def _rates(times: Times, steps: tuple[int, int]) -> dict[str, float]:
 
 def _even_sizes(stream: Stream, setting: Setting) -> list[int]:
     batch, total = setting.global_batch_size, len(stream)
-    return np.diff([*range(0, total, batch), total]).tolist()
+    return [min(batch, total - start) for start in range(0, total, batch)]

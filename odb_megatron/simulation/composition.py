@@ -56,9 +56,7 @@ def compare_composition(
         "long_sample_weight": _ratio(
             own.long_weight, float(np.mean([one.long_weight for one in chance]))
         ),
-        "outlier_share_p99_ratio": _ratio(
-            float(np.quantile(own.outlier_shares, _OUTLIERS)), p99
-        ),
+        "outlier_share_p99_ratio": _ratio(float(np.quantile(own.outlier_shares, _OUTLIERS)), p99),
         "mean_length_lag1": _lag1(own.mean_lengths),
     }
 

@@ -17,7 +17,7 @@ from odb_megatron.plan.step import StepPlan
 from odb_megatron.simulation.schedule import Schedule
 from odb_megatron.simulation.setting import Setting, Stream
 
-__all__ = ["observe_drawn", "plan_step", "run_planners"]
+__all__ = ["check_plannable", "observe_drawn", "plan_step", "run_planners"]
 
 
 def observe_drawn(
@@ -75,18 +75,7 @@ def plan_step(
 
 def run_planners(policy: PolicyName, stream: Stream, setting: Setting) -> Schedule:
     """Run one of our policies over a stream, to its end."""
-    config = PlanConfig(
-        policy=policy,
-        total=len(stream),
-        global_batch_size=setting.global_batch_size,
-        num_replicas=setting.num_replicas,
-        token_budget=setting.token_budget,
-        window=setting.window,
-        max_delay_steps=setting.max_delay_steps,
-        count_multiple=setting.count_multiple,
-        cost=setting.cost,
-        balance=setting.sync,
-    )
+    config = _config(policy, stream, setting)
     planners = [ReplicaPlanner(config, replica=replica) for replica in range(setting.num_replicas)]
     lengths: list[int] = stream.lengths.tolist()
     drawn: list[list[int]] = [[] for _ in planners]
@@ -98,4 +87,24 @@ def run_planners(policy: PolicyName, stream: Stream, setting: Setting) -> Schedu
         steps,
         num_replicas=setting.num_replicas,
         arrivals=[np.array(positions, dtype=np.int64) for positions in drawn],
+    )
+
+
+def check_plannable(policy: PolicyName, stream: Stream, setting: Setting) -> None:
+    """Raise ValueError where the planner refuses the setting, before anything is run."""
+    ReplicaPlanner(_config(policy, stream, setting), replica=0)
+
+
+def _config(policy: PolicyName, stream: Stream, setting: Setting) -> PlanConfig:
+    return PlanConfig(
+        policy=policy,
+        total=len(stream),
+        global_batch_size=setting.global_batch_size,
+        num_replicas=setting.num_replicas,
+        token_budget=setting.token_budget,
+        window=setting.window,
+        max_delay_steps=setting.max_delay_steps,
+        count_multiple=setting.count_multiple,
+        cost=setting.cost,
+        balance=setting.sync,
     )

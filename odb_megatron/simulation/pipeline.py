@@ -91,7 +91,7 @@ def critical_path(times: Floats, *, num_stages: int, num_chunks: int = 1) -> Flo
 
 
 def _needs(stage: int, task: Pass, num_stages: int, num_chunks: int) -> tuple[int, Pass] | None:
-    """Return the pass on another stage that must come first; the own stage's order does the rest."""
+    """Return the pass that must come first, where the stage's own order does not see to it."""
     if task.is_backward:
         if stage < num_stages - 1:
             return stage + 1, task

@@ -1,8 +1,9 @@
 """The yardstick `lpt-window`: global knowledge of a step, payloads that move for nothing.
 
-Pure. A step's samples are given (first in, first out); they are placed on replicas and in
-micro-batches so that the step takes as little time as can be found: longest processing time first
-under token capacity, then local improvement, for each count M that may be best.
+Pure. A step's samples are given (first in, first out; see `outliers` for sync `microbatch`); they
+are placed on replicas and in micro-batches so that the step takes as little time as can be found:
+longest processing time first under token capacity, then local improvement, for each count M that
+may be best.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from odb_megatron.plan.packing import Caps, MicroBatchRooms
 from odb_megatron.plan.policy import BalanceScope
+from odb_megatron.simulation.rivals.outliers import hold_outliers
 from odb_megatron.simulation.schedule import Schedule
 from odb_megatron.simulation.setting import Setting, Stream
 
@@ -39,12 +41,15 @@ def lpt_window(stream: Stream, setting: Setting, *, sizes: Sequence[int]) -> Sch
         setting: what the policies have in common.
         sizes: samples of each step; they sum to those of the stream, or less.
     """
-    steps, start = [], 0
-    for size in sizes:
-        part = slice(start, start + size)
+    if setting.sync is BalanceScope.STEP:
+        parts = np.split(np.arange(sum(sizes), dtype=np.int64), np.cumsum(sizes)[:-1])
+    else:
+        parts = hold_outliers(stream, setting, sizes=sizes)
+    steps = []
+    for part in parts:
         placed = _place(_Step(stream.lengths[part], stream.costs[part], setting))
-        steps.append([[[start + slot for slot in slots] for slots in bins] for bins in placed])
-        start += size
+        positions: list[int] = part.tolist()
+        steps.append([[[positions[slot] for slot in slots] for slots in bins] for bins in placed])
     return Schedule.build(steps, num_replicas=setting.num_replicas)
 
 
@@ -156,9 +161,7 @@ def _heights(step: _Step, loads: Sequence[int]) -> list[int]:
     return forced + [max(0, left) // max(1, rest)] * rest
 
 
-def _largest_gap_first(
-    step: _Step, targets: Sequence[int], *, room: int
-) -> list[list[int]] | None:
+def _largest_gap_first(step: _Step, targets: Sequence[int], *, room: int) -> list[list[int]] | None:
     """Place each sample, costliest first, where most is missing and there is room.
 
     Args:

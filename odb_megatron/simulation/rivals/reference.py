@@ -69,9 +69,7 @@ def odb_reference(stream: Stream, setting: Setting) -> Schedule:
             )
 
         world.run(run)
-    dealt: list[list[int]] = [
-        group or [] for row in zip_longest(*groups) for group in row
-    ]
+    dealt: list[list[int]] = [group or [] for row in zip_longest(*groups) for group in row]
     emitted = [np.array(sorted(chain.from_iterable(one)), dtype=np.int64) for one in groups]
     mean = max(1.0, sum(map(len, emitted)) / max(1, sum(map(len, groups))))
     return Schedule.build(
@@ -109,7 +107,7 @@ class _ShardQueue:
 
 
 class _GroupQueue:
-    """Takes what the collate process would send to the trainer; idle slots are dropped there too."""
+    """Takes what the collate process would send to the trainer; idle slots are dropped."""
 
     def __init__(self, groups: list[list[int]]) -> None:
         self._groups = groups
