@@ -20,6 +20,7 @@ from typing import Any
 
 from odb_megatron.simulation.command import parse, simulate
 
+NUM_SAMPLES = 131072
 SPREADS = ("0.29", "0.48", "1.0", "2.0")
 CHEAP_RIVALS = "standard,sorted,sorted-bucketed,dp-balanced,ffd,samples,cost,lpt-window,bound"
 BEATEN = ("odb-reference", "dp-balanced", "ffd", "sorted", "sorted-bucketed")
@@ -52,23 +53,23 @@ class Row:
 def rows() -> list[Row]:
     """Return all rows, the quick ones first."""
     found = []
-    for dp, num in ((8, 131072), (64, 262144)):
+    for dp in (8, 64):
         for window in (1024, 256):
             for cv, target in zip(SPREADS, STREAM_TARGETS, strict=True):
-                flags = _flags(cv, num, dp=dp, window=window, epochs=3)
+                flags = _flags(cv, NUM_SAMPLES, dp=dp, window=window, epochs=3)
                 name = f"stream/dp{dp}/w{window}/cv{cv}"
                 found.append(Row(name=name, flags=flags, part="steady", target=target))
     for window in (1024, 256):
         for cv, target in zip(SPREADS, EPOCH_TARGETS, strict=True):
-            flags = _flags(cv, 131072, dp=8, window=window)
+            flags = _flags(cv, NUM_SAMPLES, dp=8, window=window)
             name = f"epoch/dp8/w{window}/cv{cv}"
             found.append(Row(name=name, flags=flags, part="whole", target=target))
     for cv, target in zip(SPREADS, LONG_EPOCH_TARGETS, strict=True):
         flags = _flags(cv, 1 << 19, dp=64, window=256)
         found.append(Row(name=f"epoch/dp64/w256/cv{cv}", flags=flags, part="whole", target=target))
-    for dp, num in ((8, 131072), (64, 262144)):
+    for dp in (8, 64):
         for cv, target in zip(SPREADS, ALIGNED_TARGETS, strict=True):
-            flags = (*_flags(cv, num, dp=dp, window=1024, epochs=3), "--sync", "microbatch")
+            flags = (*_flags(cv, NUM_SAMPLES, dp=dp, window=1024, epochs=3), "--sync", "microbatch")
             found.append(
                 Row(
                     name=f"microbatch/dp{dp}/w1024/cv{cv}",
@@ -81,7 +82,7 @@ def rows() -> list[Row]:
     for dp in (8, 64):
         for batch in (256, 512, 2048):
             for cv in SPREADS:
-                flags = _flags(cv, 131072, dp=dp, window=256)
+                flags = _flags(cv, NUM_SAMPLES, dp=dp, window=256)
                 flags = (*flags, "--global-batch-size", str(batch))
                 found.append(
                     Row(

@@ -5,6 +5,7 @@ Pure values; nothing here plans or scores.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,10 +125,12 @@ class Stream:
     Attributes:
         lengths: tokens of the sample at each position, int64.
         costs: its cost, int64.
+        num_epochs: the stream is so many epochs of equal size.
     """
 
     lengths: Integers
     costs: Integers
+    num_epochs: int = 1
 
     @classmethod
     def of_epochs(cls, lengths: Integers, *, epochs: int, cost: CostModel, seed: int) -> Stream:
@@ -144,7 +147,12 @@ class Stream:
         random = np.random.default_rng([seed, 1])
         later = [lengths[random.permutation(len(lengths))] for _ in range(epochs - 1)]
         stream = np.concatenate([lengths, *later])
-        return cls(lengths=stream, costs=cost.samples(stream, np.zeros_like(stream)))
+        costs = cost.samples(stream, np.zeros_like(stream))
+        return cls(lengths=stream, costs=costs, num_epochs=epochs)
+
+    def epochs(self) -> Iterator[Integers]:
+        """Yield the stream positions of each epoch."""
+        yield from np.split(np.arange(len(self), dtype=np.int64), self.num_epochs)
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -108,17 +108,14 @@ def _by_replica(step: _Step, count: int) -> tuple[float, Placement] | None:
     _swap(step, shares, loads, room=count * budget)
     placed: Placement = []
     for share in shares:
-        share.sort()
-        lengths = [step.lengths[slot] for slot in share]
-        falling = sorted(range(len(share)), key=lambda at: -lengths[at])
+        share.sort()  # by falling cost, and so by falling length
         rooms = MicroBatchRooms(Caps(token_budget=budget), count=count)
         bins: list[list[int]] = [[] for _ in range(count)]
-        for at, index in zip(
-            falling, rooms.place_all([lengths[at] for at in falling]), strict=True
-        ):
+        places = rooms.place_all([step.lengths[slot] for slot in share])
+        for slot, index in zip(share, places, strict=True):
             if index < 0:
                 return None
-            bins[index].append(share[at])
+            bins[index].append(slot)
         bins.sort(key=lambda slots: -sum(step.costs[slot] for slot in slots))
         placed.append(bins)
     return max(loads) + count * setting.cost.fixed, placed

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from odb_megatron.simulation.schedule import Schedule, rectangular
 from odb_megatron.simulation.setting import Setting, Stream
 
-__all__ = ["bucketed_batches", "sorted_batches", "sorted_buckets", "standard", "standard_safe"]
+__all__ = ["sorted_batches", "sorted_buckets", "standard", "standard_safe"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -34,31 +34,19 @@ def standard_safe(stream: Stream, setting: Setting) -> Schedule:
 def sorted_batches(stream: Stream, setting: Setting) -> Schedule:
     """Return micro-batches of like lengths, longest * number <= budget, shuffled.
 
-    All samples of the run are sorted; neighbours in that order run at the same time on the
-    replicas, and these groups are in random order.
+    Each epoch is sorted as a whole; neighbours in that order run at the same time on the replicas,
+    and these groups are in random order.
     """
-    order = np.argsort(-stream.lengths, kind="stable")
-    return _shuffled(_cut(order, stream.lengths, setting.token_budget), setting)
+    return _shuffled(stream, setting, buckets=0)
 
 
 def sorted_buckets(stream: Stream, setting: Setting) -> Schedule:
     """Return micro-batches from buckets of like lengths, longest * number <= budget, shuffled.
 
-    Buckets hold equal numbers of samples, in random order, and are cut into micro-batches; those
-    of a bucket run at the same time on the replicas, and these groups are in random order.
+    An epoch's samples fall into 32 buckets of equal number, in random order, and are cut into
+    micro-batches; those of a bucket run at the same time, and these groups are in random order.
     """
-    return _shuffled(bucketed_batches(stream, setting), setting)
-
-
-def bucketed_batches(stream: Stream, setting: Setting) -> list[list[int]]:
-    """Return the micro-batches of `sorted_buckets`, bucket after bucket, longest first."""
-    random = np.random.default_rng([setting.seed, 3])
-    buckets = np.array_split(np.argsort(-stream.lengths, kind="stable"), _NUM_BUCKETS)
-    return [
-        batch
-        for bucket in buckets
-        for batch in _cut(random.permutation(bucket), stream.lengths, setting.token_budget)
-    ]
+    return _shuffled(stream, setting, buckets=_NUM_BUCKETS)
 
 
 def _fixed_size(stream: Stream, setting: Setting, *, typical: int) -> Schedule:
@@ -91,14 +79,33 @@ def _cut(order: Integers, lengths: Integers, token_budget: int) -> list[list[int
     return [*batches, batch] if batch else batches
 
 
-def _shuffled(batches: list[list[int]], setting: Setting) -> Schedule:
-    """Return groups of one neighbour per replica, in random order; a rest comes last."""
-    num = setting.num_replicas
-    whole = len(batches) // num
-    order = np.random.default_rng([setting.seed, 4]).permutation(whole).tolist()
-    dealt = [batch for group in order for batch in batches[group * num : (group + 1) * num]]
-    dealt += batches[whole * num :]
-    mean = sum(map(len, batches)) / len(batches)
+def _shuffled(stream: Stream, setting: Setting, *, buckets: int) -> Schedule:
+    """Deal each epoch's batches in groups of one per replica, in random order; a rest comes last.
+
+    Args:
+        stream: the samples.
+        setting: what the policies have in common.
+        buckets: see `sorted_buckets`; 0 for one sorted whole.
+    """
+    random = np.random.default_rng([setting.seed, 3])
+    num, dealt = setting.num_replicas, []
+    for positions in stream.epochs():
+        order = positions[np.argsort(-stream.lengths[positions], kind="stable")]
+        parts = [order]
+        if buckets:
+            parts = [random.permutation(part) for part in np.array_split(order, buckets)]
+        batches = [
+            batch
+            for part in parts
+            if len(part)
+            for batch in _cut(part, stream.lengths, setting.token_budget)
+        ]
+        whole = len(batches) // num
+        for group in random.permutation(whole).tolist():
+            dealt += batches[group * num : (group + 1) * num]
+        rest = batches[whole * num :]
+        dealt += rest + [[]] * (-len(rest) % num)
+    mean = len(stream) / len(dealt)
     return Schedule.build(
         rectangular(dealt, num_replicas=num, count=setting.num_micro_batches(mean)),
         num_replicas=num,
