@@ -16,6 +16,7 @@ from odb_megatron.simulation.names import BOUND
 from odb_megatron.simulation.rivals.ideal import lpt_window
 from odb_megatron.simulation.rivals.packed import dp_balanced, ffd
 from odb_megatron.simulation.rivals.padded import (
+    sorted_aligned,
     sorted_batches,
     sorted_buckets,
     standard,
@@ -35,6 +36,7 @@ _POLICIES: dict[str, Callable[[Stream, Setting], Schedule]] = {
     "standard-safe": standard_safe,
     "sorted": sorted_batches,
     "sorted-bucketed": sorted_buckets,
+    "sorted-aligned": sorted_aligned,
     "odb-reference": odb_reference,
     "dp-balanced": dp_balanced,
     "ffd": ffd,

@@ -14,6 +14,7 @@ POLICY_NAMES = (
     "standard-safe",
     "sorted",
     "sorted-bucketed",
+    "sorted-aligned",
     "odb-reference",
     "dp-balanced",
     "ffd",

@@ -114,7 +114,7 @@ class Schedule:
 
 
 def rectangular(
-    micro_batches: Sequence[Sequence[int]], *, num_replicas: int, count: int
+    micro_batches: Sequence[Sequence[int]], *, num_replicas: int, count: int, multiple: int = 1
 ) -> list[list[list[Sequence[int]]]]:
     """Deal micro-batches to steps: neighbours to the replicas of one micro-batch index.
 
@@ -122,14 +122,16 @@ def rectangular(
         micro_batches: in order; idle ones are appended to fill the last step's last index.
         num_replicas: data-parallel size.
         count: micro-batches per replica and step.
+        multiple: the last step may have fewer, but a multiple of this.
 
     Returns:
-        `steps[step][replica][micro-batch]`; the last step may have fewer micro-batches.
+        `steps[step][replica][micro-batch]`.
     """
     rows: list[list[Sequence[int]]] = []
     for start in range(0, len(micro_batches), num_replicas):
         row = list(micro_batches[start : start + num_replicas])
         rows.append(row + [()] * (num_replicas - len(row)))
+    rows += [[()] * num_replicas for _ in range(-len(rows) % multiple)]
     steps = []
     for start in range(0, len(rows), count):
         part = rows[start : start + count]

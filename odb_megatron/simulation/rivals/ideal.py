@@ -30,7 +30,7 @@ _MORE_COUNTS = 3
 _TRIES = 48
 _SWAPS = 64
 _ROUNDS = 3
-_EVEN = 1.0002
+_EVEN = 1.0005
 
 
 def lpt_window(stream: Stream, setting: Setting, *, sizes: Sequence[int]) -> Schedule:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from odb_megatron.simulation.schedule import Schedule, rectangular
 from odb_megatron.simulation.setting import Setting, Stream
 
-__all__ = ["sorted_batches", "sorted_buckets", "standard", "standard_safe"]
+__all__ = ["sorted_aligned", "sorted_batches", "sorted_buckets", "standard", "standard_safe"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -32,21 +32,28 @@ def standard_safe(stream: Stream, setting: Setting) -> Schedule:
 
 
 def sorted_batches(stream: Stream, setting: Setting) -> Schedule:
-    """Return micro-batches of like lengths, longest * number <= budget, shuffled.
+    """Return micro-batches of like lengths, longest * number <= budget, in random order.
 
-    Each epoch is sorted as a whole; neighbours in that order run at the same time on the replicas,
-    and these groups are in random order.
+    Each epoch is sorted as a whole; its micro-batches are dealt to the replicas as they come.
     """
-    return _shuffled(stream, setting, buckets=0)
+    return _shuffled(stream, setting, buckets=0, group=1)
 
 
 def sorted_buckets(stream: Stream, setting: Setting) -> Schedule:
-    """Return micro-batches from buckets of like lengths, longest * number <= budget, shuffled.
+    """Return micro-batches from buckets of like lengths; replicas run the same bucket at a time.
 
     An epoch's samples fall into 32 buckets of equal number, in random order, and are cut into
-    micro-batches; those of a bucket run at the same time, and these groups are in random order.
+    micro-batches, longest * number <= budget; groups of one per replica are in random order.
     """
-    return _shuffled(stream, setting, buckets=_NUM_BUCKETS)
+    return _shuffled(stream, setting, buckets=_NUM_BUCKETS, group=setting.num_replicas)
+
+
+def sorted_aligned(stream: Stream, setting: Setting) -> Schedule:
+    """Return the micro-batches of `sorted_batches`, neighbours in length at the same time.
+
+    The least padding and the best balance that sorting can give, and the least random steps.
+    """
+    return _shuffled(stream, setting, buckets=0, group=setting.num_replicas)
 
 
 def _fixed_size(stream: Stream, setting: Setting, *, typical: int) -> Schedule:
@@ -59,6 +66,7 @@ def _fixed_size(stream: Stream, setting: Setting, *, typical: int) -> Schedule:
             batches,
             num_replicas=setting.num_replicas,
             count=setting.num_micro_batches(size),
+            multiple=setting.count_multiple,
         ),
         num_replicas=setting.num_replicas,
         is_padded=True,
@@ -79,35 +87,36 @@ def _cut(order: Integers, lengths: Integers, token_budget: int) -> list[list[int
     return [*batches, batch] if batch else batches
 
 
-def _shuffled(stream: Stream, setting: Setting, *, buckets: int) -> Schedule:
-    """Deal each epoch's batches in groups of one per replica, in random order; a rest comes last.
+def _shuffled(stream: Stream, setting: Setting, *, buckets: int, group: int) -> Schedule:
+    """Deal each epoch's micro-batches in random order; a rest of no whole row comes last.
 
     Args:
         stream: the samples.
         setting: what the policies have in common.
         buckets: see `sorted_buckets`; 0 for one sorted whole.
+        group: so many neighbours stay together.
     """
     random = np.random.default_rng([setting.seed, 3])
-    num, dealt = setting.num_replicas, []
+    num = setting.num_replicas
+    dealt: list[list[int]] = []
     for positions in stream.epochs():
         order = positions[np.argsort(-stream.lengths[positions], kind="stable")]
         parts = [order]
         if buckets:
             parts = [random.permutation(part) for part in np.array_split(order, buckets)]
         batches = [
-            batch
-            for part in parts
-            if len(part)
-            for batch in _cut(part, stream.lengths, setting.token_budget)
+            batch for part in parts for batch in _cut(part, stream.lengths, setting.token_budget)
         ]
-        whole = len(batches) // num
-        for group in random.permutation(whole).tolist():
-            dealt += batches[group * num : (group + 1) * num]
-        rest = batches[whole * num :]
+        whole = len(batches) // num * num
+        for first in random.permutation(range(0, whole, group)).tolist():
+            dealt += batches[first : first + group]
+        rest = batches[whole:]
         dealt += rest + [[]] * (-len(rest) % num)
     mean = len(stream) / len(dealt)
-    return Schedule.build(
-        rectangular(dealt, num_replicas=num, count=setting.num_micro_batches(mean)),
+    steps = rectangular(
+        dealt,
         num_replicas=num,
-        is_padded=True,
+        count=setting.num_micro_batches(mean),
+        multiple=setting.count_multiple,
     )
+    return Schedule.build(steps, num_replicas=num, is_padded=True)

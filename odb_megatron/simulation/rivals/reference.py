@@ -72,12 +72,13 @@ def odb_reference(stream: Stream, setting: Setting) -> Schedule:
     dealt: list[list[int]] = [group or [] for row in zip_longest(*groups) for group in row]
     emitted = [np.array(sorted(chain.from_iterable(one)), dtype=np.int64) for one in groups]
     mean = max(1.0, sum(map(len, emitted)) / max(1, sum(map(len, groups))))
-    return Schedule.build(
-        rectangular(dealt, num_replicas=num, count=setting.num_micro_batches(mean)),
+    steps = rectangular(
+        dealt,
         num_replicas=num,
-        is_padded=True,
-        arrivals=emitted,
+        count=setting.num_micro_batches(mean),
+        multiple=setting.count_multiple,
     )
+    return Schedule.build(steps, num_replicas=num, is_padded=True, arrivals=emitted)
 
 
 class _Ids(list[int]):
