@@ -1,4 +1,4 @@
-"""Mean and 95 % interval of paired ratios, by Student's t on their logarithms.
+"""Mean and 95 % interval of paired differences, and of paired ratios, by Student's t.
 
 Pure. Must not pair anything: the caller passes ratios of runs that belong together.
 """
@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["RatioInterval", "ratio_interval"]
+__all__ = ["Interval", "difference_interval", "ratio_interval"]
 
 # Two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom.
 _T_975 = (
@@ -20,8 +20,8 @@ _T_975 = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RatioInterval:
-    """Geometric mean of ratios and its 95 % interval; None where one ratio gives none."""
+class Interval:
+    """A mean and its 95 % interval; None where one value gives none."""
 
     mean: float
     low: float | None
@@ -37,23 +37,35 @@ class RatioInterval:
         return f"{self.mean:.3f} (95 % interval {self.low:.3f} to {self.high:.3f})"
 
 
-def ratio_interval(ratios: Sequence[float]) -> RatioInterval:
-    """Return the geometric mean of `ratios` and its 95 % interval.
+def difference_interval(differences: Sequence[float]) -> Interval:
+    """Return the mean of `differences` and its 95 % interval.
 
-    Past 31 ratios the quantile of 30 degrees of freedom is used: slightly too wide, never too
+    Past 31 values the quantile of 30 degrees of freedom is used: slightly too wide, never too
     narrow.
+
+    Raises:
+        ValueError: no value.
+    """
+    if not differences:
+        raise ValueError("there must be at least one value; got none")
+    count = len(differences)
+    mean = sum(differences) / count
+    if count == 1:
+        return Interval(mean=mean, low=None, high=None)
+    variance = sum((value - mean) ** 2 for value in differences) / (count - 1)
+    quantile = _T_975[min(count - 1, len(_T_975)) - 1]
+    half = quantile * math.sqrt(variance / count)
+    return Interval(mean=mean, low=mean - half, high=mean + half)
+
+
+def ratio_interval(ratios: Sequence[float]) -> Interval:
+    """Return the geometric mean of `ratios` and its 95 % interval, from their logarithms.
 
     Raises:
         ValueError: no ratio, or one that is not positive.
     """
     if not ratios or min(ratios) <= 0:
         raise ValueError(f"ratios must be positive and at least one; got {list(ratios)}")
-    logs = [math.log(ratio) for ratio in ratios]
-    count = len(logs)
-    mean = sum(logs) / count
-    if count == 1:
-        return RatioInterval(mean=math.exp(mean), low=None, high=None)
-    variance = sum((value - mean) ** 2 for value in logs) / (count - 1)
-    quantile = _T_975[min(count - 1, len(_T_975)) - 1]
-    half = quantile * math.sqrt(variance / count)
-    return RatioInterval(mean=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half))
+    logs = difference_interval([math.log(ratio) for ratio in ratios])
+    bounds = [None if value is None else math.exp(value) for value in (logs.low, logs.high)]
+    return Interval(mean=math.exp(logs.mean), low=bounds[0], high=bounds[1])

@@ -108,6 +108,7 @@ class TrainingRun:
         wall_s: seconds from start to end of the processes.
         load_average: the machine's 1-minute load before the run started.
         steps: step records, `[replica][step]`.
+        output: what the processes printed.
     """
 
     name: str
@@ -115,12 +116,13 @@ class TrainingRun:
     wall_s: float
     load_average: float
     steps: tuple[tuple[StepRecord, ...], ...] = field(repr=False)
+    output: str = field(default="", repr=False)
 
 
-def data_flags(data: Path, tokenizer: Path) -> list[str]:
-    """Flags that train on all of `data`."""
+def data_flags(data: Path, tokenizer: Path, *, split: str = "100,0,0") -> list[str]:
+    """Flags that train on `data`, by default on all of it."""
     tokenizer_flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
-    return [*tokenizer_flags, str(tokenizer), "--data-path", str(data), "--split", "100,0,0"]
+    return [*tokenizer_flags, str(tokenizer), "--data-path", str(data), "--split", split]
 
 
 def run_training(launch: Launch) -> TrainingRun:
@@ -138,14 +140,19 @@ def run_training(launch: Launch) -> TrainingRun:
         started = time.perf_counter()
         problem = _run(command, environment, output=output, timeout_s=launch.timeout_s)
         wall_s = time.perf_counter() - started
+        printed = Path(output).read_text(encoding="utf-8", errors="replace")
         if problem is not None:
-            with open(output, encoding="utf-8", errors="replace") as file:
-                shown = "".join(file.readlines()[-_SHOWN_LINES:])
+            shown = "".join(printed.splitlines(keepends=True)[-_SHOWN_LINES:])
             raise RuntimeError(f"the run {launch.name} {problem}; its output ends with:\n{shown}")
         steps = tuple(_read_steps(log_dir, replica) for replica in range(launch.num_replicas))
     print(f"  {launch.name}: {len(steps[0])} steps, {wall_s:.0f} s in all", flush=True)
     return TrainingRun(
-        name=launch.name, command=tuple(command), wall_s=wall_s, load_average=load, steps=steps
+        name=launch.name,
+        command=tuple(command),
+        wall_s=wall_s,
+        load_average=load,
+        steps=steps,
+        output=printed,
     )
 
 

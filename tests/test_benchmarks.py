@@ -8,10 +8,12 @@ import math
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +76,67 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
         found = ratio_interval([math.exp(generator.gauss(0.2, 0.1)) for _ in range(5)])
         hits += found.low <= math.exp(0.2) <= found.high
     assert 930 <= hits <= 970
+
+
+def test_the_interval_of_known_differences() -> None:
+    found = _module("intervals").difference_interval([-1.0, 0.0, 4.0])
+    half = 4.303 * math.sqrt(7 / 3)
+    assert found.as_json() == {
+        "mean": pytest.approx(1.0),
+        "ci95": [pytest.approx(1 - half), pytest.approx(1 + half)],
+    }
+    with pytest.raises(ValueError, match="at least one value"):
+        _module("intervals").difference_interval([])
+
+
+# --- quality -----------------------------------------------------------------------------------
+
+
+def test_the_last_validation_loss_is_read() -> None:
+    training_runs = _module("training_runs")
+    run = training_runs.TrainingRun(
+        name="cost", command=(), wall_s=0.0, load_average=0.0, steps=(), output=(
+            " validation loss at iteration 4 on validation set | lm loss value: 7.5E+00 | lm\n"
+            " validation loss at iteration 9 on validation set | lm loss value: 6.25E+00 | lm\n"
+            " validation loss at iteration 9 on test set | lm loss value: 1.0E+00 | lm\n"
+        ),
+    )  # fmt: skip
+    assert _module("quality").final_loss(run) == 6.25
+    with pytest.raises(ValueError, match="printed no validation loss"):
+        _module("quality").final_loss(replace(run, output=""))
+
+
+def test_gradient_variance_of_random_and_of_sorted_steps() -> None:
+    compare = _module("gradient_variance").variance_against_random
+    generator = np.random.RandomState(0)
+    sketches = generator.normal(size=(320, 8))
+    tokens = generator.randint(1, 40, size=320).astype(float)
+    order = generator.permutation(320)
+    steps = [list(part) for part in np.array_split(order, 17)]  # of unequal sizes
+    assert compare(sketches, tokens, steps, seed=1) == pytest.approx(1.0, abs=0.2)
+    alike = np.argsort(sketches[:, 0] / tokens)
+    steps = [list(part) for part in np.array_split(alike, 17)]
+    assert compare(sketches, tokens, steps, seed=1) > 1.5
+
+
+# --- control plane -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_control_plane(tmp_path: Path) -> None:
+    flags = ("--leaders", "4", "--exchanges", "5")
+    result, _ = _run("control_plane.py", *flags, folder=tmp_path)
+    ring, clusters = result["rows"]
+    assert (ring["shape"], clusters["shape"]) == ("ring", "clusters")
+    for row in result["rows"]:
+        assert row["latency_us"] > 0
+        assert row["cpu_us"] > 0
+        assert row["file_descriptors"] >= 2
+    assert ring["bytes_sent"] >= 3 * result["record_bytes"]
+    by_leaders = {row["leaders"]: row for row in result["extrapolated"]}
+    assert by_leaders[128]["hops"] == 127
+    assert by_leaders[8192]["hops"] < 200
+    assert by_leaders[8192]["connections_most"] < 200
 
 
 # --- sorted batches ----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from odb_megatron.comm.control import ControlError, ControlGroup, ranks_of
+from odb_megatron.comm.control import ControlError, ControlGroup, cluster_size, ranks_of
 from odb_megatron.testing.gloo import run_replicas
 
 TIMEOUT_S = 2.0
@@ -47,7 +47,7 @@ def _exchange_cases(rank: int) -> dict[str, Any]:
     except ControlError as error:
         seen["refused"] = str(error)
     seen["alone"] = alone.exchange(b"me") if rank == 1 else None
-    seen["ranks"] = (ranks_of(dist.group.WORLD), ranks_of(turned._group) if rank else None)
+    seen["ranks"] = (ranks_of(dist.group.WORLD), ranks_of(turned._groups[0]) if rank else None)
     return seen
 
 
@@ -75,7 +75,34 @@ def test_exchanges_between_live_peers() -> None:
     assert results[1]["alone"] == [b"me"]
 
 
-def _lose_a_peer(rank: int, folder: str, connection: Connection) -> None:
+def _clustered_cases(rank: int) -> dict[str, Any]:
+    """Five leaders out of six ranks, in clusters of several sizes."""
+    seen: dict[str, Any] = {}
+    leaders = [5, 0, 3, 1, 2]
+    for cluster in (1, 2, 3, 5):
+        group = ControlGroup(leaders, name="train", timeout_s=60, cluster=cluster)
+        if rank in leaders:
+            seen[str(cluster)] = [group.exchange(b"%d of %d" % (rank, n)) for n in range(3)]
+    return seen
+
+
+@pytest.mark.slow
+def test_clusters_give_what_a_ring_gives() -> None:
+    results = run_replicas(_clustered_cases, 6, timeout_s=120)
+    expected = [[b"%d of %d" % (rank, n) for rank in (5, 0, 3, 1, 2)] for n in range(3)]
+    for rank, seen in enumerate(results):
+        assert seen == ({} if rank == 4 else dict.fromkeys(("1", "2", "3", "5"), expected))
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "size"),
+    [(1, 1), (8, 8), (128, 128), (129, 12), (144, 12), (145, 13), (1024, 32), (8192, 91)],
+)
+def test_cluster_size(num_replicas: int, size: int) -> None:
+    assert cluster_size(num_replicas) == size
+
+
+def _lose_a_peer(rank: int, folder: str, connection: Connection, cluster: int) -> None:
     """Rank 2 does not come to one group's exchange, then dies while the others wait in another."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -88,7 +115,7 @@ def _lose_a_peer(rank: int, folder: str, connection: Connection) -> None:
     )
     groups = [
         ControlGroup([0, 1, 2], name="valid", timeout_s=TIMEOUT_S),
-        ControlGroup([0, 1, 2], name="train", timeout_s=60),
+        ControlGroup([0, 1, 2], name="train", timeout_s=60, cluster=cluster),
     ]
     for group in groups:
         group.exchange(b"fine")
@@ -106,16 +133,21 @@ def _lose_a_peer(rank: int, folder: str, connection: Connection) -> None:
             connection.send((str(error), cause, time.monotonic() - start))
         else:
             connection.send(("no error", "", 0.0))
+        with pytest.raises(ControlError, match="is closed: an exchange had failed"):
+            group.exchange(b"again")
         connection.recv()
 
 
 @pytest.mark.slow
-def test_a_stuck_or_dead_peer_ends_the_wait_of_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cluster", [3, 2])
+def test_a_stuck_or_dead_peer_ends_the_wait_of_the_others(tmp_path: Path, cluster: int) -> None:
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(3)]
     processes = [
         context.Process(
-            target=_lose_a_peer, args=(rank, str(tmp_path), pipes[rank][1]), daemon=True
+            target=_lose_a_peer,
+            args=(rank, str(tmp_path), pipes[rank][1], cluster),
+            daemon=True,
         )
         for rank in range(3)
     ]

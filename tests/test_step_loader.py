@@ -293,6 +293,28 @@ def test_any_number_of_workers_gives_the_same_steps(policy: PolicyName) -> None:
                 _check_content(step, stream, 1)
 
 
+class _Delayed(Records):
+    """Records that take a random time each, other times in every run."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(random.SystemRandom().choice([0.0, 0.0, 0.001, 0.01]))
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("window", "batch"), [(1, 2), (8, 4)])
+def test_late_workers_change_no_plan(window: int, batch: int) -> None:
+    limits = {"context": BUDGET, "token_budget": BUDGET, **LENIENT}
+    stream = single_stream(
+        _Delayed(_lengths(25, seed=5)), num_samples=30, sample_rules=rules(**limits)
+    )
+    config = _config(policy=PolicyName.COST, total=30, global_batch_size=batch, window=window)
+    named = [
+        [_named(steps) for steps in _run(stream, config, num_workers=n)[0]] for n in (0, 1, 4, 8)
+    ]
+    assert named[0] == named[1] == named[2] == named[3]
+    assert len(named[0][0]) > 5
+
+
 def test_workers_end_when_all_is_drawn() -> None:
     """Megatron never asks for an item after the last, so the end of iteration is too late."""
     before = set(psutil.Process().children())

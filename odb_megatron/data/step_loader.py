@@ -201,7 +201,8 @@ class StepLoader:
                     self._stream, self._feed, num_workers=self._num_workers, lead=config.lead
                 )
             else:
-                shard = range(first, max(first, config.total), config.num_replicas)
+                own = config.own_positions(self._exchange.replica)
+                shard = range(first, own.stop, own.step)
                 self._source = ReplicaStream(self._stream, shard, num_workers=self._num_workers)
         return self._source
 

@@ -38,6 +38,9 @@ class PlanConfig:
         max_patches: most patches of a micro-batch, 0 for no cap.
         balance: where replicas wait for each other (`cost` policy).
         assignment: how positions come to replicas (`cost` policy; `samples` has fixed shards).
+        shards: samples of each replica's own shard, for sources that are sharded already (`cost`
+            with fixed shards): replica r's are the positions after those of the replicas before
+            it. Empty for shards that are dealt from one stream (`position % num_replicas`).
         draw_lead: positions assigned to a replica beyond its window, so that workers can fetch
             ahead; None for one step's share. It must not depend on the number of workers.
         data: digest of the data source and its order, so that different files are noticed.
@@ -56,6 +59,7 @@ class PlanConfig:
     max_patches: int = 0
     balance: BalanceScope = BalanceScope.STEP
     assignment: Assignment = Assignment.ONLINE
+    shards: tuple[int, ...] = ()
     draw_lead: int | None = None
     data: str = ""
 
@@ -81,6 +85,8 @@ class PlanConfig:
                 "max_patches and draw_lead must not be negative; got "
                 f"{self.max_patches} and {self.draw_lead}"
             )
+        if self.shards:
+            self._check_shards()
 
     @property
     def assignment_in_force(self) -> Assignment:
@@ -92,6 +98,13 @@ class PlanConfig:
     def is_online(self) -> bool:
         """Whether positions are assigned online."""
         return self.assignment_in_force is Assignment.ONLINE
+
+    def own_positions(self, replica: int) -> range:
+        """Return a replica's stream positions where assignment is fixed."""
+        if not self.shards:
+            return range(replica, self.total, self.num_replicas)
+        first = sum(self.shards[:replica])
+        return range(first, first + self.shards[replica])
 
     @property
     def lead(self) -> int:
@@ -108,3 +121,20 @@ class PlanConfig:
         }
         text = json.dumps(values, sort_keys=True).encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+
+    def _check_shards(self) -> None:
+        if len(self.shards) != self.num_replicas or min(self.shards) < 0:
+            raise ValueError(
+                f"shards {self.shards} are not {self.num_replicas} sizes of at least 0: give one "
+                "for each replica"
+            )
+        if sum(self.shards) != self.total:
+            raise ValueError(
+                f"shards {self.shards} hold {sum(self.shards)} samples, not the {self.total} of "
+                "the run"
+            )
+        if self.policy is PolicyName.SAMPLES or self.is_online:
+            raise ValueError(
+                "shards of their own need the policy cost and fixed assignment: the policy samples "
+                "and online assignment deal one stream to all replicas"
+            )

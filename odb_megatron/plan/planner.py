@@ -115,10 +115,10 @@ class ReplicaPlanner:
         room = max(0, most - len(self._window))
         if self._shard is not None:
             return self._shard.draw(room)
-        stop = min(end, self._cursor + room * self.config.num_replicas)
-        positions = list(range(self._cursor, stop, self.config.num_replicas))
-        self._cursor += len(positions) * self.config.num_replicas
-        return positions
+        positions = self._undrawn()[:room]
+        positions = positions[: len(range(self._cursor, end, positions.step))]
+        self._cursor += len(positions) * positions.step
+        return list(positions)
 
     def upcoming(self) -> list[int]:
         """Return positions assigned since the last call, in the order `draw` will return them.
@@ -263,6 +263,7 @@ class ReplicaPlanner:
         `window` lists position, arrival and due step (-1: none) of each held sample, `upcoming`
         the positions assigned and not drawn.
         """
+        assert not self._left_out, "the state is that between two steps: take it after commit"
         rows = self._window.rows()[[Column.POSITION, Column.ARRIVAL, Column.DUE]]
         return {
             "version": STATE_VERSION,
@@ -326,7 +327,19 @@ class ReplicaPlanner:
         return self._target
 
     def _own_position_from(self, position: int) -> int:
-        return position + (self.replica - position) % self.config.num_replicas
+        own = self.config.own_positions(self.replica)
+        if self.config.shards:
+            if position:
+                raise ValueError(
+                    f"a run with shards of its own cannot begin at sample {position}: the saved "
+                    "state alone tells which samples those were; restore it"
+                )
+            return own.start
+        return position + (own.start - position) % own.step
+
+    def _undrawn(self) -> range:
+        own = self.config.own_positions(self.replica)
+        return range(self._cursor, own.stop, own.step)
 
     def _make_shard(self, cursor: int, upcoming: Sequence[int] = ()) -> OnlineShard:
         config = self.config
@@ -340,7 +353,7 @@ class ReplicaPlanner:
     def _num_undrawn(self) -> int:
         if self._shard is not None:
             return len(self._shard.upcoming)
-        return max(0, -(-(self.config.total - self._cursor) // self.config.num_replicas))
+        return len(self._undrawn())
 
     def _agreed(self, records: Any, *, names: Sequence[str]) -> RecordTable[Any]:
         """Return the records as a table; an error beats closing, and closing beats a mismatch."""

@@ -19,12 +19,21 @@ __all__ = ["World", "observe_drawn", "plan_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """A run's configuration, and the length and patches of the sample at each stream position."""
+    """A run's configuration, and the length and patches of the sample at each stream position.
+
+    Attributes:
+        config: what all replicas agree on; its `total` is the number of lengths.
+        lengths: tokens of each position's sample.
+        consumed: positions consumed before the run starts.
+        patches: patches of each position's sample, empty for none.
+        epochs: epoch of each position, empty for a single one.
+    """
 
     config: PlanConfig
     lengths: Sequence[int]
     consumed: int = 0
     patches: Sequence[int] = ()
+    epochs: Sequence[int] = ()
 
     def planners(self) -> list[ReplicaPlanner]:
         """Return one planner per replica."""
