@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from odb_megatron.plan.policy import PolicyName
 from odb_megatron.simulation.drive import check_plannable, run_planners
-from odb_megatron.simulation.names import BOUND
+from odb_megatron.simulation.names import BOUND, IDEAL
 from odb_megatron.simulation.rivals.ideal import lpt_window
 from odb_megatron.simulation.rivals.packed import dp_balanced, ffd
 from odb_megatron.simulation.rivals.padded import (
@@ -42,9 +45,6 @@ _POLICIES: dict[str, Callable[[Stream, Setting], Schedule]] = {
     "ffd": ffd,
     "samples": partial(run_planners, PolicyName.SAMPLES),
     "cost": partial(run_planners, PolicyName.COST),
-    "lpt-window": lambda stream, setting: lpt_window(
-        stream, setting, sizes=_even_sizes(stream, setting)
-    ),
 }
 
 _PLANNED = {name.value: name for name in PolicyName}
@@ -86,19 +86,25 @@ def compare(
         if name in _PLANNED:
             check_plannable(_PLANNED[name], stream, setting)
     runs = _Runs(stream, setting)
+    schedules: dict[str, Schedule] = {}
+    if IDEAL in names:  # first, so that what has the same steps is compared with all of it
+        progress(IDEAL)
+        schedules[IDEAL] = lpt_window(stream, setting, sizes=_even_sizes(stream, setting))
+        runs.know_ideal(schedules[IDEAL])
     policies: dict[str, Figures] = {}
     left_out: dict[str, str] = {}
     for name in names:
-        progress(name)
         if name == BOUND:
             policies[name] = runs.bound()
             continue
-        try:
-            schedule = _POLICIES[name](stream, setting)
-        except ReferenceMissingError as error:
-            left_out[name] = str(error)
-            continue
-        policies[name] = runs.figures(schedule)
+        if name not in schedules:
+            progress(name)
+            try:
+                schedules[name] = _POLICIES[name](stream, setting)
+            except ReferenceMissingError as error:
+                left_out[name] = str(error)
+                continue
+        policies[name] = runs.figures(schedules.pop(name))
     return Comparison(policies=policies, left_out=left_out)
 
 
@@ -107,7 +113,7 @@ class _Runs:
 
     def __init__(self, stream: Stream, setting: Setting) -> None:
         self._stream, self._setting = stream, setting
-        self._reachable: dict[bytes, Times] = {}
+        self._ideals: dict[bytes, Times] = {}
         baseline = standard(stream, setting)
         times = measure_times(baseline, stream, setting)
         self._baseline = {
@@ -115,19 +121,24 @@ class _Runs:
             for is_steady, steps in _spans(baseline, stream, setting).items()
         }
 
+    def know_ideal(self, schedule: Schedule) -> None:
+        """Take the ideal's schedule for steps of its sizes, to compare others with."""
+        times = measure_times(schedule, self._stream, self._setting)
+        self._ideals[schedule.step_samples.tobytes()] = times
+
     def figures(self, schedule: Schedule) -> Figures:
         """Return a schedule's figures, `steady` among them."""
         stream, setting = self._stream, self._setting
         times = measure_times(schedule, stream, setting)
-        reachable = self._times_of_ideal(schedule)
         found: dict[bool, Figures | None] = {}
         for is_steady, steps in _spans(schedule, stream, setting).items():
             if steps[0] == steps[1]:
                 found[is_steady] = None
                 continue
             figures: Figures = score(schedule, times, stream, setting, steps=steps)
+            reachable = self._reachable(schedule.step_samples, steps)
+            figures["fraction_of_reachable"] = figures["fraction_of_bound"] / reachable
             own, base = _rates(times, steps), self._baseline[is_steady]
-            figures["fraction_of_reachable"] = own["step"] / _rates(reachable, steps)["step"]
             for name, key in _RELATIVE.items():
                 if name in own:
                     figures[key] = own[name] / base[name] if name in base else None
@@ -147,16 +158,31 @@ class _Runs:
         }
         return {**figures, "steady": dict(figures)}
 
-    def _times_of_ideal(self, schedule: Schedule) -> Times:
-        sizes = schedule.step_samples
-        key = sizes.tobytes()
-        if key not in self._reachable:
-            ideal = lpt_window(self._stream, self._setting, sizes=sizes.tolist())
-            self._reachable[key] = measure_times(ideal, self._stream, self._setting)
-        return self._reachable[key]
+    def _reachable(self, sizes: npt.NDArray[np.int64], steps: tuple[int, int]) -> float:
+        """Return which fraction of the bound the ideal reaches in steps of these sizes.
+
+        Where the ideal has not run on these sizes anyway, it runs on some of the steps, evenly
+        spaced: the fraction varies little from step to step.
+        """
+        first, last = steps
+        known = self._ideals.get(sizes.tobytes())
+        if known is not None:
+            return self._fraction(known, slice(first, last))
+        stride = max(1, min(int(sizes[first:last].sum()) // _ENOUGH, (last - first) // _FEW_STEPS))
+        only = range(first + (last - first - 1) % stride // 2, last, stride)
+        ideal = lpt_window(self._stream, self._setting, sizes=sizes.tolist(), only=only)
+        times = measure_times(ideal, self._stream, self._setting)
+        return self._fraction(times, slice(0, len(only)))
+
+    def _fraction(self, times: Times, span: slice) -> float:
+        work, tokens = float(times.work[span].sum()), int(times.tokens[span].sum())
+        bound = bound_time(work=work, tokens=tokens, setting=self._setting)
+        return bound / float(times.step[span].sum())
 
 
 _RELATIVE = {"step": "samples_per_s_rel", "pipeline": "pipeline_samples_per_s_rel"}
+_ENOUGH = 1 << 15  # samples that the ideal is run on, at least
+_FEW_STEPS = 16  # and steps
 
 
 def _spans(schedule: Schedule, stream: Stream, setting: Setting) -> dict[bool, tuple[int, int]]:

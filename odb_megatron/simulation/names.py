@@ -5,9 +5,10 @@ Light to import: the command line needs them before numpy is loaded.
 
 from __future__ import annotations
 
-__all__ = ["BOUND", "POLICY_NAMES", "select_names"]
+__all__ = ["BOUND", "IDEAL", "POLICY_NAMES", "select_names"]
 
 BOUND = "bound"
+IDEAL = "lpt-window"
 
 POLICY_NAMES = (
     "standard",
@@ -20,7 +21,7 @@ POLICY_NAMES = (
     "ffd",
     "samples",
     "cost",
-    "lpt-window",
+    IDEAL,
     BOUND,
 )
 

@@ -33,20 +33,24 @@ _ROUNDS = 3
 _EVEN = 1.0005
 
 
-def lpt_window(stream: Stream, setting: Setting, *, sizes: Sequence[int]) -> Schedule:
+def lpt_window(
+    stream: Stream, setting: Setting, *, sizes: Sequence[int], only: Sequence[int] | None = None
+) -> Schedule:
     """Return the schedule for steps of these sizes.
 
     Args:
         stream: the samples.
         setting: what the policies have in common.
         sizes: samples of each step; they sum to those of the stream, or less.
+        only: steps to place, ascending; the others are left out. None for all.
     """
     if setting.sync is BalanceScope.STEP:
         parts = np.split(np.arange(sum(sizes), dtype=np.int64), np.cumsum(sizes)[:-1])
     else:
         parts = hold_outliers(stream, setting, sizes=sizes)
     steps = []
-    for part in parts:
+    for index in range(len(sizes)) if only is None else only:
+        part = parts[index]
         placed = _place(_Step(stream.lengths[part], stream.costs[part], setting))
         positions: list[int] = part.tolist()
         steps.append([[[positions[slot] for slot in slots] for slots in bins] for bins in placed])
