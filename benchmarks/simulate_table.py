@@ -23,7 +23,7 @@ from odb_megatron.simulation.command import parse, simulate
 NUM_SAMPLES = 131072
 SPREADS = ("0.29", "0.48", "1.0", "2.0")
 RIVALS = "standard,sorted,sorted-bucketed,sorted-aligned,odb-reference,dp-balanced,ffd"
-OURS = "samples,cost,lpt-window"
+OURS = "samples,cost,lpt-window,bound-online"
 BEATEN = ("odb-reference", "dp-balanced", "ffd", "sorted", "sorted-bucketed")
 STREAM_TARGETS = (0.99, 0.99, 0.99, 0.985)
 EPOCH_TARGETS = (0.99, 0.99, 0.985, 0.98)
@@ -161,7 +161,9 @@ def summary(result: dict[str, Any]) -> str:
     own: dict[str, Any] | None = None
     for name, found in result["policies"].items():
         figures = _part(found, result["part"])
-        value = None if figures is None else figures.get(result["key"])
+        if figures is None:
+            continue
+        value = figures.get(result["key"])
         cells.append(f"{name} {'-' if value is None else f'{value:.4f}'}")
         own = figures if name == "cost" else own
     if own is not None:

@@ -309,8 +309,9 @@ def test_cost_beats_the_rivals() -> None:
     found = {
         name: figures["steady"]["fraction_of_bound"]
         for name, figures in compare(names, stream, setting).policies.items()
+        if figures["steady"] is not None
     }
-    rivals = set(names) - {"cost", "lpt-window", "bound"}
+    rivals = set(found) - {"cost", "lpt-window", "bound"}
     assert found["cost"] > 0.98
     assert all(found["cost"] > found[name] for name in rivals), found
     assert found["bound"] == 1

@@ -13,7 +13,13 @@ from odb_megatron.simulation.compare import compare
 from odb_megatron.simulation.composition import compare_composition
 from odb_megatron.simulation.delay import max_delay_steps
 from odb_megatron.simulation.schedule import Schedule, rectangular
-from odb_megatron.simulation.score import bound_time, measure_times, score, steady_steps
+from odb_megatron.simulation.score import (
+    bound_time,
+    measure_times,
+    online_time,
+    score,
+    steady_steps,
+)
 from odb_megatron.simulation.setting import CostShares, Setting, Stream
 
 FIXED = 2  # tokens' worth of a micro-batch's fixed price
@@ -100,6 +106,13 @@ def test_the_bound() -> None:
     setting = _setting(num_replicas=4)
     unit = COST_UNIT
     assert bound_time(work=100 * unit, tokens=31, setting=setting) == (100 + 4 * FIXED) * unit / 4
+
+
+def test_the_online_bound() -> None:
+    """4 and 1, then 2 to the second, 1 to it (3 of 4), 5 to the first that is least: 4 + 5."""
+    setting = _setting()
+    stream = _stream(4, 1, 2, 1, 5, setting=setting)
+    assert online_time(stream, setting) == (9 + 2 * FIXED / 2) * COST_UNIT
 
 
 def test_steady_leaves_out_the_first_and_the_last_windows() -> None:
@@ -249,11 +262,14 @@ def test_relative_figures() -> None:
     """Against the padded baseline, against the ideal with the same steps, and the bound's row."""
     setting = _setting(cost=CostModel.from_ratios(quadratic=0, fixed_tokens=0))
     stream = _stream(8, 1, 1, 6, setting=setting)
-    found = compare(["standard", "ffd", "bound"], stream, setting).policies
+    names = ["standard", "ffd", "bound-online", "bound"]
+    found = compare(names, stream, setting).policies
     # standard: 10 // 4 = 2 samples each, padded: 16 and 12; ffd: [8, 1, 1] and [6]: 10
     assert found["standard"]["samples_per_s_rel"] == 1
     assert found["ffd"]["samples_per_s_rel"] == pytest.approx(16 / 10)
     assert found["standard"]["fraction_of_reachable"] == pytest.approx(8 / 16)  # [8] and [6, 1, 1]
     assert found["ffd"]["fraction_of_reachable"] == pytest.approx(8 / 10)
     assert found["bound"]["samples_per_s_rel"] == pytest.approx(16 / 8)
+    assert found["bound-online"]["fraction_of_bound"] == 1  # 8, and 1 + 1 + 6
+    assert found["bound-online"]["steady"] is None
     assert found["ffd"]["steady"] is None  # windows cover the whole run

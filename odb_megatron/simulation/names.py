@@ -5,9 +5,10 @@ Light to import: the command line needs them before numpy is loaded.
 
 from __future__ import annotations
 
-__all__ = ["BOUND", "IDEAL", "POLICY_NAMES", "select_names"]
+__all__ = ["BOUND", "IDEAL", "ONLINE_BOUND", "POLICY_NAMES", "select_names"]
 
 BOUND = "bound"
+ONLINE_BOUND = "bound-online"
 IDEAL = "lpt-window"
 
 POLICY_NAMES = (
@@ -22,6 +23,7 @@ POLICY_NAMES = (
     "samples",
     "cost",
     IDEAL,
+    ONLINE_BOUND,
     BOUND,
 )
 

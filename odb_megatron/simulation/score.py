@@ -6,6 +6,7 @@ figure means is in `docs/simulator.md`.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from odb_megatron.simulation.pipeline import critical_path
 from odb_megatron.simulation.schedule import Schedule
 from odb_megatron.simulation.setting import Setting, Stream
 
-__all__ = ["Times", "bound_time", "measure_times", "score", "steady_steps"]
+__all__ = ["Times", "bound_time", "measure_times", "online_time", "score", "steady_steps"]
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -96,6 +97,22 @@ def bound_time(*, work: float, tokens: int, setting: Setting) -> float:
     """
     fewest = -(-tokens // setting.token_budget)
     return (work + fewest * setting.cost.fixed) / setting.num_replicas
+
+
+def online_time(stream: Stream, setting: Setting) -> float:
+    """Return the time of a run in which replicas wait for each other at its end alone.
+
+    Each position goes to the replica with the least cost so far, before its length is known, and
+    stays there: what online assignment without exchange of samples comes to at best. A costly
+    sample among the last ones is what it cannot make up for.
+    """
+    loads = [(0, replica) for replica in range(setting.num_replicas)]
+    for cost in stream.costs.tolist():
+        load, replica = loads[0]
+        heapq.heapreplace(loads, (load + cost, replica))
+    largest, _ = max(loads)
+    fewest = -(-int(stream.lengths.sum()) // setting.token_budget)
+    return largest + fewest * setting.cost.fixed / setting.num_replicas
 
 
 def steady_steps(schedule: Schedule, stream: Stream, setting: Setting) -> tuple[int, int]:
