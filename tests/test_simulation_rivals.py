@@ -227,24 +227,24 @@ def test_the_ideal_aligns_micro_batches() -> None:
     assert _nested(schedule) == [[[[0], [2]], [[1], [3]]]]
 
 
-def test_the_ideal_waits_for_a_partner() -> None:
-    """One long sample per step: at micro-batch sync they run two by two, within the delay."""
-    lengths = ([90] + [5] * 31) * 8
-    worlds = [
-        _world(lengths, token_budget=100, global_batch_size=32, window=32, sync=sync)
-        for sync in BalanceScope
-    ]
-    schedules = [_ideal(stream, setting) for stream, setting in worlds]
-    longest = [
-        [
-            int((part >= 90).sum())
-            for part in np.split(s.lengths[one.positions], one.step_starts[1:-1])
-        ]
-        for (s, _), one in zip(worlds, schedules, strict=True)
-    ]
-    assert longest[0] == [1] * 8
-    assert set(longest[1]) == {0, 2}
-    assert 0 < max_delay_steps(schedules[1]) <= 8
+@pytest.mark.parametrize(
+    ("longest", "sync", "waits"),
+    [
+        (90, BalanceScope.MICROBATCH, True),  # more than an ordinary micro-batch
+        (90, BalanceScope.STEP, True),  # more than all else of its step
+        (40, BalanceScope.STEP, False),  # the others balance it
+    ],
+)
+def test_the_ideal_waits_for_a_partner(longest: int, sync: BalanceScope, waits: bool) -> None:
+    """One long sample per step: where it alone makes replicas wait, they run two by two."""
+    lengths = ([longest] + [5] * 31) * 8
+    stream, setting = _world(lengths, token_budget=100, global_batch_size=32, window=32, sync=sync)
+    schedule = _ideal(stream, setting)
+    steps = np.split(stream.lengths[schedule.positions], schedule.step_starts[1:-1])
+    found = [int((part == longest).sum()) for part in steps]
+    assert set(found) == ({0, 2} if waits else {1})
+    assert max_delay_steps(schedule) <= setting.max_delay_steps
+    assert (max_delay_steps(schedule) > 0) == waits
 
 
 # --- random cases ------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The yardstick `lpt-window`: global knowledge of a step, payloads that move for nothing.
 
-Pure. A step's samples are given (first in, first out; see `outliers` for sync `microbatch`); they
+Pure. A step's samples are given (first in, first out, costly ones apart: `outliers`); they
 are placed on replicas and in micro-batches so that the step takes as little time as can be found:
 longest processing time first under token capacity, then local improvement, for each count M that
 may be best.
@@ -44,10 +44,7 @@ def lpt_window(
         sizes: samples of each step; they sum to those of the stream, or less.
         only: steps to place, ascending; the others are left out. None for all.
     """
-    if setting.sync is BalanceScope.STEP:
-        parts = np.split(np.arange(sum(sizes), dtype=np.int64), np.cumsum(sizes)[:-1])
-    else:
-        parts = hold_outliers(stream, setting, sizes=sizes)
+    parts = hold_outliers(stream, setting, sizes=sizes)
     steps = []
     for index in range(len(sizes)) if only is None else only:
         part = parts[index]

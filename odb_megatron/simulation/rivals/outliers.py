@@ -1,8 +1,9 @@
-"""Composition of the yardstick's steps when replicas meet in every micro-batch.
+"""Composition of the yardstick's steps where single samples make all replicas wait.
 
-Pure. There a sample that costs more than an ordinary micro-batch makes all replicas wait, unless
-each of them runs one like it at the same time. With global knowledge such samples are held, at
-most `max_delay_steps` steps, and released one per replica, of nearly equal cost.
+Pure. Where replicas meet in every micro-batch, a sample that costs more than an ordinary one makes
+all wait, unless each of them runs one like it at the same time; where they meet once per step, so
+does one that costs more than a replica's share of the step. With global knowledge such samples are
+held, at most `max_delay_steps` steps, and released one per replica, of nearly equal cost.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from odb_megatron.plan.policy import BalanceScope
 from odb_megatron.simulation.setting import Setting, Stream
 
 __all__ = ["hold_outliers"]
@@ -41,6 +43,9 @@ class _Pool:
         total = sum(sizes)
         rate = int(stream.costs.sum()) / int(stream.lengths.sum())
         level = _ORDINARY * rate * setting.token_budget
+        if setting.sync is BalanceScope.STEP:
+            share = int(stream.costs[:total].sum()) / (len(sizes) * setting.num_replicas)
+            level = max(level, _ORDINARY * share)
         self._costs = stream.costs
         self._is_outlier = stream.costs[:total] > level
         self._ordinary = np.flatnonzero(~self._is_outlier)
