@@ -87,7 +87,7 @@ class TestGoal:
             for remaining in range(0, 2000)
         ]
         assert all(goal <= min(300, remaining) for remaining, goal in enumerate(goals))
-        assert all(goals[remaining] == 300 for remaining in range(400, 2000))
+        assert all(goals[remaining] == 300 for remaining in range(500, 2000))
         assert all(goals[remaining] == remaining for remaining in range(0, 126))
         assert goals[300] < 300
 

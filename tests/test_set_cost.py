@@ -147,7 +147,7 @@ def test_replicas_must_switch_together() -> None:
 
 def test_a_cost_beyond_the_records_changes_nothing() -> None:
     window = SampleWindow()
-    window.append([0, 0, 1 << 20, 1 << 20, 1, 0, 77, 0, -1])
+    window.append([0, 0, 1 << 20, 1 << 20, 1, 0, 77, 0, -1, 0])
     with pytest.raises(ValueError, match="lower the quadratic or patch cost"):
         window.reprice(CostModel.from_ratios(quadratic=1.0, fixed_tokens=0))
     assert (window.cost, window.rows()[Column.COST].tolist()) == (77, [77])

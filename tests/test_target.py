@@ -171,8 +171,8 @@ class TestRuns:
         assert found[BalanceScope.MICROBATCH] > found[BalanceScope.STEP] + 0.05
 
     def test_large_samples_are_released_together(self) -> None:
-        """Guard: agreed heights do occur, on all replicas in the same steps."""
-        case = world(cv=1.0, balance=BalanceScope.MICROBATCH)
+        """Guard: agreed heights do occur, on all replicas in the same steps (15 of 18)."""
+        case = world(cv=1.5, balance=BalanceScope.MICROBATCH)
         level = CostModel.sample(MODEL, 32) * 16 * 3 // 2
         together = alone = 0
         for plans in case.run()[2:-6]:
@@ -182,7 +182,8 @@ class TestRuns:
             ]
             together += sum(large) >= 3
             alone += sum(large) == 1
-        assert together > alone
+        assert together > 10
+        assert together > 5 * alone
 
 
 def _meeting(case: World, steps: list[list[StepPlan]]) -> float:

@@ -25,7 +25,7 @@ __all__ = [
 
 Integers = npt.NDArray[np.int64]
 
-_MOST_KEPT = 1
+_MOST_KEPT = 2
 """Positions kept back when a run nears its end, at most, in batches."""
 
 _LAST_KEPT = 8
@@ -46,8 +46,8 @@ def held_goal(remaining: int, *, capacity: int, batch: int, is_late: bool) -> in
     """Return how many positions all replicas should hold, assigned and not emitted.
 
     `capacity`, as long as the run does not near its end. There some positions are kept back, so
-    that they can go where they are needed when it is known how the windows turned out: one
-    batch at first, towards the end a quarter of that per step, and half inside a step.
+    that they can go where they are needed when it is known how the windows turned out: two
+    batches at first, towards the end a quarter of that per step, and half inside a step.
 
     Args:
         remaining: positions not yet emitted by anyone.
