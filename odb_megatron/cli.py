@@ -15,6 +15,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "launch": "run a pretrain script on several processes of this machine, also without a GPU",
+    "simulate": "compare ways to form steps on the lengths of samples alone",
 }
 
 
@@ -36,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from odb_megatron.launch import main as launch
 
         return launch(rest + arguments[1:])
+    if known.command == "simulate":
+        from odb_megatron.simulation.command import main as simulate
+
+        return simulate(rest + arguments[1:])
     if arguments:
         parser.error(f"unrecognized arguments: {' '.join(arguments)}")
     parser.print_help()

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from odb_megatron.data.preprocess import BadRecordPolicy
-from odb_megatron.megatron.arguments import OdbConfig, add_odb_arguments
+from odb_megatron.megatron.arguments import CostSource, OdbConfig, add_odb_arguments
+from odb_megatron.plan.cost import CostPrices
 from odb_megatron.plan.padding import OverlongPolicy
-from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 
 
 def _parse(text: str) -> argparse.Namespace:
@@ -33,6 +34,11 @@ def test_defaults() -> None:
         token_budget=128,
         window=12,  # four times a replica's share of 10 over 4, rounded up
         max_delay_steps=8,
+        cost=CostSource.SHAPE,
+        prices=None,
+        max_patches=0,
+        balance=BalanceScope.STEP,
+        exchange=ExchangeMode.NONE,
         overlong=OverlongPolicy.ERROR,
         bad_record=BadRecordPolicy.ERROR,
         epochs=None,
@@ -46,12 +52,17 @@ def test_everything_given() -> None:
     config = _config(
         "--odb --odb-policy cost --odb-token-budget 512 --odb-window 40 --odb-max-delay-steps 3 "
         "--odb-overlong solo --odb-bad-record skip --odb-epochs 2 --odb-attention cpu "
-        "--odb-log-dir logs"
+        "--odb-log-dir logs --odb-cost-linear 2.5 --odb-cost-quadratic 0.001 --odb-cost-fixed 800 "
+        "--odb-cost-patch 9 --odb-max-patches 4096 --odb-balance microbatch --odb-exchange tokens"
     )
     assert (config.policy, config.token_budget, config.window) == (PolicyName.COST, 512, 40)
     assert (config.max_delay_steps, config.epochs) == (3, 2)
+    assert config.exchange is ExchangeMode.TOKENS
     assert (config.overlong, config.bad_record) == (OverlongPolicy.SOLO, BadRecordPolicy.SKIP)
     assert (config.attention, config.log_dir) == ("cpu", "logs")
+    assert config.prices == CostPrices(linear=2.5, quadratic=0.001, fixed=800, patch=9)
+    assert (config.max_patches, config.balance) == (4096, BalanceScope.MICROBATCH)
+    assert _config("--odb --odb-cost auto").cost is CostSource.AUTO
 
 
 @pytest.mark.parametrize(
@@ -59,11 +70,35 @@ def test_everything_given() -> None:
     [
         ("--odb-policy samples", "--odb-policy would do nothing without --odb: add --odb, or drop"),
         ("--odb-token-budget 9", "--odb-token-budget would do nothing without --odb"),
+        ("--odb-exchange auto", "--odb-exchange would do nothing without --odb"),
         ("--odb-window 9", "--odb-window would do nothing without --odb"),
         ("--odb-max-delay-steps 9", "--odb-max-delay-steps would do nothing without --odb"),
         (
             "--odb-epochs 1 --odb-policy cost",
             "--odb-policy, --odb-epochs would do nothing without --odb: add --odb, or drop them",
+        ),
+        ("--odb-cost auto", "--odb-cost would do nothing without --odb"),
+        ("--odb-cost-linear 1", "--odb-cost-linear would do nothing without --odb"),
+        (
+            "--odb-cost-quadratic 1 --odb-cost-fixed 1 --odb-cost-patch 1",
+            "--odb-cost-quadratic, --odb-cost-fixed, --odb-cost-patch would do nothing without",
+        ),
+        ("--odb-max-patches 9", "--odb-max-patches would do nothing without --odb"),
+        ("--odb-balance step", "--odb-balance would do nothing without --odb"),
+        ("--odb --odb-max-patches 0", "--odb-max-patches must be at least 1, got 0"),
+        (
+            "--odb --odb-cost auto --odb-cost-linear 2",
+            "--odb-cost auto measures what --odb-cost-linear gives: keep one",
+        ),
+        (
+            "--odb --odb-cost-fixed 100",
+            "--odb-cost-linear must be above 0, because costs are counted in it: give it with the",
+        ),
+        ("--odb --odb-cost-linear 0", "--odb-cost-linear must be above 0"),
+        ("--odb --odb-cost-linear -1", "--odb-cost-linear must be a finite number of at least 0"),
+        (
+            "--odb --odb-cost-linear 1 --odb-cost-patch nan",
+            "--odb-cost-patch must be a finite number of at least 0, got nan",
         ),
         ("--odb --odb-token-budget 0", "--odb-token-budget must be at least 1, got 0"),
         ("--odb --odb-policy cost --odb-window -3", "--odb-window must be at least 1, got -3"),
@@ -82,7 +117,11 @@ def test_refused(flags: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", ["--odb-policy best", "--odb-overlong cut", "--odb-bad-record warn", "--odb-budget 9"]
+    "flags",
+    [
+        *("--odb-policy best", "--odb-overlong cut", "--odb-bad-record warn", "--odb-budget 9"),
+        *("--odb-cost measured", "--odb-balance layer", "--odb-cost-linear much"),
+    ],
 )
 def test_unknown_words_and_flags(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -113,7 +152,12 @@ def test_the_budget_limits_packed_samples(budget: int) -> None:
         "--odb --odb-epochs 3 --odb-overlong truncate",
         "--odb --odb-policy cost",
         "--odb --odb-policy cost --odb-window 33 --odb-max-delay-steps 2 --odb-token-budget 777",
+        "--odb --odb-exchange auto",
         "--odb --odb-bad-record skip --odb-attention cpu",
+        "--odb --odb-cost auto --odb-max-patches 77",
+        "--odb --odb-cost-linear 1",
+        "--odb --odb-cost-linear 0.1 --odb-cost-quadratic 3e-7 --odb-cost-fixed 12.34567890123",
+        "--odb --odb-balance microbatch",
     ],
 )
 def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
@@ -124,7 +168,7 @@ def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_odb_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest.startswith("odb")]
-    assert len(actions) == 10
+    assert len(actions) == 18
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out

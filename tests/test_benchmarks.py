@@ -282,3 +282,54 @@ def test_the_throughput_benchmark_measures_every_variant(tmp_path: Path) -> None
     for name in ("standard", "standard_mean", "odb_samples"):
         assert variants[name]["samples_per_step"] == batch
     assert {"cost_over_samples", "samples_over_sorted", "cost_over_sorted"} <= set(result["ratios"])
+
+
+# --- the simulator's table ---------------------------------------------------------------------
+
+
+def test_the_table_covers_what_is_promised() -> None:
+    table = _module("simulate_table")
+    names = [row.name for row in table.rows()]
+    assert len(set(names)) == len(names)
+    kinds = {kind: sum(name.startswith(f"{kind}/") for name in names) for kind in _KINDS}
+    assert kinds == _KINDS
+    assert "epoch/dp1024/w256/cv1.0" in names
+    targets = {row.name: row.target for row in table.rows()}
+    assert targets["stream/dp64/w256/cv2.0"] == 0.985
+    assert targets["epoch/dp8/w1024/cv1.0"] == 0.985
+    assert targets["epoch/dp64/w256/cv1.0"] == 0.98
+
+
+_KINDS = {"stream": 16, "epoch": 13, "microbatch": 8, "small": 24}
+
+
+def _report(**figures: float) -> dict[str, Any]:
+    own = {"fraction_of_bound": 0.995, "padding_fraction": 0, "over_budget": 0}
+    own |= {"max_delay_steps": 8} | figures
+    return {"policies": {"cost": own, "ffd": {"fraction_of_bound": 0.99}}}
+
+
+@pytest.mark.parametrize(
+    ("figures", "missed"),
+    [
+        ({}, []),
+        ({"fraction_of_bound": 0.9915}, ["fraction_of_bound 0.9915 < 0.992"]),
+        ({"fraction_of_bound": 0.99}, ["fraction_of_bound 0.9900 < 0.992", "ffd is better"]),
+        ({"padding_fraction": 0.1, "over_budget": 2}, ["padding_fraction 0.1", "over_budget 2"]),
+        ({"max_delay_steps": 9}, ["max_delay_steps 9"]),
+    ],
+)
+def test_what_misses_a_target(figures: dict[str, float], missed: list[str]) -> None:
+    table = _module("simulate_table")
+    row = table.Row(name="a", flags=(), part="whole", target=0.992)
+    assert table.judge(row, _report(**figures))["missed"] == missed
+
+
+def test_a_row_of_the_table(tmp_path: Path) -> None:
+    flags = ("--only", "small/dp8/gbs256/cv0.29", "--policy", "samples,bound")
+    result, output = _run("simulate_table.py", *flags, folder=tmp_path)
+    (row,) = result["rows"]
+    assert row["name"] == "small/dp8/gbs256/cv0.29"
+    assert row["policies"]["samples"]["samples_per_step"] == 256
+    assert "samples 0." in output
+    assert "1 rows, 0 with a target missed: -" in output

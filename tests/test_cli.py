@@ -35,7 +35,9 @@ def test_help_of_the_installed_command(command: list[str]) -> None:
     assert "launch" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["launch", "--help"], ["simulate", "--help"], ["--version"]]
+)
 def test_no_heavy_import(arguments: list[str]) -> None:
     code = (
         "import sys\n"

@@ -12,13 +12,13 @@ from odb_megatron.plan.draw import (
     Assignment,
     DrawLimits,
     Holdings,
-    OnlineShard,
     deal,
     held_goal,
     own_positions,
 )
 from odb_megatron.plan.planner import ReplicaPlanner
 from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.shard import FixedShard, OnlineShard
 from odb_megatron.testing.worlds import World, observe_drawn, plan_step
 
 
@@ -87,7 +87,7 @@ class TestGoal:
             for remaining in range(0, 2000)
         ]
         assert all(goal <= min(300, remaining) for remaining, goal in enumerate(goals))
-        assert all(goals[remaining] == 300 for remaining in range(400, 2000))
+        assert all(goals[remaining] == 300 for remaining in range(500, 2000))
         assert all(goals[remaining] == remaining for remaining in range(0, 126))
         assert goals[300] < 300
 
@@ -116,13 +116,32 @@ class TestOnlineShard:
         shard.top_up(self._holdings([3, 3], [3, 3]), each=1)
         announced = shard.take_announced()
         assert shard.take_announced() == []
-        assert shard.draw(3) + shard.draw(100) == announced
+        drawn = [shard.draw(most, end=0, is_late=late) for most, late in ((3, True), (100, False))]
+        assert drawn[0] + drawn[1] == announced
+        assert len(drawn[0]) == 3
         assert announced[:2] == [5, 7]
 
     def test_the_end_is_dealt_out(self) -> None:
         shard = OnlineShard(self.LIMITS, replica=0, cursor=95)
         shard.top_up(self._holdings([9, 9], [90, 0]), each=10, is_final=True)
         assert (shard.num_unassigned, len(shard.upcoming)) == (0, 0)
+
+
+class TestFixedShard:
+    def test_positions_come_in_order_and_below_the_end(self) -> None:
+        shard = FixedShard(range(1, 30, 3), cursor=4)
+        assert shard.draw(2, end=100, is_late=False) == [4, 7]
+        assert shard.draw(9, end=14, is_late=False) == [10, 13]
+        assert shard.draw(9, end=13, is_late=False) == []
+        assert shard.draw(9, end=100, is_late=True) == []
+        assert (shard.cursor, shard.num_undrawn, shard.is_own_known) == (16, 5, False)
+        assert shard.draw(9, end=100, is_late=False) == [16, 19, 22, 25, 28]
+        assert shard.is_own_known
+
+    def test_one_drained_replica_drains_all(self) -> None:
+        shard = FixedShard(range(5), cursor=0)
+        assert shard.is_drained(_ints([3, 0, 5]))
+        assert not shard.is_drained(_ints([3, 1, 5]))
 
 
 def _world(*, lengths: list[int], window: int = 24, **changes: object) -> World:

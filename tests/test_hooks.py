@@ -18,15 +18,22 @@ PACKED = PADDED | {"save_checkpoint", "compute_throughputs_and_append_to_progres
 
 
 class _Listener:
-    def __init__(self, tokens: int | None = None) -> None:
+    def __init__(self, tokens: int | None = None, *, is_timing: bool = False) -> None:
         self.told: list[tuple[Any, ...]] = []
         self.tokens = tokens
+        self.is_timing = is_timing
 
     def on_schedule(self, *, training: bool) -> None:
         self.told.append(("schedule", training))
 
     def on_header(self, header: StepHeader, *, training: bool) -> None:
         self.told.append(("header", header.totals.num_micro_batches, training))
+
+    def wants_backward(self) -> bool:
+        return self.is_timing
+
+    def on_backward(self) -> None:
+        self.told.append(("backward",))
 
     def on_logged(self, values: dict[str, Any]) -> None:
         self.told.append(("logged", values))
@@ -131,6 +138,52 @@ def test_a_schedule_runs_the_headers_m(
     assert (arguments["num_microbatches"], arguments["model"]) == (3, "m")
     assert list(iterator) == [0, 1, 2]
     assert listener.told == [("schedule", not forward_only), ("header", 3, not forward_only)]
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("is_timing", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_of_the_backward_passes_is_told(
+    training: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    forward_only: bool,
+    is_timing: bool,
+    fails: bool,
+) -> None:
+    """Right before Megatron's own reduction, which gets its arguments and is put back."""
+    listener = _Listener(is_timing=is_timing)
+
+    def reduce(*args: Any, **kwargs: Any) -> str:
+        listener.told.append(("reduce", args, kwargs))
+        return "reduced"
+
+    config = SimpleNamespace(finalize_model_grads_func=reduce)
+
+    def get_forward_backward_func() -> Callable[..., Any]:
+        def schedule(**arguments: Any) -> Any:
+            result = config.finalize_model_grads_func([1], 2, force=True)
+            if fails:
+                raise OSError("in the schedule")
+            return result
+
+        return schedule
+
+    monkeypatch.setattr(training, "get_forward_backward_func", get_forward_backward_func)
+    Hooks(listener, packed=True).install()
+    schedule = training.get_forward_backward_func()
+    arguments = {
+        "data_iterator": _items(1),
+        "model": [SimpleNamespace(config=config)],
+        "forward_only": forward_only,
+    }
+    if fails:
+        with pytest.raises(OSError, match="in the schedule"):
+            schedule(**arguments)
+    else:
+        assert schedule(**arguments) == "reduced"
+    expected = [("backward",)] if is_timing and not forward_only else []
+    assert listener.told[2:] == [*expected, ("reduce", ([1], 2), {"force": True})]
+    assert config.finalize_model_grads_func is reduce
 
 
 def test_a_padded_schedule_keeps_megatrons_count(training: SimpleNamespace) -> None:

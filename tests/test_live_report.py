@@ -15,7 +15,8 @@ from odb_megatron.report.step_record import StepLog, StepRecord
 FIRST = StepRecord(
     iteration=1, loss=2.5, grad_norm=1.0, learning_rate=1e-3, consumed_samples=8, samples=7,
     left_out=1, tokens=300, computed_tokens=320, loss_tokens=150, num_micro_batches=3, idle=1,
-    split=2, fill=0.75, balance=0.9, wait_s=0.25, step_s=0.5,
+    split=2, fill=0.75, balance=0.9, balance_before=None, moved=0, bytes_moved=0,
+    wait_s=0.25, step_s=0.5,
     ids=(("0:3@0",), ("0:5@0",)), lengths=((100,), (200,)),
 )  # fmt: skip
 SECOND = replace(
@@ -176,4 +177,28 @@ def test_an_unwritable_log_folder(tmp_path: Path) -> None:
 def test_solo_and_unlabelled_samples_are_named() -> None:
     source = replace(SOURCE, solo=3, unlabelled=1)
     text = _text([FIRST], [source])
-    assert "truncated: 2 (1 kept no loss token); over the budget, alone: 3\n" in text
+    assert "truncated: 2 (1 kept no loss token); over the budget or patch cap, alone: 3\n" in text
+
+
+def test_the_cost_model_is_shown_when_there_is_one() -> None:
+    stream = io.StringIO()
+    for cost in ("", "--odb-cost-linear 1.0 (as given)"):
+        report = LiveReport(
+            total_samples=1, global_batch_size=1, sequence_length=8, title="t", stream=stream
+        )
+        report.finish([], cost=cost)
+    lines = stream.getvalue().splitlines()
+    shown = [line for line in lines if "cost model" in line]
+    assert shown == ["  cost model          --odb-cost-linear 1.0 (as given)"]
+    assert lines[-2:] == [*shown, "  not reached         1 requested samples"]
+
+
+def test_an_exchange_is_shown() -> None:
+    evened = replace(FIRST, balance_before=0.6, moved=4, bytes_moved=2_500_000)
+    text = _text([evened, replace(SECOND, balance_before=1.0)], [])
+    assert "| balance 0.600 -> 0.900 | moved 4 (2.50 MB) | " in text
+    assert "| balance 1.000 -> 1.000 | padding" in text
+    assert (
+        "  exchange            in 1 steps, 4 samples, 2.500 MB per step; balance 0.600 before, "
+        "0.900 after\n"
+    ) in text

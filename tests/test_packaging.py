@@ -148,6 +148,13 @@ FORBIDDEN: dict[str, dict[str, str]] = {
         "megatron.core.parallel_state": "data does not know Megatron's globals",
     },
     "megatron": {"odb_megatron.bridge": "imports go downwards only"},
+    "simulation": {
+        "torch": "simulation is numpy and the planner",
+        "odb_megatron.comm": "simulation has no process groups",
+        "odb_megatron.megatron": "simulation does not know Megatron",
+        "odb_megatron.bridge": "simulation does not know Megatron",
+        "odb_megatron.report": "simulation prints its own table",
+    },
 }
 
 
@@ -255,6 +262,9 @@ def test_layers() -> None:
         ("comm/a.py", "from megatron.core import parallel_state", "megatron.core.parallel_state"),
         ("data/a.py", "from megatron.training import get_args", "megatron.training.get_args"),
         ("data/a.py", "import odb_megatron.megatron.flags", "odb_megatron.megatron.flags"),
+        ("simulation/a.py", "def f():\n    import torch", "torch"),
+        ("simulation/a.py", "from odb_megatron.comm import control", "odb_megatron.comm.control"),
+        ("simulation/a.py", "import odb_megatron.testing.worlds", "odb_megatron.testing.worlds"),
     ],
 )
 def test_layer_rule_sees(tmp_path: Path, file: str, source: str, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from odb_megatron.plan.padding import (
     padded_length,
 )
 from odb_megatron.plan.planner import ReplicaPlanner
-from odb_megatron.plan.policy import BalanceScope, PolicyName
+from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 from odb_megatron.plan.records import (
     RECORD_BYTES,
     PlanRecord,
@@ -61,7 +62,7 @@ def worlds(draw: st.DrawFn) -> World:
     holes = draw(st.sampled_from([0.0, 0.1, 0.9]))
     rng = random.Random(draw(st.integers(0, 2**32)))
     lengths = [0 if rng.random() < holes else rng.randint(1, longest) for _ in range(total)]
-    patches = [rng.randint(0, 10) for _ in range(total)] if draw(st.booleans()) else []
+    patches = [rng.randint(0, 12) for _ in range(total)] if draw(st.booleans()) else []
     return World(
         config=config(
             policy=policy,
@@ -76,6 +77,7 @@ def worlds(draw: st.DrawFn) -> World:
             count_multiple=draw(st.sampled_from([1, 1, 2, 4])),
             balance=draw(st.sampled_from(BalanceScope)),
             max_patches=10 if patches else 0,
+            exchange=draw(st.sampled_from(ExchangeMode)),
         ),
         lengths=lengths,
         patches=patches,
@@ -183,7 +185,7 @@ class TestResume:
     @pytest.mark.parametrize(
         ("change", "text"),
         [
-            ({"version": 99}, "saved with version=99, this run has 2"),
+            ({"version": 99}, "saved with version=99, this run has 3"),
             ({"num_replicas": 4}, "saved with num_replicas=4, this run has 2"),
             ({"policy": "cost"}, "saved with policy=cost, this run has samples"),
             ({"extra": 1}, "written by another version"),
@@ -229,6 +231,28 @@ class TestPacking:
     )
     def test_pack_counts(self, lengths: list[int], count: int) -> None:
         assert len(pack(lengths, token_budget=BUDGET)) == count
+
+    @pytest.mark.parametrize(
+        ("lengths", "patches", "expected"),
+        [
+            ([9, 9], [4, 4], [[0, 1]]),
+            ([9, 9], [4, 5], [[0], [1]]),
+            ([9, 8], [9, 0], [[0], [1]]),  # over the cap: alone, also without other patches
+            ([8, 9], [9, 0], [[1], [0]]),
+            ([9, 9, 9], [9, 9, 0], [[0], [1], [2]]),
+            ([9, 8, 7, 6], [8, 0, 9, 0], [[0, 1, 3], [2]]),
+        ],
+    )
+    def test_pack_under_a_patch_cap(
+        self, lengths: list[int], patches: list[int], expected: list[list[int]]
+    ) -> None:
+        caps: dict[str, Any] = {"token_budget": BUDGET, "patches": patches, "max_patches": 8}
+        assert pack(lengths, **caps) == expected
+        for extra in range(3):
+            bins = spread(lengths, lengths, count=len(expected) + extra, **caps)
+            assert len(bins) == min(len(expected) + extra, len(lengths))
+            for slots in bins:
+                assert sum(patches[s] for s in slots) <= 8 or len(slots) == 1
 
     @given(st.lists(st.integers(1, BUDGET + 8), min_size=1, max_size=40), st.integers(0, 20))
     def test_spread(self, lengths: list[int], extra: int) -> None:

@@ -294,6 +294,15 @@ def test_a_bool_mask() -> None:
     assert sample.num_loss_tokens == 2
 
 
+@pytest.mark.parametrize("patches", [7, np.int32(7), np.array(7), torch.tensor([7])])
+def test_patches_are_optional_and_survive_a_cut(patches: object) -> None:
+    assert _sample(_map_source(GOOD), 0).num_patches == 0
+    item = GOOD | {"num_patches": patches}
+    assert _sample(_map_source(item), 0).num_patches == 7
+    cut = _sample(_map_source(item, context=2, overlong=OverlongPolicy.TRUNCATE), 0)
+    assert (cut.truncated, cut.num_patches) == (1, 7)
+
+
 BAD_ITEMS: list[tuple[object, str]] = [
     (None, "item is a NoneType; expected a mapping with tokens, labels and loss_mask"),
     ((1, 2), "item is a tuple; expected a mapping"),
@@ -307,6 +316,10 @@ BAD_ITEMS: list[tuple[object, str]] = [
     (GOOD | {"loss_mask": None}, "loss_mask has dtype object; expected 0 and 1"),
     (GOOD | {"loss_mask": [{}, 1, 1]}, "loss_mask has dtype object"),
     (GOOD | {"loss_mask": [0, 0, 0]}, "no token to learn from: every label is masked"),
+    (GOOD | {"num_patches": -1}, "num_patches must not be negative; got -1"),
+    (GOOD | {"num_patches": 1.5}, "num_patches has dtype float64; expected integers"),
+    (GOOD | {"num_patches": None}, "num_patches has dtype object; expected integers"),
+    (GOOD | {"num_patches": [1, 2]}, "size 1"),
     (GOOD | {"labels": [6, 7]}, r"got shapes \(3,\), \(2,\), \(3,\)"),
     ({name: [] for name in GOOD}, "dtype float64|got shapes"),
     ({name: [values] for name, values in GOOD.items()}, r"got shapes \(1, 3\)"),

@@ -31,7 +31,7 @@ from odb_megatron.data.thd import MicroBatch
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.padding import OverlongPolicy
-from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 from odb_megatron.plan.records import ReplicaFailedError
 from odb_megatron.plan.step import StepTotals
 from odb_megatron.testing.replicas import ThreadExchange, run_in_threads, thread_exchanges
@@ -158,6 +158,8 @@ def runs(draw: st.DrawFn) -> tuple[SampleStream, PlanConfig]:
         num_replicas=replicas,
         multiple=multiple,
         window=draw(st.integers(-(-batch // replicas), 12)),
+        exchange=draw(st.sampled_from(ExchangeMode)),
+        balance=draw(st.sampled_from(BalanceScope)),
     )
     return _stream(lengths, num_samples=total, multiple=multiple, **LENIENT), config
 
@@ -265,6 +267,97 @@ def test_an_epoch_on_cyclic_order_is_complete() -> None:
         for start in batch.cu_seqlens[:-1]
     ]
     assert sorted(tokens) == list(range(12))
+
+
+# --- handing samples over --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", BalanceScope)
+@pytest.mark.parametrize("policy", PolicyName)
+def test_samples_are_handed_over_whole(policy: PolicyName, scope: BalanceScope) -> None:
+    """Every micro-batch holds what the stream has at its positions, whoever fetched it."""
+    lengths = [1 if p % 3 else BUDGET for p in range(60)]
+    stream = _stream(lengths, num_samples=60)
+    config = _config(
+        policy=policy, total=60, num_replicas=3, global_batch_size=12, balance=scope,
+        exchange=ExchangeMode.TOKENS,
+    )  # fmt: skip
+    by_replica, counts = _run(stream, config)
+    totals = [step.header.totals for step in by_replica[0]]
+    assert sum(total.num_moved for total in totals) > 1
+    assert sum(total.bytes_moved for total in totals) > BUDGET * 4
+    for steps in by_replica:
+        for step in steps:
+            _check_content(step, stream, 1)
+    trained = [sum(len(batch.positions) for s in steps for batch in s.micro_batches)
+               for steps in by_replica]  # fmt: skip
+    assert [replica[0].samples for replica in counts] == trained
+    assert sum(trained) == 60
+    plain, _ = _run(stream, replace(config, exchange=ExchangeMode.NONE))
+    if policy is PolicyName.SAMPLES:
+        for step, (one, other) in enumerate(
+            zip(_step_ids(by_replica), _step_ids(plain), strict=True)
+        ):
+            assert one == other, step
+        if scope is BalanceScope.STEP:
+            assert all(max(total.costs) <= max(total.costs_before) for total in totals)
+
+
+def _step_ids(by_replica: Sequence[Sequence[Step]]) -> list[list[int]]:
+    return [
+        sorted(p for step in steps for batch in step.micro_batches for p in batch.positions)
+        for steps in zip(*by_replica, strict=True)
+    ]
+
+
+def test_own_micro_batches_come_first() -> None:
+    """What is received may still be on its way while they are trained."""
+    lengths = [1 if p % 2 else BUDGET for p in range(16)]
+    config = _config(total=16, global_batch_size=16, exchange=ExchangeMode.TOKENS)
+    by_replica, _ = _run(_stream(lengths, num_samples=16), config)
+    batches = [list(batch.positions) for batch in by_replica[1][0].micro_batches]
+    is_foreign = [any(p % 2 == 0 for p in positions) for positions in batches]
+    assert True in is_foreign
+    assert False in is_foreign
+    assert is_foreign == sorted(is_foreign)
+
+
+def test_an_exchange_needs_a_channel() -> None:
+    class Bare(ThreadExchange):
+        payloads = None  # type: ignore[assignment]
+
+    exchange = thread_exchanges(2)[0]
+    exchange.__class__ = Bare
+    with pytest.raises(ValueError, match="exchange mode auto needs a channel for samples"):
+        StepLoader(_stream([3] * 20), _config(exchange=ExchangeMode.AUTO), exchange=exchange)
+
+
+def test_a_list_that_cannot_be_built_stops_all_replicas() -> None:
+    class Huge(StepLoader):
+        def _wire_size(self, sample: Sample) -> int:
+            return 1 << 32 if self._exchange.replica == 0 else super()._wire_size(sample)
+
+    config = _config(exchange=ExchangeMode.TOKENS)
+    results = _all_fail(lambda exchange: Huge(_stream([3] * 20), config, exchange=exchange), 2)
+    assert "what replicas hand to each other must stay below" in str(results[0])
+    assert "use --odb-exchange none" in str(results[0])
+    assert isinstance(results[1], ReplicaFailedError)
+    assert str(results[1]).startswith("replica 0 failed while listing its samples")
+
+
+def test_a_sample_of_another_size_than_announced_is_an_error() -> None:
+    class Wrong(StepLoader):
+        def _wire_size(self, sample: Sample) -> int:
+            return super()._wire_size(sample) + 1
+
+    lengths = [1 if p % 2 else BUDGET for p in range(16)]
+    config = _config(total=16, global_batch_size=16, exchange=ExchangeMode.TOKENS)
+    results = run_in_threads(
+        lambda exchange: _steps(Wrong(_stream(lengths), config, exchange=exchange)),
+        thread_exchanges(2, timeout_s=1.0),
+    )
+    texts = [str(result) for result in results]
+    assert any("were announced to replica 1: this is a defect" in text for text in texts)
 
 
 # --- workers and resume ----------------------------------------------------------------------

@@ -24,8 +24,9 @@ from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, assemble, assemb
 from odb_megatron.plan.step import StepTotals
 
 TOTALS = StepTotals(
-    **{field.name: 3 for field in fields(StepTotals) if field.name not in ("costs", "is_final")},
+    **{field.name: 3 for field in fields(StepTotals) if field.type == "int"},
     costs=(1 << 50, 7),
+    costs_before=(5, 6),
     is_final=True,
 )
 

@@ -171,8 +171,8 @@ class TestRuns:
         assert found[BalanceScope.MICROBATCH] > found[BalanceScope.STEP] + 0.05
 
     def test_large_samples_are_released_together(self) -> None:
-        """Guard: agreed heights do occur, on all replicas in the same steps."""
-        case = world(cv=1.0, balance=BalanceScope.MICROBATCH)
+        """Guard: agreed heights do occur, on all replicas in the same steps (15 of 18)."""
+        case = world(cv=1.5, balance=BalanceScope.MICROBATCH)
         level = CostModel.sample(MODEL, 32) * 16 * 3 // 2
         together = alone = 0
         for plans in case.run()[2:-6]:
@@ -182,7 +182,8 @@ class TestRuns:
             ]
             together += sum(large) >= 3
             alone += sum(large) == 1
-        assert together > alone
+        assert together > 10
+        assert together > 5 * alone
 
 
 def _meeting(case: World, steps: list[list[StepPlan]]) -> float:
@@ -243,14 +244,6 @@ class TestConfig:
     def test_refusals(self, changes: dict[str, int], text: str) -> None:
         with pytest.raises(ValueError, match=text):
             replace(self.BASE, **changes)  # type: ignore[arg-type]
-
-    def test_too_many_patches_for_a_micro_batch(self) -> None:
-        (planner,) = World(
-            config=replace(self.BASE, num_replicas=1, max_patches=4, global_batch_size=5),
-            lengths=[1] * 10,
-        ).planners()
-        with pytest.raises(ValueError, match="position 3 has 5 patches; a micro-batch may hold 4"):
-            planner.observe(3, num_tokens=1, num_loss_tokens=1, num_patches=5)
 
     def test_the_digest_covers_the_new_fields(self) -> None:
         digests = {

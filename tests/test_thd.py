@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,6 +33,12 @@ def _assembled(lengths: list[int], multiple: int = 1) -> MicroBatch:
     return assemble(
         _samples(lengths), positions=[7 * i for i in range(len(lengths))], multiple=multiple
     )
+
+
+def test_patches_are_added_up() -> None:
+    samples = [replace(sample, num_patches=at) for at, sample in enumerate(_samples([3, 2, 4]))]
+    assert assemble(samples, positions=[0, 1, 2]).num_patches == 3
+    assert assemble_idle().num_patches == 0
 
 
 @given(LENGTHS, MULTIPLES)

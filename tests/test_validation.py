@@ -23,7 +23,15 @@ GOOD: dict[str, Any] = {
     "odb_token_budget": None,
     "odb_window": None,
     "odb_max_delay_steps": None,
+    "odb_exchange": None,
     "odb_epochs": None,
+    "odb_cost": None,
+    "odb_cost_linear": None,
+    "odb_cost_quadratic": None,
+    "odb_cost_fixed": None,
+    "odb_cost_patch": None,
+    "odb_max_patches": None,
+    "odb_balance": None,
     "odb_overlong": "error",
     "odb_bad_record": "error",
     "odb_attention": "auto",
@@ -84,6 +92,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"use_torch_fsdp2": True}, "--use-distributed-optimizer"),
     ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 1"),
     ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size 1"),
+    (
+        {"odb_cost_linear": 1e-12, "odb_cost_quadratic": 1.0},
+        "--odb-cost-linear, -quadratic, -fixed: a sample of 128 tokens and 0 patches costs",
+    ),
+    ({"odb_cost_linear": 1e-12, "odb_cost_fixed": 1.0}, "a micro-batch's fixed price"),
     ({"context_parallel_size": 2}, "--context-parallel-size 1"),
     ({"num_experts": 8}, "--num-experts"),
     ({"fp8": "e4m3"}, "--bf16"),
@@ -118,6 +131,11 @@ def test_refused_by_name(values: dict[str, Any], text: str) -> None:
         _check(**values)
     assert "--odb" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_times_that_overlap_are_not_fitted() -> None:
+    with pytest.raises(ValueError, match="use --odb-cost shape or --odb-cost-linear and its kin"):
+        _check(pipeline_model_parallel_size=2, odb_cost="auto")
 
 
 def test_every_row_is_covered() -> None:

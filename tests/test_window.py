@@ -10,7 +10,7 @@ from odb_megatron.plan.window import Column, SampleWindow, token_counts
 
 
 def _row(position: int, arrival: int, *, cost: int, due: int = -1) -> tuple[int, ...]:
-    return (position, arrival, cost, cost, 1, 0, cost, arrival % 2, due)
+    return (position, arrival, cost, cost, 1, 0, cost, arrival % 2, due, 5 * cost)
 
 
 ROUND = st.tuples(st.integers(0, 40), st.integers(0, 2**32 - 1), st.booleans())

@@ -9,10 +9,13 @@ import atexit
 import math
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from odb_megatron.comm.payload import PayloadGroup
 
 __all__ = ["ControlError", "ControlGroup", "cluster_size", "ranks_of"]
 
@@ -47,6 +50,11 @@ class ControlGroup:
         name: shown in errors, such as "train".
         timeout_s: seconds an exchange may take.
         cluster: leaders per cluster; None for `cluster_size`.
+
+    Attributes:
+        num_exchanges: exchanges completed.
+        payloads: the loader's channel for samples that replicas hand to each other; None where
+            they never do.
     """
 
     def __init__(
@@ -74,6 +82,7 @@ class ControlGroup:
         # the last exchange as Python ends aborts the process (exit code 134 after a good run).
         atexit.register(self._destroy)
         self.num_exchanges = 0
+        self.payloads: PayloadGroup | None = None
 
     @property
     def replica(self) -> int:

@@ -101,6 +101,7 @@ def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> 
         loss_mask=sample.loss_mask[: verdict.keep],
         source=sample.source,
         truncated=verdict.truncated,
+        num_patches=sample.num_patches,
     )
 
 

@@ -51,6 +51,7 @@ class Sample:
         loss_mask: float32 [L], each 0 or 1.
         source: index of the data source it came from (0 for a single source).
         truncated: number of tokens cut off its end (0 if whole).
+        num_patches: image patches it stands for; they steer planning only.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -58,6 +59,7 @@ class Sample:
     loss_mask: npt.NDArray[np.float32]
     source: int = 0
     truncated: int = 0
+    num_patches: int = 0
 
     def __post_init__(self) -> None:
         shapes = {self.tokens.shape, self.labels.shape, self.loss_mask.shape}
@@ -66,6 +68,8 @@ class Sample:
                 "a sample's tokens, labels and loss_mask must be 1-D, of one length >= 1; got "
                 f"shapes {self.tokens.shape}, {self.labels.shape}, {self.loss_mask.shape}"
             )
+        if self.num_patches < 0:
+            raise ValueError(f"a sample's num_patches must not be negative; got {self.num_patches}")
         if not np.isin(self.loss_mask, (0.0, 1.0)).all():
             raise ValueError(
                 "a sample's loss_mask must hold only 0 and 1: Megatron truncates the sum of a "

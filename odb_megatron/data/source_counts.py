@@ -22,7 +22,7 @@ class SourceCounts:
         loss_tokens: positions of theirs that carry loss.
         truncated: samples whose end was cut.
         unlabelled: samples left without any loss token by the cut.
-        solo: samples over the token budget, in a micro-batch of their own.
+        solo: samples over the token budget or patch cap, in a micro-batch of their own.
         bad_records: records left out.
         overlong: samples left out for their length.
         first_message: why the first one was left out.

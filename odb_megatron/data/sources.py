@@ -197,7 +197,7 @@ class MapSource(_RuledSource):
     """Any map-style dataset whose items are mappings with `tokens`, `labels` and `loss_mask`.
 
     Items are already shifted; arrays, tensors and lists are taken. An item whose loss_mask is all
-    zero is a bad record.
+    zero is a bad record. `num_patches` is optional (see `Sample`).
 
     Args:
         dataset: `len()` and `[index]`.
@@ -238,6 +238,7 @@ class MapSource(_RuledSource):
             labels=_numbers(item["labels"], "labels", kinds="iu").astype(np.int64),
             loss_mask=_numbers(item["loss_mask"], "loss_mask", kinds="biuf").astype(np.float32),
             source=source,
+            num_patches=_numbers(item.get("num_patches", 0), "num_patches", kinds="iu").item(),
         )
         if sample.num_loss_tokens == 0:
             raise ValueError("no token to learn from: every label is masked")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -47,12 +47,14 @@ class StepMetadata:
         totals: the step, summed over replicas.
         positions: stream positions per micro-batch; an empty one is idle.
         lengths: tokens of each sample before padding, per micro-batch.
+        patches: image patches that each micro-batch's samples stand for.
         multiple: padded lengths are multiples of this.
     """
 
     totals: StepTotals
     positions: tuple[tuple[int, ...], ...]
     lengths: tuple[tuple[int, ...], ...]
+    patches: tuple[int, ...]
     multiple: int
 
     @classmethod
@@ -64,14 +66,19 @@ class StepMetadata:
             totals=totals,
             positions=tuple(item.positions for item in micro_batches),
             lengths=tuple(_lengths(item) for item in micro_batches),
+            patches=tuple(item.num_patches for item in micro_batches),
             multiple=multiple,
         )
 
     def layouts(self) -> list[MicroBatchLayout]:
         """Return the micro-batches without their tokens, as middle pipeline stages use them."""
         return [
-            layout(lengths, positions=positions, multiple=self.multiple)
-            for lengths, positions in zip(self.lengths, self.positions, strict=True)
+            replace(
+                layout(lengths, positions=positions, multiple=self.multiple), num_patches=patches
+            )
+            for lengths, positions, patches in zip(
+                self.lengths, self.positions, self.patches, strict=True
+            )
         ]
 
 
@@ -85,11 +92,15 @@ def decode_header(data: bytes) -> StepMetadata | Ending:
     values: dict[str, Any] = json.loads(data)
     if "error" in values:
         return Ending(**values)
-    totals = values["totals"]
+    totals: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values["totals"].items()
+    }
     return StepMetadata(
-        totals=StepTotals(**totals | {"costs": tuple(totals["costs"])}),
+        totals=StepTotals(**totals),
         positions=tuple(map(tuple, values["positions"])),
         lengths=tuple(map(tuple, values["lengths"])),
+        patches=tuple(values["patches"]),
         multiple=values["multiple"],
     )
 
@@ -147,17 +158,19 @@ def decode_payload(metadata: StepMetadata, payload: Bytes) -> list[MicroBatch]:
     labels = payload[4 * count : 8 * count].view("<i4").astype(np.int64)
     mask = np.unpackbits(payload[8 * count :], count=count).astype(np.float32)
     micro_batches, at = [], 0
-    for lengths, positions in zip(metadata.lengths, metadata.positions, strict=True):
+    parts = zip(metadata.lengths, metadata.positions, metadata.patches, strict=True)
+    for lengths, positions, patches in parts:
         samples = []
         for length in lengths:
             part = slice(at, at + length)
             samples.append(Sample(tokens=tokens[part], labels=labels[part], loss_mask=mask[part]))
             at += length
-        micro_batches.append(
+        item = (
             assemble(samples, positions=positions, multiple=metadata.multiple)
             if positions
             else assemble_idle(multiple=metadata.multiple)
         )
+        micro_batches.append(replace(item, num_patches=patches))
     return micro_batches
 
 

@@ -32,12 +32,14 @@ class MicroBatchLayout:
         cu_seqlens_padded: int32 [S1], cumulative lengths after padding (offsets into T).
         max_seqlen: longest padded sample.
         positions: stream positions of the samples, in their order here; empty when idle.
+        num_patches: image patches that its samples stand for.
     """
 
     cu_seqlens: Tensor
     cu_seqlens_padded: Tensor
     max_seqlen: int
     positions: tuple[int, ...]
+    num_patches: int = 0
 
     @property
     def is_idle(self) -> bool:
@@ -119,6 +121,7 @@ def assemble(
         cu_seqlens_padded=where.cu_seqlens_padded,
         max_seqlen=where.max_seqlen,
         positions=where.positions,
+        num_patches=sum(sample.num_patches for sample in samples),
     )
 
 

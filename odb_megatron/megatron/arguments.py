@@ -6,21 +6,39 @@ Must not decide what works with what (that is `validation`) and must not import 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from enum import Enum
 
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
+from odb_megatron.megatron.topology import balance_scope
+from odb_megatron.plan.cost import CostPrices
 from odb_megatron.plan.padding import OverlongPolicy
-from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 
-__all__ = ["OdbConfig", "add_odb_arguments"]
+__all__ = ["CostSource", "OdbConfig", "add_odb_arguments", "cost_flags"]
 
 _PLANNING_FLAGS = {
     "odb_policy": "--odb-policy",
     "odb_token_budget": "--odb-token-budget",
     "odb_window": "--odb-window",
     "odb_max_delay_steps": "--odb-max-delay-steps",
+    "odb_exchange": "--odb-exchange",
     "odb_epochs": "--odb-epochs",
+    "odb_cost": "--odb-cost",
+    "odb_cost_linear": "--odb-cost-linear",
+    "odb_cost_quadratic": "--odb-cost-quadratic",
+    "odb_cost_fixed": "--odb-cost-fixed",
+    "odb_cost_patch": "--odb-cost-patch",
+    "odb_max_patches": "--odb-max-patches",
+    "odb_balance": "--odb-balance",
 }
+
+
+class CostSource(Enum):
+    """Where the cost model comes from when its prices are not given."""
+
+    SHAPE = "shape"
+    AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +51,11 @@ class OdbConfig:
         token_budget: most padded tokens of a micro-batch.
         window: samples each replica looks ahead (policy `cost`).
         max_delay_steps: see `plan.policy.CostPolicy`.
+        cost: where the cost model comes from; `prices` come first.
+        prices: the cost model's prices, or None.
+        max_patches: most patches of a micro-batch, 0 for no cap.
+        balance: where replicas wait for each other.
+        exchange: whether replicas hand samples to each other.
         overlong: see `plan.padding.OverlongPolicy`.
         bad_record: see `data.preprocess.BadRecordPolicy`.
         epochs: passes over the data, or None when the run length is given in Megatron's terms.
@@ -46,6 +69,11 @@ class OdbConfig:
     token_budget: int
     window: int
     max_delay_steps: int
+    cost: CostSource
+    prices: CostPrices | None
+    max_patches: int
+    balance: BalanceScope
+    exchange: ExchangeMode
     overlong: OverlongPolicy
     bad_record: BadRecordPolicy
     epochs: int | None
@@ -69,7 +97,7 @@ class OdbConfig:
                     f"{', '.join(given)} would do nothing without --odb: add --odb, or drop "
                     f"{'it' if len(given) == 1 else 'them'}"
                 )
-        for name in ("odb_token_budget", "odb_window", "odb_epochs"):
+        for name in ("odb_token_budget", "odb_window", "odb_epochs", "odb_max_patches"):
             value = getattr(args, name)
             if value is not None and value < 1:
                 raise ValueError(f"{_PLANNING_FLAGS[name]} must be at least 1, got {value}")
@@ -88,6 +116,11 @@ class OdbConfig:
             token_budget=args.odb_token_budget or args.seq_length,
             window=args.odb_window or 4 * share,
             max_delay_steps=8 if args.odb_max_delay_steps is None else args.odb_max_delay_steps,
+            cost=CostSource(args.odb_cost or CostSource.SHAPE.value),
+            prices=_given_prices(args),
+            max_patches=args.odb_max_patches or 0,
+            balance=balance_scope(args)[0],
+            exchange=ExchangeMode(args.odb_exchange or ExchangeMode.NONE.value),
             overlong=OverlongPolicy(args.odb_overlong),
             bad_record=BadRecordPolicy(args.odb_bad_record),
             epochs=args.odb_epochs,
@@ -110,6 +143,7 @@ class OdbConfig:
         """Return the flags that reproduce this configuration, defaults included."""
         flags = [
             f"--odb-policy {self.policy.value}",
+            f"--odb-exchange {self.exchange.value}",
             f"--odb-token-budget {self.token_budget}",
             f"--odb-overlong {self.overlong.value}",
             f"--odb-bad-record {self.bad_record.value}",
@@ -118,15 +152,39 @@ class OdbConfig:
         if self.policy is PolicyName.COST:
             flags += [f"--odb-window {self.window}"]
             flags += [f"--odb-max-delay-steps {self.max_delay_steps}"]
+        flags += [cost_flags(self.prices) if self.prices else f"--odb-cost {self.cost.value}"]
+        if self.max_patches:
+            flags += [f"--odb-max-patches {self.max_patches}"]
+        flags += [f"--odb-balance {self.balance.value}"]
         if self.epochs is not None:
             flags += [f"--odb-epochs {self.epochs}"]
         return " ".join(["--odb", *flags])
+
+
+def cost_flags(prices: CostPrices) -> str:
+    """Return the flags that give exactly these prices."""
+    given = {name: value for name, value in asdict(prices).items() if value}
+    return " ".join(f"--odb-cost-{name} {value!r}" for name, value in given.items())
+
+
+def _given_prices(args: argparse.Namespace) -> CostPrices | None:
+    names = ("linear", "quadratic", "fixed", "patch")
+    given = {name: getattr(args, f"odb_cost_{name}") for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    if args.odb_cost == CostSource.AUTO.value:
+        raise ValueError(
+            f"--odb-cost auto measures what --odb-cost-{next(iter(given))} gives: keep one"
+        )
+    return CostPrices(**{"linear": 0.0, **given})
 
 
 def add_odb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the `--odb*` flags; pass as Megatron's `extra_args_provider`."""
     group = parser.add_argument_group(title="online dynamic batching")
     _add_planning_arguments(group)
+    _add_cost_arguments(group)
     _add_data_arguments(group)
     return parser
 
@@ -169,11 +227,60 @@ def _add_planning_arguments(group: argparse._ArgumentGroup) -> None:
         "first-in-first-out order. Default 8.",
     )
     group.add_argument(
+        "--odb-exchange",
+        choices=[mode.value for mode in ExchangeMode],
+        default=None,
+        help="Whether replicas hand samples to each other, on the CPU and in the background, so "
+        "that a step costs the same on all: none; tokens, in every step; auto, where it is worth "
+        "it (samples decides step by step, cost once, and says why). Which samples a step has "
+        "under --odb-policy samples does not change. Default none.",
+    )
+    group.add_argument(
         "--odb-epochs",
         type=int,
         default=None,
         help="Run for this many passes over the training data; in place of --train-samples or "
         "--train-iters.",
+    )
+
+
+def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--odb-cost",
+        choices=[source.value for source in CostSource],
+        default=None,
+        help="Where the predicted cost of a sample comes from. shape: FLOPs of the model's shape, "
+        "and 5 per cent of a full micro-batch as the price of each. auto: times of the first 20 "
+        "steps, the first three left out; the prices found are then kept and printed as flags. "
+        "Default shape; prices given by --odb-cost-linear and its kin come first.",
+    )
+    for name, what in (
+        ("linear", "of one token; must be above 0 when any price is given"),
+        ("quadratic", "of one token squared, summed over a sample's own length"),
+        ("fixed", "of one micro-batch"),
+        ("patch", "of one image patch"),
+    ):
+        group.add_argument(
+            f"--odb-cost-{name}",
+            type=float,
+            default=None,
+            help=f"Cost {what}. All prices in one unit of your choice, such as microseconds; "
+            "those left out are 0 as soon as one is given.",
+        )
+    group.add_argument(
+        "--odb-max-patches",
+        type=int,
+        default=None,
+        help="Most image patches of one micro-batch. A sample with more gets a micro-batch of its "
+        "own, and is counted. Default: no cap.",
+    )
+    group.add_argument(
+        "--odb-balance",
+        choices=["auto", *(scope.value for scope in BalanceScope)],
+        default=None,
+        help="What should cost the same on all replicas: a step as a whole, or each of its "
+        "micro-batches. Default auto: microbatch with expert parallelism, parameters sharded over "
+        "replicas, a global auxiliary loss or pipelining, else step.",
     )
 
 

@@ -5,6 +5,7 @@ Each replacement wraps the original and is undone by `Hooks.remove`. Must not pl
 | name | why |
 |---|---|
 | `get_forward_backward_func` | the schedule runs the plan's M, taken from the step's header |
+| `config.finalize_model_grads_func`, within a schedule | ends the last micro-batch's time |
 | `training_log` | tells a listener what Megatron logs |
 | `save_checkpoint` | the data state is written beside the model's |
 | `compute_throughputs_and_append_to_progress_log` | counts real tokens |
@@ -14,7 +15,8 @@ Each replacement wraps the original and is undone by `Hooks.remove`. Must not pl
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from odb_megatron.data.step_loader import StepHeader, StepLoader
@@ -30,6 +32,12 @@ class RunListener(Protocol):
 
     def on_header(self, header: StepHeader, *, training: bool) -> None:
         """A step is about to run its schedule (again, when Megatron replays it)."""
+
+    def wants_backward(self) -> bool:
+        """Whether `on_backward` should be told in the schedule that is about to run."""
+
+    def on_backward(self) -> None:
+        """The step's last backward pass was launched; its gradients are about to be reduced."""
 
     def on_logged(self, values: dict[str, Any]) -> None:
         """Megatron has logged an iteration; `values` are `training_log`'s arguments by name."""
@@ -94,11 +102,36 @@ class Hooks:
                 assert isinstance(header, StepHeader), f"expected a step header, got {header!r}"
                 self._listener.on_header(header, training=training)
                 arguments["num_microbatches"] = header.totals.num_micro_batches
-                return schedule(**arguments)
+                if not training or not self._listener.wants_backward():
+                    return schedule(**arguments)
+                with self._told_of_backward(arguments["model"]):
+                    return schedule(**arguments)
 
             return forward_backward
 
         return get_forward_backward_func
+
+    @contextmanager
+    def _told_of_backward(self, model: Any) -> Iterator[None]:
+        """Put `on_backward` before the schedule's call that reduces gradients.
+
+        Without pipelining it comes right after the last backward pass (schedules.py
+        `forward_backward_no_pipelining`, 0.19.2).
+        """
+        from megatron.core.utils import get_model_config
+
+        config = get_model_config(model[0] if isinstance(model, list) else model)
+        original = config.finalize_model_grads_func
+
+        def finalize_model_grads(*args: Any, **kwargs: Any) -> Any:
+            self._listener.on_backward()
+            return original(*args, **kwargs)
+
+        config.finalize_model_grads_func = finalize_model_grads
+        try:
+            yield
+        finally:
+            config.finalize_model_grads_func = original
 
     def _wrap_training_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)

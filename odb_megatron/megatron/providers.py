@@ -14,6 +14,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.datasets.utils import Split
 
 from odb_megatron.comm.control import ControlGroup, ranks_of
+from odb_megatron.comm.payload import PayloadGroup
 from odb_megatron.data.chat_template import ChatRenderer
 from odb_megatron.data.megatron_dataset import build_datasets, stream_from_dataset
 from odb_megatron.data.order import Order, PassOrder, build_order
@@ -28,7 +29,7 @@ from odb_megatron.megatron.setup import dataset_config, total_samples
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel, ModelShape
 from odb_megatron.plan.padding import length_multiple
-from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.policy import ExchangeMode, PolicyName
 
 __all__ = [
     "ENDLESS",
@@ -122,7 +123,12 @@ def build_loader(
         multiple=length_multiple(),
         window=config.window,
         max_delay_steps=config.max_delay_steps,
-        cost=model_cost(args, token_budget=config.token_budget),
+        exchange=config.exchange if training else ExchangeMode.NONE,
+        cost=config.prices.model()
+        if config.prices
+        else model_cost(args, token_budget=config.token_budget),
+        max_patches=config.max_patches,
+        balance=config.balance,
         data=stream.fingerprint(),
     )
     return StepLoader(
@@ -147,10 +153,22 @@ def build_padded(
     ]
 
 
-def control_group(args: argparse.Namespace, *, name: str) -> ControlGroup:
-    """Create one loader's control group; every rank must call it, in the same order."""
+def control_group(
+    args: argparse.Namespace, *, name: str, has_payloads: bool = False
+) -> ControlGroup:
+    """Create one loader's control group; every rank must call it, in the same order.
+
+    Args:
+        args: Megatron's arguments.
+        name: the loader's.
+        has_payloads: its replicas may hand samples to each other: create the group for that, too.
+    """
     ranks = ranks_of(mpu.get_data_parallel_group())
-    return ControlGroup(ranks, name=name, timeout_s=60.0 * args.distributed_timeout_minutes)
+    timeout_s = 60.0 * args.distributed_timeout_minutes
+    group = ControlGroup(ranks, name=name, timeout_s=timeout_s)
+    if has_payloads:
+        group.payloads = PayloadGroup(ranks, name=name, timeout_s=timeout_s)
+    return group
 
 
 def model_cost(args: argparse.Namespace, *, token_budget: int) -> CostModel:

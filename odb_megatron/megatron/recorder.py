@@ -142,6 +142,9 @@ class StepRecorder:
             "split": totals.num_split,
             "fill": totals.num_tokens / room,
             "balance": totals.balance,
+            "balance_before": totals.balance_before if totals.costs_before else None,
+            "moved": totals.num_moved,
+            "bytes_moved": totals.bytes_moved,
             "wait_s": totals.wait_us / 1e6,
         }
 
@@ -156,4 +159,5 @@ class StepRecorder:
         sums = [sum(values) for values in zip(*self._exchange.gather_counts(own), strict=True)]
         names = ("samples", "left_out", "tokens", "computed_tokens", "loss_tokens")
         absent = {"idle": 0, "split": 0, "fill": None, "balance": None, "wait_s": 0.0}
+        absent |= {"balance_before": None, "moved": 0, "bytes_moved": 0}
         return dict(zip(names, sums, strict=True)) | absent

@@ -19,6 +19,7 @@ from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.attention.spec import layer_spec
 from odb_megatron.megatron.compat import describe_megatron
+from odb_megatron.megatron.cost_model import RunCost
 from odb_megatron.megatron.counters import StepCalculator
 from odb_megatron.megatron.data_state import read_state, state_path, write_state
 from odb_megatron.megatron.forward_step import make_forward_step, packed_batch, padded_batch
@@ -31,7 +32,8 @@ from odb_megatron.megatron.providers import (
 )
 from odb_megatron.megatron.recorder import StepRecorder
 from odb_megatron.megatron.setup import odb_config, total_samples
-from odb_megatron.plan.policy import PolicyName
+from odb_megatron.megatron.topology import balance_scope
+from odb_megatron.plan.policy import ExchangeMode, PolicyName
 from odb_megatron.report.live import LiveReport, SourceTotals
 from odb_megatron.report.step_record import StepLog
 
@@ -80,8 +82,10 @@ class OdbRun:
         self._stream: SampleStream | None = None
         self._recorder: StepRecorder | None = None
         self._report: LiveReport | None = None
+        self._cost: RunCost | None = None
         self._log: StepLog | None = None
         self._tokens_before = 0
+        self._choice_printed = False
         self._eval_left_out = self._eval_truncated = 0
         self.forward_step = make_forward_step(
             packed_batch if self.config.enabled else padded_batch, on_batch=self._on_batch
@@ -131,11 +135,23 @@ class OdbRun:
         self._calculator.begin_step(header.totals)
         if self._recorder is not None:
             self._recorder.begin_step(header)
+        if self._cost is not None:
+            self._cost.begin_step(header)
+        self._print_choice()
         done = self._args.curr_iteration + 1
         if header.totals.is_final:
             self._args.train_iters = done
         elif done >= self._args.train_iters:
             self._args.train_iters = done + 1
+
+    def wants_backward(self) -> bool:
+        """See `hooks.RunListener`."""
+        return self._cost is not None and self._cost.is_timing
+
+    def on_backward(self) -> None:
+        """See `hooks.RunListener`."""
+        if self._cost is not None:
+            self._cost.end_backward()
 
     def on_logged(self, values: dict[str, Any]) -> None:
         """See `hooks.RunListener`: record the step and show it."""
@@ -182,7 +198,11 @@ class OdbRun:
                     "there is nothing to evaluate on: the validation split is empty; change "
                     "--split, give --valid-data-path, or pass --eval-iters 0"
                 )
-            groups = [control_group(self._args, name=name) for name in ("train", "valid", "test")]
+            moves = self.config.enabled and self.config.exchange is not ExchangeMode.NONE
+            groups = [
+                control_group(self._args, name=name, has_payloads=moves and name == "train")
+                for name in ("train", "valid", "test")
+            ]
             self._exchange = groups[0]
             self._start(streams, groups[0])
             if not self.config.enabled:
@@ -209,20 +229,22 @@ class OdbRun:
         remaining = max(0, self._total - self._args.consumed_train_samples)
         steps = -(-remaining // self._args.global_batch_size)
         self._args.train_iters = self._args.iteration + steps
-        self._resume()
+        if self._loader is not None:
+            self._cost = RunCost(self._args, self.config, self._loader)
+            self._cost.start(self._resume())
         return loaders
 
-    def _resume(self) -> None:
-        """Continue the data where the loaded checkpoint left it.
+    def _resume(self) -> dict[str, Any] | None:
+        """Continue the data where the loaded checkpoint left it; return the planner's state.
 
         Under `samples` that is Megatron's own consumed-samples count, at any data-parallel size;
         under `cost` it is the replica's window, so topology and policy must be the same.
         """
         args = self._args
         if self._loader is None or self._exchange is None or not args.iteration:
-            return
+            return None
         if args.finetune or args.skip_train:
-            return
+            return None
         is_cost = self.config.policy is PolicyName.COST
         replica = self._exchange.replica if is_cost else 0
         path = state_path(args.load, iteration=args.iteration, replica=replica)
@@ -242,7 +264,7 @@ class OdbRun:
                     + (_LOST_WINDOW if is_cost else ""),
                     flush=True,
                 )
-            return
+            return None
         if state["data"] != self._loader.stream.data_digest():
             raise ValueError(
                 f"data state {path} was saved with other data: the files, their order, --split or "
@@ -258,6 +280,10 @@ class OdbRun:
             )
         if is_cost or planner["policy"] != PolicyName.SAMPLES.value:
             self._loader.load_state_dict(planner)
+        else:
+            self._loader.load_cost(planner)
+        loaded: dict[str, Any] = planner
+        return loaded
 
     # --- reports -------------------------------------------------------------------------------
 
@@ -287,6 +313,8 @@ class OdbRun:
         if torch.is_grad_enabled():
             if self._recorder is not None:
                 self._recorder.on_batch(item)
+            if self._cost is not None:
+                self._cost.begin_micro_batch(item)
         elif not self.config.enabled:
             self._eval_left_out += sum(map(bool, item["hole"]))
             self._eval_truncated += int(item["truncated"].sum())
@@ -297,8 +325,17 @@ class OdbRun:
         if self.config.enabled:
             seed = self._args.seed
             print(f"odb: reproduce with {self.config.describe()} --seed {seed}", flush=True)
+            scope, reason = balance_scope(self._args)
+            print(f"odb: balance scope {scope.value}: {reason}", flush=True)
         else:
             print("odb: --odb is off: padded baseline", flush=True)
+
+    def _print_choice(self) -> None:
+        """Say once what `--odb-exchange auto` chose for the run."""
+        choice = None if self._loader is None else self._loader.exchange_choice
+        if choice is not None and not self._choice_printed and self._args.rank == 0:
+            self._choice_printed = True
+            print(f"odb: {choice.reason()}", flush=True)
 
     def _finish(self, *, together: bool) -> None:
         sources = self._source_totals(together=together)
@@ -308,7 +345,8 @@ class OdbRun:
             self._eval_left_out, self._eval_truncated = map(sum, sums)
         if self._report is not None:
             scope = "" if together else " (this replica only: the run did not end cleanly)"
-            self._report.finish(sources, scope=scope)
+            cost = "" if self._cost is None else self._cost.describe()
+            self._report.finish(sources, scope=scope, cost=cost)
             if self._eval_left_out or self._eval_truncated:
                 print(
                     f"odb: evaluations left out {self._eval_left_out} samples and truncated "

@@ -9,10 +9,10 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from odb_megatron.megatron.arguments import OdbConfig
+from odb_megatron.megatron.arguments import CostSource, OdbConfig
 from odb_megatron.plan.config import PlanConfig
-from odb_megatron.plan.cost_policy import build_policy
 from odb_megatron.plan.padding import OverlongPolicy
+from odb_megatron.plan.policies import build_policy
 from odb_megatron.plan.policy import PolicyName
 
 __all__ = ["refuse_unsupported"]
@@ -192,6 +192,16 @@ def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
 
 def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:
     messages = []
+    if config.cost is CostSource.AUTO and _above_one("pipeline_model_parallel_size")(args):
+        messages.append(
+            "--odb-cost auto times whole micro-batches, which overlap under pipeline parallelism: "
+            "use --odb-cost shape or --odb-cost-linear and its kin"
+        )
+    if config.prices is not None:
+        try:
+            config.prices.model().sample(max(args.seq_length, config.token_budget))
+        except ValueError as error:
+            messages.append(f"--odb-cost-linear, -quadratic, -fixed: {error}")
     if config.policy is PolicyName.COST:
         try:
             plan = PlanConfig(
@@ -202,6 +212,7 @@ def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]
                 token_budget=config.token_budget,
                 window=config.window,
                 max_delay_steps=config.max_delay_steps,
+                exchange=config.exchange,
             )
             build_policy(plan)
         except ValueError as error:

@@ -22,6 +22,8 @@ Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 _FILL_TRIES = 12
+_SLACK = 6
+_LEAST_SLACK, _MOST_SLACK = 1 << 13, 1 << 18  # of 1 << 20
 _CLOSE_ENOUGH = 1000  # a gap below 1/1000 of a micro-batch's height is left
 
 
@@ -52,7 +54,9 @@ def select_aligned(
     usable = np.flatnonzero(~bins.chosen & (rows[Column.COST] <= level))
     if len(usable):
         part = rows[:, usable]
-        ordinary = replace(aim, cost=bins.missing(part), tokens=bins.tokens(aim.tokens))
+        rate = max(1, int(part[Column.COST].sum()) // max(1, int(part[Column.PADDED].sum())))
+        cost = bins.missing(rate, slack=_slack(part[Column.PADDED], caps.token_budget))
+        ordinary = replace(aim, cost=cost, tokens=bins.tokens(cost // rate), cost_per_token=rate)
         none = np.zeros(len(usable), dtype=np.bool_)
         wanted = oldest_first(part, none, ordinary)
         for slot in _falling(rows[Column.COST], usable[wanted]):
@@ -107,20 +111,22 @@ class _Bins:
                 return True
         return False
 
-    def missing(self, part: Integers) -> int:
-        """Return the cost that ordinary samples (`part`) can still add."""
-        rate = max(1, int(part[Column.COST].sum()) // max(1, int(part[Column.PADDED].sum())))
+    def missing(self, rate: int, *, slack: int) -> int:
+        """Return the cost that ordinary samples of `rate` per token can still add.
+
+        Not all of a room is counted: what is wanted and finds no place is the shortest, and left
+        behind it would gather in the window until one step takes far too much of it.
+        """
         most = [
-            min(max(gap, 0), max(room, 0) * rate)
+            min(max(gap, 0), max(room, 0) * rate * ((1 << 20) - slack) >> 20)
             for gap, room in zip(self.gaps, self.rooms, strict=True)
         ]
         return max(1, sum(most))
 
     def tokens(self, wanted: int) -> int:
-        """Return the tokens ordinary samples should have, `wanted` being those of the step."""
+        """Return the tokens ordinary samples should have, at most what the rooms hold."""
         free = sum(max(room, 0) for room in self.rooms)
-        used = sum(self._padded[slot] for slots in self.slots for slot in slots)
-        return max(1, min(wanted - used, free * 127 // 128))
+        return max(1, min(wanted, free * 127 // 128))
 
     def fill(self, index: int, usable: npt.NDArray[np.intp]) -> None:
         """Close a micro-batch's gap with the largest samples that fit it."""
@@ -186,6 +192,17 @@ def _place_large(bins: _Bins, due: Flags, heights: tuple[int, ...], level: int) 
         pressing = free[due[free]]
         among = pressing if len(pressing) else free
         bins.put(int(among[int(costs[among].argmax())]), index)
+
+
+def _slack(padded: Integers, token_budget: int) -> int:
+    """Return the share of a room that is not counted on, of 1 << 20.
+
+    So many squares of the share that the sample of a typical token has in the budget (measured,
+    lognormal lengths: with less, short samples gather; with more, long ones fill the gaps).
+    """
+    typical = int((padded * padded).sum()) // max(1, int(padded.sum()))
+    share = (typical << 10) // token_budget
+    return min(_MOST_SLACK, max(_LEAST_SLACK, _SLACK * share * share))
 
 
 def _falling(costs: Integers, slots: npt.NDArray[np.intp]) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.draw import Assignment
-from odb_megatron.plan.policy import BalanceScope, PolicyName
+from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 
 __all__ = ["MAX_WINDOW", "PlanConfig"]
 
@@ -43,6 +43,7 @@ class PlanConfig:
             it. Empty for shards that are dealt from one stream (`position % num_replicas`).
         draw_lead: positions assigned to a replica beyond its window, so that workers can fetch
             ahead; None for one step's share. It must not depend on the number of workers.
+        exchange: whether replicas hand samples to each other.
         data: digest of the data source and its order, so that different files are noticed.
     """
 
@@ -61,6 +62,7 @@ class PlanConfig:
     assignment: Assignment = Assignment.ONLINE
     shards: tuple[int, ...] = ()
     draw_lead: int | None = None
+    exchange: ExchangeMode = ExchangeMode.NONE
     data: str = ""
 
     def __post_init__(self) -> None:
@@ -118,6 +120,7 @@ class PlanConfig:
             "policy": self.policy.value,
             "balance": self.balance.value,
             "assignment": self.assignment.value,
+            "exchange": self.exchange.value,
         }
         text = json.dumps(values, sort_keys=True).encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)

@@ -5,12 +5,14 @@ Pure. Leaders may sit on different CPUs, so nothing here that feeds a joint deci
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["COST_UNIT", "MAX_SAMPLE_COST", "CostModel", "ModelShape"]
+__all__ = ["COST_UNIT", "MAX_SAMPLE_COST", "CostModel", "CostPrices", "ModelShape"]
 
 COST_UNIT = 1 << 16
 """Fixed-point value of the linear cost of one token."""
@@ -153,3 +155,67 @@ class CostModel:
             at = int(costs.argmax())
             self.sample(int(lengths[at]), num_patches=int(num_patches[at]))
         return costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostPrices:
+    """A cost model in real numbers of one unit, such as microseconds; the unit itself cancels.
+
+    Attributes:
+        linear: price of a token.
+        quadratic: price of a token squared.
+        fixed: price of a micro-batch.
+        patch: price of a patch.
+    """
+
+    linear: float
+    quadratic: float = 0.0
+    fixed: float = 0.0
+    patch: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(
+                    f"--odb-cost-{field.name} must be a finite number of at least 0, got {value}"
+                )
+        if not self.linear:
+            raise ValueError(
+                "--odb-cost-linear must be above 0, because costs are counted in it: give it with "
+                "the other --odb-cost-* prices, in the same unit (those left out are 0)"
+            )
+
+    def model(self) -> CostModel:
+        """Return the model, the same integers on every machine."""
+        linear = Fraction(self.linear)
+        return CostModel(
+            quadratic=round(Fraction(self.quadratic) / linear * (1 << _QUADRATIC_BITS)),
+            fixed=round(Fraction(self.fixed) / linear * COST_UNIT),
+            per_patch=round(Fraction(self.patch) / linear * COST_UNIT),
+        )
+
+    @classmethod
+    def of(cls, model: CostModel, *, linear: float = 1.0) -> CostPrices:
+        """Return prices with few digits that give exactly `model` again.
+
+        Args:
+            model: the model.
+            linear: price of a token in the unit wanted.
+        """
+        return cls(
+            linear=linear,
+            quadratic=_short(model.quadratic, 1 << _QUADRATIC_BITS, linear),
+            fixed=_short(model.fixed, COST_UNIT, linear),
+            patch=_short(model.per_patch, COST_UNIT, linear),
+        )
+
+
+def _short(value: int, scale: int, linear: float) -> float:
+    """Return the decimal of fewest digits that rounds to `value / scale` of `linear`."""
+    exact = float(Fraction(value, scale) * Fraction(linear))
+    for digits in range(1, 18):
+        price = float(f"{exact:.{digits}g}")
+        if round(Fraction(price) / Fraction(linear) * scale) == value:
+            return price
+    raise ValueError(f"cost {value}/{scale} is too large to be written as a decimal number")

@@ -6,17 +6,18 @@ module says what a replica reports of its window and what it aims at.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.plan.aligned import select_aligned
 from odb_megatron.plan.config import PlanConfig
-from odb_megatron.plan.cost import COST_UNIT
+from odb_megatron.plan.cost import COST_UNIT, CostModel
 from odb_megatron.plan.packing import Caps, pack
 from odb_megatron.plan.policy import (
     BalanceScope,
-    PolicyName,
-    SamplesPolicy,
+    ExchangeMode,
     StepPolicy,
     StepState,
     select_all,
@@ -33,7 +34,7 @@ from odb_megatron.plan.target import (
 )
 from odb_megatron.plan.window import Column, SampleWindow
 
-__all__ = ["CostPolicy", "build_policy"]
+__all__ = ["CostPolicy"]
 
 _VIEW_STEPS = 8
 _LEAST_VIEW = 1024
@@ -43,13 +44,6 @@ _LARGE_HOLD = 1  # steps beyond first-in-first-out that large samples are held, 
 _RETURN = 4  # a window returns to its reserve by this part of the difference per step
 _MAX_FILL = (127, 128)
 _REACH_SHARE = 2, 5  # of the way from the oldest samples' rate to the longest samples' rate
-
-
-def build_policy(config: PlanConfig) -> StepPolicy:
-    """Return the step policy in force."""
-    if config.policy is PolicyName.SAMPLES:
-        return SamplesPolicy(total=config.total, global_batch_size=config.global_batch_size)
-    return CostPolicy(config)
 
 
 class CostPolicy(StepPolicy):
@@ -113,6 +107,7 @@ class CostPolicy(StepPolicy):
             "tokens_observed": tokens,
             "cost_observed": cost,
             "spread_observed": squared_tokens(excess, unit=COST_UNIT),
+            "cost_over": self._over(fresh),
             "cost_due": int(due[Column.COST].sum()),
             "micro_batches_due": self._needs(due),
             "cost_per_token": self._rate(rows, state),
@@ -183,6 +178,11 @@ class CostPolicy(StepPolicy):
                 count=count,
                 by_missing=self._is_aligned,
             )
+
+    def set_cost(self, cost: CostModel) -> None:
+        """See base: what samples cost is learned again; the margin is a share and stays."""
+        self._config = replace(self._config, cost=cost)
+        self._knowledge = Knowledge(margin=self._knowledge.margin)
 
     def knowledge(self) -> list[int]:
         """See base."""
@@ -266,6 +266,15 @@ class CostPolicy(StepPolicy):
             found[f"large_wait_{index}"] = num_emitted - arrival
             found[f"large_cost_{index}"] = cost
         return found
+
+    def _over(self, fresh: npt.NDArray[np.int64]) -> int:
+        """Return what samples cost beyond a replica's share of a step, for mode `auto`."""
+        if self._config.exchange is not ExchangeMode.AUTO or self._knowledge.num_samples:
+            return 0
+        costs = fresh[Column.COST]
+        batch, num = self._config.global_batch_size, self._config.num_replicas
+        share = int(costs.sum()) * batch // (max(1, len(costs)) * num)
+        return int(np.maximum(costs - share, 0).sum())
 
     def _needs(self, rows: npt.NDArray[np.int64]) -> int:
         bins = pack(

@@ -8,8 +8,6 @@ are for sources that are sharded already, and for the policy `samples`.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,7 +18,6 @@ __all__ = [
     "Assignment",
     "DrawLimits",
     "Holdings",
-    "OnlineShard",
     "deal",
     "held_goal",
     "own_positions",
@@ -28,7 +25,7 @@ __all__ = [
 
 Integers = npt.NDArray[np.int64]
 
-_MOST_KEPT = 1
+_MOST_KEPT = 2
 """Positions kept back when a run nears its end, at most, in batches."""
 
 _LAST_KEPT = 8
@@ -49,8 +46,8 @@ def held_goal(remaining: int, *, capacity: int, batch: int, is_late: bool) -> in
     """Return how many positions all replicas should hold, assigned and not emitted.
 
     `capacity`, as long as the run does not near its end. There some positions are kept back, so
-    that they can go where they are needed when it is known how the windows turned out: one
-    batch at first, towards the end a quarter of that per step, and half inside a step.
+    that they can go where they are needed when it is known how the windows turned out: two
+    batches at first, towards the end a quarter of that per step, and half inside a step.
 
     Args:
         remaining: positions not yet emitted by anyone.
@@ -144,92 +141,3 @@ class Holdings:
     num_held: Integers
     cost_held: Integers
     num_upcoming: Integers
-
-
-class OnlineShard:
-    """One replica's view of the assignment.
-
-    Args:
-        limits: what assignment goes by, equal on all replicas.
-        replica: which one this is.
-        cursor: first position not assigned to anyone.
-        upcoming: positions assigned to this replica and not drawn.
-    """
-
-    def __init__(
-        self, limits: DrawLimits, *, replica: int, cursor: int, upcoming: Sequence[int] = ()
-    ) -> None:
-        self._limits = limits
-        self._replica = replica
-        self._cursor = cursor
-        self._upcoming: deque[int] = deque(upcoming)
-        self._announced: list[int] = list(upcoming)
-
-    @property
-    def cursor(self) -> int:
-        """First position not assigned to anyone."""
-        return self._cursor
-
-    @property
-    def num_unassigned(self) -> int:
-        """Positions not assigned to anyone."""
-        return max(0, self._limits.total - self._cursor)
-
-    @property
-    def upcoming(self) -> Sequence[int]:
-        """Positions assigned to this replica and not drawn."""
-        return self._upcoming
-
-    def draw(self, most: int) -> list[int]:
-        """Return the next positions, at most `most`."""
-        return [self._upcoming.popleft() for _ in range(min(most, len(self._upcoming)))]
-
-    def take_announced(self) -> list[int]:
-        """Return positions assigned since the last call, in the order in which they are drawn."""
-        announced, self._announced = self._announced, []
-        return announced
-
-    def top_up(
-        self, holdings: Holdings, *, each: int, is_late: bool = False, is_final: bool = False
-    ) -> None:
-        """Assign new positions to all replicas and take this replica's part.
-
-        A window that is full of cost waits with drawing, even if it holds few samples: so no
-        replica runs so far ahead of the others that the end of the run could not make up for it.
-
-        Args:
-            holdings: what each replica holds.
-            each: expected cost of one position, at least 1.
-            is_late: see `held_goal`.
-            is_final: assign everything that is left.
-        """
-        left = self.num_unassigned
-        if not left:
-            return
-        held = holdings.num_held + holdings.num_upcoming
-        amount = left
-        if not is_final:
-            now = int(held.sum())
-            capacity = self._limits.capacity
-            goal = held_goal(
-                left + now,
-                capacity=capacity * len(held),
-                batch=self._limits.batch,
-                is_late=is_late,
-            )
-            amount = min(left, goal - now)
-        if amount <= 0:
-            return
-        costs = holdings.cost_held + holdings.num_upcoming * each
-        if is_final:
-            caps = np.full_like(held, left)
-        else:
-            room = np.minimum(capacity - held, (capacity * each - costs) // each)
-            caps = np.maximum(room, 0)
-            amount = min(amount, int(caps.sum()))
-        if amount:
-            counts = deal(amount, costs=costs, caps=caps, each=each)
-            positions = own_positions(counts, self._replica, first=self._cursor)
-            self._upcoming.extend(positions)
-            self._announced.extend(positions)
-            self._cursor += amount

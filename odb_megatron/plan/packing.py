@@ -19,7 +19,8 @@ class Caps:
     Attributes:
         token_budget: most tokens after padding. A longer sample (overlong policy `solo`) gets a
             micro-batch of its own.
-        max_patches: most patches, 0 for no cap. A sample with more gets a micro-batch of its own.
+        max_patches: most patches, 0 for no cap. A sample with more gets a micro-batch of its own
+            too.
     """
 
     token_budget: int
@@ -66,11 +67,11 @@ class MicroBatchRooms:
         """Put a sample where it leaves least room; return the micro-batch, -1 if none has room."""
         rooms, cap = self._rooms, self._caps.max_patches
         at = bisect_left(rooms, (min(length, self._caps.token_budget), -1))
-        if cap and num_patches:
-            while at < len(rooms) and (used := self._patches[rooms[at][1]]):
-                if used + num_patches <= cap:
-                    break
-                at += 1
+        while cap and at < len(rooms):
+            room, index = rooms[at]
+            if room == self._caps.token_budget or self._patches[index] + num_patches <= cap:
+                break  # empty, or within the cap
+            at += 1
         if at == len(rooms):
             if not self._is_open_ended:
                 return -1

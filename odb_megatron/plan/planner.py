@@ -2,7 +2,8 @@
 
 Pure: the caller draws samples and moves records; nothing here reads a clock, a rank or a socket.
 A step goes through `draw` / `observe` until `draw` returns nothing, then `window_record`,
-`set_target`, again `draw` / `observe`, then `plan_record` and `commit`.
+`set_target`, again `draw` / `observe`, then `plan_record`, `sample_list` where `wants_exchange`
+says so, and `commit`.
 """
 
 from __future__ import annotations
@@ -13,26 +14,40 @@ from typing import Any
 
 import numpy as np
 
-from odb_megatron.plan.alignment import common_count, meet_count, needed_count
+from odb_megatron.plan.alignment import meet_count, needed_count
+from odb_megatron.plan.calibration import CostFit, MicroBatchTime, calibration_record, fit_cost
 from odb_megatron.plan.config import PlanConfig
-from odb_megatron.plan.cost_policy import build_policy
-from odb_megatron.plan.draw import DrawLimits, Holdings, OnlineShard
+from odb_megatron.plan.cost import CostModel
+from odb_megatron.plan.draw import Holdings
+from odb_megatron.plan.exchange_choice import ExchangeChoice
+from odb_megatron.plan.exchange_phase import ExchangePhase
 from odb_megatron.plan.packing import Caps
+from odb_megatron.plan.policies import build_policy
 from odb_megatron.plan.policy import (
     BalanceScope,
     PolicyName,
     StepState,
 )
 from odb_megatron.plan.records import (
+    CalibrationRecord,
     PlanRecord,
     RecordTable,
     ReplicaFailedError,
     WindowRecord,
     check_agreement,
 )
+from odb_megatron.plan.sample_list import pack_list
 from odb_megatron.plan.selection import Selection
-from odb_megatron.plan.state import STATE_VERSION, check_state, window_row
-from odb_megatron.plan.step import StepPlan, StepTotals
+from odb_megatron.plan.shard import make_shard
+from odb_megatron.plan.state import (
+    NOT_CALIBRATED,
+    STATE_VERSION,
+    check_state,
+    restored_window,
+    saved_cost,
+    window_row,
+)
+from odb_megatron.plan.step import StepPlan, StepTotals, parcels
 from odb_megatron.plan.target import StepTarget
 from odb_megatron.plan.termination import LoaderClosedError, Phase, Termination
 from odb_megatron.plan.window import Column, SampleWindow, token_counts
@@ -60,10 +75,10 @@ class ReplicaPlanner:
         self._digest = config.digest()
         self._caps = Caps(token_budget=config.token_budget, max_patches=config.max_patches)
         self._policy = build_policy(config)
+        self._exchange = ExchangePhase(config)
         self._start = consumed
         self._step = 0
         self._consumed = consumed  # positions, all replicas
-        self._cursor = self._own_position_from(consumed)  # fixed shards
         self._window = SampleWindow()
         self._num_arrived = 0
         self._num_recorded = 0  # arrivals that are in a window record
@@ -72,17 +87,16 @@ class ReplicaPlanner:
         self._target: StepTarget | None = None
         self._selection: Selection | None = None
         self._is_closing = False
+        self._linear_ps = NOT_CALIBRATED
         self._termination = Termination(
             total=config.total,
             global_batch_size=config.global_batch_size,
             consumed=consumed,
             rounds_up=config.policy is PolicyName.SAMPLES,
         )
-        self._shard: OnlineShard | None = None
-        if config.is_online:
-            self._shard = self._make_shard(consumed)
-            none = np.zeros(config.num_replicas, dtype=np.int64)
-            self._shard.top_up(Holdings(num_held=none, cost_held=none, num_upcoming=none), each=1)
+        self._shard = make_shard(config, replica=replica, cursor=self._first_position(consumed))
+        none = np.zeros(config.num_replicas, dtype=np.int64)
+        self._shard.top_up(Holdings(num_held=none, cost_held=none, num_upcoming=none), each=1)
 
     @property
     def consumed(self) -> int:
@@ -99,6 +113,16 @@ class ReplicaPlanner:
         """Whether the run's last sample has been emitted."""
         return self._termination.phase is Phase.FINISHED
 
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether a calibration has decided the cost model."""
+        return self._linear_ps != NOT_CALIBRATED
+
+    @property
+    def exchange_choice(self) -> ExchangeChoice | None:
+        """See `ExchangePhase.choice`."""
+        return self._exchange.choice
+
     def close(self) -> None:
         """End the loader: this replica's next record carries the closing bit."""
         self._is_closing = True
@@ -110,15 +134,9 @@ class ReplicaPlanner:
             end = self._target.end
             if self._target.steps_left == 1:
                 most = self.config.total
-            elif self._shard is None:
-                return []
+        is_late = self._target is not None and self._target.steps_left > 1
         room = max(0, most - len(self._window))
-        if self._shard is not None:
-            return self._shard.draw(room)
-        positions = self._undrawn()[:room]
-        positions = positions[: len(range(self._cursor, end, positions.step))]
-        self._cursor += len(positions) * positions.step
-        return list(positions)
+        return self._shard.draw(room, end=end, is_late=is_late)
 
     def upcoming(self) -> list[int]:
         """Return positions assigned since the last call, in the order `draw` will return them.
@@ -126,7 +144,7 @@ class ReplicaPlanner:
         For prefetching with online assignment; fixed shards return nothing, their order being
         known.
         """
-        return [] if self._shard is None else self._shard.take_announced()
+        return self._shard.take_announced()
 
     def observe(
         self,
@@ -136,18 +154,69 @@ class ReplicaPlanner:
         num_loss_tokens: int,
         truncated: bool = False,
         num_patches: int = 0,
+        num_bytes: int = 0,
     ) -> None:
         """Take a drawn sample into the window; `num_tokens` 0 means the position emits nothing.
 
+        Args:
+            position: its stream position.
+            num_tokens: its tokens.
+            num_loss_tokens: positions that carry loss.
+            truncated: it was cut.
+            num_patches: its patches.
+            num_bytes: its size when it is handed to another replica.
+
         Raises:
-            ValueError: more patches than a micro-batch may hold, or a cost beyond the records.
+            ValueError: a cost beyond the records.
         """
         if num_tokens == 0:
             self._left_out += 1
             return
-        sample = (num_tokens, num_loss_tokens, truncated, num_patches)
+        sample = (num_tokens, num_loss_tokens, truncated, num_patches, num_bytes)
         self._window.append(window_row(self.config, position, self._num_arrived, -1, sample))
         self._num_arrived += 1
+
+    def calibration_record(self, times: Sequence[MicroBatchTime]) -> CalibrationRecord:
+        """Return this replica's sums of measured times, to be exchanged between two steps."""
+        return calibration_record(
+            times,
+            token_budget=self.config.token_budget,
+            step=self._step,
+            closing=self._is_closing,
+        )
+
+    def fit_cost(self, table: RecordTable[CalibrationRecord]) -> CostFit:
+        """Fit the cost model to all replicas' sums; `set_cost` puts it in force.
+
+        Raises:
+            ReplicaFailedError, LoaderClosedError: as `set_target`.
+        """
+        table = self._agreed(table, names=("step",))
+        budget = self.config.token_budget
+        return fit_cost(table, prior=self.config.cost, token_budget=budget)
+
+    def set_cost(self, cost: CostModel, *, linear_ps: int = NOT_CALIBRATED) -> None:
+        """Go on with another cost model: between two steps, the same on all replicas.
+
+        Samples held are priced anew, and what was learned of costs is learned again from them.
+
+        Args:
+            cost: the model.
+            linear_ps: `CostFit.linear_ps` where a calibration has decided it.
+
+        Raises:
+            ValueError: a sample's cost beyond the records.
+        """
+        assert self._target is None, "the cost model changes between steps"
+        self._linear_ps = linear_ps
+        if cost == self.config.cost:
+            return
+        self._window.reprice(cost)
+        self._policy.set_cost(cost)
+        self._exchange.set_cost(cost)
+        self.config = replace(self.config, cost=cost)
+        self._digest = self.config.digest()
+        self._num_recorded = 0
 
     def window_record(self) -> WindowRecord:
         """Return this replica's first record of the step."""
@@ -166,7 +235,7 @@ class ReplicaPlanner:
             position=self._consumed,
             num_held=len(window),
             cost_held=window.cost,
-            num_undrawn=self._num_undrawn(),
+            num_undrawn=self._shard.num_undrawn,
             closing=self._is_closing,
         )
         return replace(record, **report)  # type: ignore[arg-type]
@@ -180,38 +249,34 @@ class ReplicaPlanner:
         """
         table = self._agreed(records, names=("config", "step", "position"))
         undrawn = table.column("num_undrawn")
-        if self._shard is None:
-            drained = bool((undrawn == 0).any())
-        else:
-            drained = self._shard.num_unassigned == 0
+        self._rebuild_policy(self._exchange.choose(table))
+        drained = self._shard.is_drained(undrawn)
         left = self._termination.begin_step(
             step=self._step, consumed=self._consumed, is_drained=drained
         )
         self._target = self._policy.target(
             table, state=self._state(), steps_left=left, drained=drained
         )
-        if self._shard is not None:
-            self._shard.top_up(
-                Holdings(
-                    num_held=table.column("num_held"),
-                    cost_held=table.column("cost_held"),
-                    num_upcoming=undrawn,
-                ),
-                each=self._policy.mean_cost,
-                is_late=True,
-                is_final=left == 1,
-            )
+        self._shard.top_up(
+            Holdings(
+                num_held=table.column("num_held"),
+                cost_held=table.column("cost_held"),
+                num_upcoming=undrawn,
+            ),
+            each=self._policy.mean_cost,
+            is_late=True,
+            is_final=left == 1,
+        )
 
     def plan_record(self, *, wait_us: int = 0) -> PlanRecord:
         """Select and pack this replica's share; return its second record of the step."""
         target = self._require_target()
-        undrawn = self._num_undrawn()
-        drained = (undrawn if self._shard is None else self._shard.num_unassigned) == 0
+        undrawn = self._shard.num_undrawn
         found = self._policy.select(
             self._window,
             target=target,
             state=self._state(),
-            num_to_come=undrawn if drained else None,
+            num_to_come=undrawn if self._shard.is_own_known else None,
         )
         rows = self._window.rows(len(found.chosen))[:, found.chosen]
         self._selection = found
@@ -222,6 +287,7 @@ class ReplicaPlanner:
             num_samples=num,
             num_left_out=self._left_out,
             cost=cost,
+            cost_largest=int(rows[Column.COST].max()) if num else 0,
             num_remaining=undrawn + len(self._window) - num,
             num_kept=len(self._window) - num,
             cost_kept=self._window.cost - cost,
@@ -233,27 +299,60 @@ class ReplicaPlanner:
         )
         return replace(record, **token_counts(rows))  # type: ignore[arg-type]
 
-    def commit(self, records: PlanRecords) -> StepPlan:
+    def wants_exchange(self, records: PlanRecords) -> bool:
+        """Whether this step has a third exchange, of `sample_list`; equal on all replicas.
+
+        Raises:
+            ReplicaFailedError: a replica reported an error, or they do not agree.
+            LoaderClosedError: a replica closed its loader.
+        """
+        return self._exchange.is_wanted(self._agreed(records, names=("target",)))
+
+    def sample_list(self, records: PlanRecords) -> bytes:
+        """Return this replica's list for the third exchange; all lists of a step have one size.
+
+        Raises:
+            ValueError: see `sample_list.pack_list`.
+        """
+        if not isinstance(records, RecordTable):
+            records = RecordTable.from_records(records)
+        return pack_list(self._selected_rows(), room=records.largest("num_samples"))
+
+    def commit(self, records: PlanRecords, lists: Sequence[bytes] = ()) -> StepPlan:
         """Fix the step from all replicas' second records and move on to the next.
+
+        Args:
+            records: second records.
+            lists: all replicas' sample lists, where the step has a third exchange.
 
         Raises:
             ReplicaFailedError: a replica reported an error, or they do not agree.
             LoaderClosedError: a replica closed its loader.
         """
         table = self._agreed(records, names=("target",))
-        needed = int(table.column("num_micro_batches").max())
-        count = common_count([needed], multiple=self.config.count_multiple)
+        count = self._exchange.local_count(table)
         totals = self._totals(table, count)
         self._policy.learn(table, target=self._require_target(), count=count)
-        assert self._selection is not None, "plan_record comes before commit"
-        micro_batches = meet_count(
-            self._selection,
-            self._window.rows(len(self._selection.chosen)),
-            count=count,
-            caps=self._caps,
-            by_cost=self.config.balance is BalanceScope.MICROBATCH,
-        )
-        plan = StepPlan(totals=totals, micro_batches=micro_batches)
+        assignment = self._exchange.assign(table, lists) if lists else None
+        if assignment is not None:
+            totals = totals.exchanged(assignment, fixed=self.config.cost.fixed)
+        by_cost = self.config.balance is BalanceScope.MICROBATCH
+        if assignment is None or assignment.is_local:
+            assert self._selection is not None, "plan_record comes before commit"
+            micro_batches = meet_count(
+                self._selection,
+                self._window.rows(len(self._selection.chosen)),
+                count=count,
+                caps=self._caps,
+                by_cost=by_cost,
+            )
+            plan = StepPlan(totals=totals, micro_batches=micro_batches)
+        else:
+            sends, receives = parcels(assignment, self.replica)
+            micro_batches = assignment.micro_batches(self.replica, caps=self._caps, by_cost=by_cost)
+            plan = StepPlan(
+                totals=totals, micro_batches=micro_batches, sends=sends, receives=receives
+            )
         self._advance(table, totals)
         return plan
 
@@ -261,9 +360,11 @@ class ReplicaPlanner:
         """Return the state between two steps: plain ints and lists, no payloads.
 
         `window` lists position, arrival and due step (-1: none) of each held sample, `upcoming`
-        the positions assigned and not drawn.
+        the positions assigned and not drawn, `cost` the model's integers and what
+        `linear_ps` of `set_cost` was.
         """
         assert not self._left_out, "the state is that between two steps: take it after commit"
+        cost = self.config.cost
         rows = self._window.rows()[[Column.POSITION, Column.ARRIVAL, Column.DUE]]
         return {
             "version": STATE_VERSION,
@@ -274,12 +375,14 @@ class ReplicaPlanner:
             "start": self._start,
             "step": self._step,
             "consumed": self._consumed,
-            "cursor": self._shard.cursor if self._shard is not None else self._cursor,
-            "upcoming": [] if self._shard is None else list(self._shard.upcoming),
+            "cursor": self._shard.cursor,
+            "upcoming": list(self._shard.upcoming),
             "num_emitted": self._num_emitted,
             "num_recorded": self._num_recorded,
             "deadline": self._termination.state(),
+            "cost": [cost.quadratic, cost.fixed, cost.per_patch, self._linear_ps],
             "knowledge": self._policy.knowledge(),
+            "exchanges": self._exchange.state(),
             "window": rows.T.tolist(),
         }
 
@@ -291,8 +394,8 @@ class ReplicaPlanner:
         Args:
             state: from `state_dict` of the same replica.
             fetched: for each position of the state's window, its number of tokens, of loss tokens,
-                whether it was truncated, and (optional) its patches: the caller preprocesses
-                these samples again.
+                whether it was truncated, and (optional) its patches and payload bytes: the caller
+                preprocesses these samples again.
 
         Raises:
             ValueError: unknown or missing keys, another version, policy, topology or replica, or
@@ -300,24 +403,31 @@ class ReplicaPlanner:
         """
         check_state(state, self.state_dict())
         self._start, self._step = state["start"], state["step"]
-        self._consumed, self._cursor = state["consumed"], state["cursor"]
-        self._num_emitted, self._num_recorded = state["num_emitted"], state["num_recorded"]
-        self._window, self._left_out = SampleWindow(), 0
+        self._consumed = state["consumed"]
         self._target = self._selection = None
+        cost, linear_ps = saved_cost(state)
+        self.set_cost(cost, linear_ps=linear_ps)
+        self._window, self._left_out = restored_window(self.config, state, fetched), 0
+        self._num_emitted, self._num_recorded = state["num_emitted"], state["num_recorded"]
         self._termination.restore(state["deadline"], consumed=self._consumed)
+        self._rebuild_policy(self._exchange.restore(state["exchanges"]))
         self._policy.restore(list(state["knowledge"]))
-        if self._shard is not None:
-            self._shard = self._make_shard(state["cursor"], state["upcoming"])
-        for position, arrival, due in state["window"]:
-            num_tokens, num_loss_tokens, truncated, *patches = fetched[position]
-            if num_tokens == 0:
-                raise ValueError(
-                    f"position {position} was in the window when the state was saved and can no "
-                    "longer be used: the data or its policies have changed"
-                )
-            sample = (num_tokens, num_loss_tokens, bool(truncated), patches[0] if patches else 0)
-            self._window.append(window_row(self.config, position, arrival, due, sample))
+        self._shard = make_shard(
+            self.config, replica=self.replica, cursor=state["cursor"], upcoming=state["upcoming"]
+        )
         self._num_arrived = self._num_emitted + len(self._window)
+
+    def _rebuild_policy(self, exchanges: bool | None) -> None:
+        """Mode `auto` has chosen; go on with the policy that goes with it, nothing forgotten."""
+        if exchanges is not None:
+            knowledge = self._policy.knowledge()
+            self._policy = build_policy(self.config, exchanges=exchanges)
+            self._policy.restore(knowledge)
+
+    def _selected_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        assert self._selection is not None, "plan_record comes before sample_list"
+        chosen = self._selection.chosen
+        return self._window.rows(len(chosen))[:, chosen]
 
     def _state(self) -> StepState:
         return StepState(step=self._step, consumed=self._consumed, start=self._start)
@@ -326,34 +436,19 @@ class ReplicaPlanner:
         assert self._target is not None, "set_target comes before plan_record"
         return self._target
 
-    def _own_position_from(self, position: int) -> int:
+    def _first_position(self, consumed: int) -> int:
+        """Return the shard's cursor when so many positions have been consumed."""
+        if self.config.is_online:
+            return consumed
         own = self.config.own_positions(self.replica)
         if self.config.shards:
-            if position:
+            if consumed:
                 raise ValueError(
-                    f"a run with shards of its own cannot begin at sample {position}: the saved "
+                    f"a run with shards of its own cannot begin at sample {consumed}: the saved "
                     "state alone tells which samples those were; restore it"
                 )
             return own.start
-        return position + (own.start - position) % own.step
-
-    def _undrawn(self) -> range:
-        own = self.config.own_positions(self.replica)
-        return range(self._cursor, own.stop, own.step)
-
-    def _make_shard(self, cursor: int, upcoming: Sequence[int] = ()) -> OnlineShard:
-        config = self.config
-        limits = DrawLimits(
-            total=config.total,
-            capacity=config.window + config.lead,
-            batch=config.global_batch_size,
-        )
-        return OnlineShard(limits, replica=self.replica, cursor=cursor, upcoming=upcoming)
-
-    def _num_undrawn(self) -> int:
-        if self._shard is not None:
-            return len(self._shard.upcoming)
-        return len(self._undrawn())
+        return consumed + (own.start - consumed) % own.step
 
     def _agreed(self, records: Any, *, names: Sequence[str]) -> RecordTable[Any]:
         """Return the records as a table; an error beats closing, and closing beats a mismatch."""
@@ -371,7 +466,7 @@ class ReplicaPlanner:
         return table
 
     def _totals(self, table: RecordTable[PlanRecord], count: int) -> StepTotals:
-        unassigned = 0 if self._shard is None else self._shard.num_unassigned
+        unassigned = self._shard.num_unassigned
         totals = StepTotals.add_up(
             table,
             step=self._step,
@@ -401,13 +496,12 @@ class ReplicaPlanner:
         self._left_out = 0
         self._target = None
         self._selection = None
-        if self._shard is not None:
-            kept = table.column("num_kept")
-            self._shard.top_up(
-                Holdings(
-                    num_held=kept,
-                    cost_held=table.column("cost_kept"),
-                    num_upcoming=table.column("num_remaining") - kept,
-                ),
-                each=self._policy.mean_cost,
-            )
+        kept = table.column("num_kept")
+        self._shard.top_up(
+            Holdings(
+                num_held=kept,
+                cost_held=table.column("cost_kept"),
+                num_upcoming=table.column("num_remaining") - kept,
+            ),
+            each=self._policy.mean_cost,
+        )

@@ -12,6 +12,7 @@ from enum import Enum
 
 import numpy as np
 
+from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.selection import Selection
 from odb_megatron.plan.target import StepTarget
@@ -19,6 +20,7 @@ from odb_megatron.plan.window import SampleWindow
 
 __all__ = [
     "BalanceScope",
+    "ExchangeMode",
     "PolicyName",
     "SamplesPolicy",
     "StepPolicy",
@@ -44,6 +46,17 @@ class BalanceScope(Enum):
 
     STEP = "step"
     MICROBATCH = "microbatch"
+
+
+class ExchangeMode(Enum):
+    """Whether replicas hand samples to each other so that a step costs the same on all.
+
+    NONE: never. TOKENS: in every step. AUTO: where it is worth it (`exchange_choice`).
+    """
+
+    NONE = "none"
+    TOKENS = "tokens"
+    AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +143,10 @@ class StepPolicy(ABC):
     def learn(self, table: RecordTable[PlanRecord], *, target: StepTarget, count: int) -> None:
         """Take note of a step's outcome: all second records and the common count."""
         del table, target, count  # a policy need not learn
+
+    def set_cost(self, cost: CostModel) -> None:
+        """Go on with another cost model; what was learned in units of the old one is void."""
+        del cost  # a policy need not know costs
 
     def knowledge(self) -> list[int]:
         """Return what was learned, for the state."""

@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 __all__ = [
     "RECORD_BYTES",
+    "AnyRecord",
+    "CalibrationRecord",
     "PlanRecord",
     "RecordTable",
     "ReplicaFailedError",
@@ -24,9 +26,9 @@ __all__ = [
 ]
 
 RECORD_BYTES = 256
-"""Wire size of either record."""
+"""Wire size of every record."""
 
-_MESSAGE_BYTES = 96
+_MESSAGE_BYTES = 88
 _NUM_NUMBERS = (RECORD_BYTES - _MESSAGE_BYTES) // 8
 _FEW = 128  # so many numbers are summed as Python integers faster than by numpy
 _FORMAT = struct.Struct(f"<{_NUM_NUMBERS}q")
@@ -51,6 +53,8 @@ class WindowRecord:
         tokens_observed: their padded tokens.
         cost_observed: their cost.
         spread_observed: sum of their squared excess cost (`target.excess`), in tokens squared.
+        cost_over: by how much samples observed cost more than a replica's share of a step, summed
+            (exchange mode `auto`, first step).
         cost_due: cost of the samples that must be emitted in this step.
         micro_batches_due: micro-batches they need.
         cost_per_token: cost per padded token that this replica can sustain in this step.
@@ -73,6 +77,7 @@ class WindowRecord:
     tokens_observed: int = 0
     cost_observed: int = 0
     spread_observed: int = 0
+    cost_over: int = 0
     cost_due: int = 0
     micro_batches_due: int = 0
     cost_per_token: int = 0
@@ -110,6 +115,7 @@ class PlanRecord:
         num_squared_tokens: sum of squared lengths before padding.
         num_loss_tokens: positions that carry loss.
         cost: cost of the selection, without the price of micro-batches.
+        cost_largest: cost of its costliest sample.
         num_remaining: positions of this replica still to be emitted after this step.
         num_kept: samples left in the window.
         cost_kept: their cost.
@@ -132,6 +138,7 @@ class PlanRecord:
     num_squared_tokens: int = 0
     num_loss_tokens: int = 0
     cost: int = 0
+    cost_largest: int = 0
     num_remaining: int = 0
     num_kept: int = 0
     cost_kept: int = 0
@@ -153,7 +160,55 @@ class PlanRecord:
         return cls(**_from_bytes(cls, data))
 
 
-Record = TypeVar("Record", WindowRecord, PlanRecord)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRecord:
+    """The one exchange of a run in which a cost model is fitted: sums over measured micro-batches.
+
+    Each micro-batch is a row of `calibration.Row`, and a field `a_b` the sum of a * b over rows.
+
+    Attributes:
+        step: step about to be planned.
+        num_rows: micro-batches summed.
+        time_shift: times are in 2**time_shift nanoseconds.
+        failed: see `WindowRecord`.
+        closing: see `WindowRecord`.
+        message: see `WindowRecord`.
+    """
+
+    step: int
+    num_rows: int = 0
+    time_shift: int = 0
+    tokens_tokens: int = 0
+    tokens_squares: int = 0
+    tokens_patches: int = 0
+    tokens_one: int = 0
+    squares_squares: int = 0
+    squares_patches: int = 0
+    squares_one: int = 0
+    patches_patches: int = 0
+    patches_one: int = 0
+    one_one: int = 0
+    tokens_time: int = 0
+    squares_time: int = 0
+    patches_time: int = 0
+    one_time: int = 0
+    time_time: int = 0
+    failed: bool = False
+    closing: bool = False
+    message: str = ""
+
+    def to_bytes(self) -> bytes:
+        """Return `RECORD_BYTES` bytes."""
+        return _to_bytes(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> CalibrationRecord:
+        """Inverse of `to_bytes`."""
+        return cls(**_from_bytes(cls, data))
+
+
+AnyRecord = WindowRecord | PlanRecord | CalibrationRecord
+Record = TypeVar("Record", WindowRecord, PlanRecord, CalibrationRecord)
 
 
 class RecordTable(Generic[Record]):
@@ -219,7 +274,7 @@ class RecordTable(Generic[Record]):
 
 
 def check_agreement(
-    records: Sequence[WindowRecord | PlanRecord] | RecordTable[Any], *, names: Sequence[str]
+    records: Sequence[AnyRecord] | RecordTable[Any], *, names: Sequence[str]
 ) -> None:
     """Raise on every replica when one has failed or the named fields differ.
 
@@ -248,7 +303,7 @@ def check_agreement(
 
 _NAMES: dict[type, tuple[str, ...]] = {
     kind: tuple(field.name for field in fields(kind) if field.name != "message")
-    for kind in (WindowRecord, PlanRecord)
+    for kind in (WindowRecord, PlanRecord, CalibrationRecord)
 }
 
 
@@ -257,7 +312,7 @@ _COLUMNS: dict[type, dict[str, int]] = {
 }
 
 
-def _to_bytes(record: WindowRecord | PlanRecord) -> bytes:
+def _to_bytes(record: AnyRecord) -> bytes:
     numbers = [int(getattr(record, name)) for name in _NAMES[type(record)]]
     numbers += [0] * (_NUM_NUMBERS - len(numbers))
     return _FORMAT.pack(*numbers) + _fit(record.message)
@@ -268,7 +323,7 @@ def _check_size(data: bytes) -> None:
         raise ReplicaFailedError(f"a record of {len(data)} bytes arrived; expected {RECORD_BYTES}")
 
 
-def _from_bytes(cls: type[WindowRecord | PlanRecord], data: bytes) -> dict[str, Any]:
+def _from_bytes(cls: type[AnyRecord], data: bytes) -> dict[str, Any]:
     _check_size(data)
     values: dict[str, Any] = dict(zip(_NAMES[cls], _FORMAT.unpack_from(data), strict=False))
     values["failed"], values["closing"] = bool(values["failed"]), bool(values["closing"])

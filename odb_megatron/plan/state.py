@@ -9,11 +9,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from odb_megatron.plan.config import PlanConfig
+from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.padding import padded_length
+from odb_megatron.plan.window import SampleWindow
 
-__all__ = ["STATE_VERSION", "check_state", "window_row"]
+__all__ = [
+    "NOT_CALIBRATED",
+    "STATE_VERSION",
+    "check_state",
+    "restored_window",
+    "saved_cost",
+    "window_row",
+]
 
-STATE_VERSION = 2
+STATE_VERSION = 3
+
+NOT_CALIBRATED = -1
+"""Stands for the picoseconds per token of a cost model that no calibration has decided."""
 
 _SAME = ("version", "policy", "num_replicas", "replica", "assignment")
 
@@ -43,27 +55,54 @@ def check_state(state: Mapping[str, Any], current: Mapping[str, Any]) -> None:
             )
 
 
+def saved_cost(state: Mapping[str, Any]) -> tuple[CostModel, int]:
+    """Return a state's cost model, and picoseconds per token or `NOT_CALIBRATED`."""
+    quadratic, fixed, per_patch, linear_ps = state["cost"]
+    return CostModel(quadratic=quadratic, fixed=fixed, per_patch=per_patch), linear_ps
+
+
+def restored_window(
+    config: PlanConfig, state: Mapping[str, Any], fetched: Mapping[int, tuple[int, ...]]
+) -> SampleWindow:
+    """Return the window of a saved state.
+
+    Args:
+        config: with the cost model of the state.
+        state: the saved one.
+        fetched: see `ReplicaPlanner.load_state_dict`.
+
+    Raises:
+        ValueError: a sample is no longer usable.
+    """
+    window = SampleWindow()
+    for position, arrival, due in state["window"]:
+        num_tokens, num_loss_tokens, truncated, *more = fetched[position]
+        if num_tokens == 0:
+            raise ValueError(
+                f"position {position} was in the window when the state was saved and can no "
+                "longer be used: the data or its policies have changed"
+            )
+        sample = (num_tokens, num_loss_tokens, bool(truncated), *more, 0, 0)[:5]
+        window.append(window_row(config, position, arrival, due, sample))
+    return window
+
+
 def window_row(
-    config: PlanConfig, position: int, arrival: int, due: int, sample: tuple[int, int, bool, int]
+    config: PlanConfig, position: int, arrival: int, due: int, sample: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Return a sample as a row of the window, in the order of `window.Column`.
 
     Args:
-        config: padding multiple, cost model and patch cap.
+        config: padding multiple and cost model.
         position: its stream position.
         arrival: its rank among the replica's samples.
         due: see `window.Column`.
-        sample: its tokens, loss tokens, whether it was truncated, and patches.
+        sample: its tokens, loss tokens, whether it was truncated, patches and payload bytes.
 
     Raises:
-        ValueError: more patches than a micro-batch may hold, or a cost beyond the records.
+        ValueError: a cost beyond the records.
     """
-    num_tokens, num_loss_tokens, truncated, num_patches = sample
-    if num_patches > config.max_patches > 0:
-        raise ValueError(
-            f"position {position} has {num_patches} patches; a micro-batch may hold "
-            f"{config.max_patches}: raise max_patches, or shrink the images"
-        )
+    num_tokens, num_loss_tokens, truncated, num_patches, num_bytes = sample
     padded = padded_length(num_tokens, config.multiple)
     cost = config.cost.sample(padded, num_patches=num_patches)
     return (
@@ -76,4 +115,5 @@ def window_row(
         cost,
         truncated,
         due,
+        num_bytes,
     )

@@ -5,13 +5,15 @@ Pure values, and how they follow from the gathered records.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
+from odb_megatron.plan.exchange import Assignment
 from odb_megatron.plan.records import PlanRecord, RecordTable
 
-__all__ = ["StepPlan", "StepTotals"]
+__all__ = ["Parcel", "StepPlan", "StepTotals", "parcels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,9 @@ class StepTotals:
         costs: cost per replica, micro-batch prices included.
         wait_us: longest wait for data of any replica, microseconds.
         is_final: no sample is left on any replica after this step.
+        num_moved: samples that another replica trains than the one that drew them.
+        bytes_moved: their bytes on the wire.
+        costs_before: `costs` without the exchange; empty where there was none.
     """
 
     step: int
@@ -53,6 +58,9 @@ class StepTotals:
     costs: tuple[int, ...]
     wait_us: int
     is_final: bool
+    num_moved: int = 0
+    bytes_moved: int = 0
+    costs_before: tuple[int, ...] = ()
 
     @classmethod
     def add_up(
@@ -96,11 +104,53 @@ class StepTotals:
             is_final=table.total("num_remaining") + num_unassigned == 0,
         )
 
+    def exchanged(self, assignment: Assignment, *, fixed: int) -> StepTotals:
+        """Return the totals of the same step after an exchange.
+
+        Args:
+            assignment: who trains what.
+            fixed: price of a micro-batch.
+        """
+        count, num_replicas = assignment.count, len(self.costs)
+        if assignment.is_local:
+            return replace(self, costs_before=self.costs)
+        num_samples = np.bincount(assignment.replica_of, minlength=num_replicas)
+        filled = np.minimum(num_samples, count)
+        return replace(
+            self,
+            num_micro_batches=count,
+            num_idle=int((count - filled).sum()),
+            num_split=int(np.maximum(filled - assignment.needed, 0).sum()),
+            costs=tuple(cost + count * fixed for cost in assignment.costs(num_replicas)),
+            num_moved=int(assignment.moved.sum()),
+            bytes_moved=assignment.bytes_moved,
+            costs_before=self.costs,
+        )
+
     @property
     def balance(self) -> float:
         """Mean over max cost of the replicas; 1.0 when there is no cost."""
-        most = max(self.costs)
-        return sum(self.costs) / len(self.costs) / most if most else 1.0
+        return _balance(self.costs)
+
+    @property
+    def balance_before(self) -> float:
+        """`balance` without the exchange."""
+        return _balance(self.costs_before or self.costs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """What one replica hands to another in a step.
+
+    Attributes:
+        peer: the other replica.
+        positions: stream positions, ascending.
+        sizes: bytes of each on the wire.
+    """
+
+    peer: int
+    positions: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +160,44 @@ class StepPlan:
     Attributes:
         totals: see `StepTotals`.
         micro_batches: stream positions per micro-batch; an empty one is idle.
+        sends: parcels for other replicas, by peer.
+        receives: parcels from other replicas, by peer.
     """
 
     totals: StepTotals
     micro_batches: tuple[tuple[int, ...], ...]
+    sends: tuple[Parcel, ...] = ()
+    receives: tuple[Parcel, ...] = ()
+
+
+def parcels(assignment: Assignment, replica: int) -> tuple[tuple[Parcel, ...], tuple[Parcel, ...]]:
+    """Return what a replica sends and what it receives."""
+    samples, target = assignment.samples, assignment.replica_of
+    moved = assignment.moved
+    return (
+        _parcels(assignment, np.flatnonzero(moved & (samples.owner == replica)), target),
+        _parcels(assignment, np.flatnonzero(moved & (target == replica)), samples.owner),
+    )
+
+
+def _parcels(
+    assignment: Assignment, chosen: npt.NDArray[np.intp], peers: npt.NDArray[np.int64]
+) -> tuple[Parcel, ...]:
+    positions, sizes = assignment.samples.position, assignment.samples.payload
+    found = []
+    for peer in np.unique(peers[chosen]).tolist():
+        own = chosen[peers[chosen] == peer]
+        own = own[np.argsort(positions[own], kind="stable")]
+        found.append(
+            Parcel(
+                peer=peer,
+                positions=tuple(positions[own].tolist()),
+                sizes=tuple(sizes[own].tolist()),
+            )
+        )
+    return tuple(found)
+
+
+def _balance(costs: tuple[int, ...]) -> float:
+    most = max(costs)
+    return sum(costs) / len(costs) / most if most else 1.0

@@ -12,6 +12,8 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from odb_megatron.plan.cost import CostModel
+
 __all__ = ["Column", "SampleWindow", "token_counts"]
 
 Integers = npt.NDArray[np.int64]
@@ -22,6 +24,7 @@ class Column(IntEnum):
 
     `ARRIVAL` is the sample's rank among those the replica has observed (0 first). `DUE` is the
     step in which first-in-first-out order would have emitted it, -1 while that is not past.
+    `PAYLOAD` is the sample's size in bytes when one replica hands it to another.
     """
 
     POSITION = 0
@@ -33,6 +36,7 @@ class Column(IntEnum):
     COST = 6
     TRUNCATED = 7
     DUE = 8
+    PAYLOAD = 9
 
 
 class SampleWindow:
@@ -87,6 +91,17 @@ class SampleWindow:
         begin = self._start + len(chosen) - kept.shape[1]
         self._rows[:, begin : begin + kept.shape[1]] = kept
         self._start = begin
+
+    def reprice(self, cost: CostModel) -> None:
+        """Give every sample its cost under another model.
+
+        Raises:
+            ValueError: a cost beyond the records; nothing has changed then.
+        """
+        rows = self.rows()
+        costs = cost.samples(rows[Column.PADDED], rows[Column.PATCHES])
+        rows[Column.COST] = costs
+        self._cost = int(costs.sum())
 
     def mark_due(self, *, num_emitted: int, step: int) -> None:
         """Note `step` as due step of samples that first-in-first-out would have emitted by now.

@@ -49,6 +49,11 @@ class RunTotals:
     wait_s: float = 0.0
     step_s: float = 0.0
     balance: float = 0.0
+    exchanged: int = 0
+    moved: int = 0
+    bytes_moved: int = 0
+    unevened: float = 0.0
+    evened: float = 0.0
     fill: float = 0.0
     counts_of_m: set[int] = field(default_factory=set)
     samples_per_step: list[int] = field(default_factory=list)
@@ -70,6 +75,12 @@ class RunTotals:
         self.step_s += record.step_s
         self.balance += record.balance or 0.0
         self.fill += record.fill or 0.0
+        if record.moved:
+            self.exchanged += 1
+            self.moved += record.moved
+            self.bytes_moved += record.bytes_moved
+            self.unevened += record.balance_before or 0.0
+            self.evened += record.balance or 0.0
         self.counts_of_m.add(record.num_micro_batches)
         self.samples_per_step.append(record.samples + record.left_out)
         if record.loss is not None:
@@ -123,16 +134,19 @@ class LiveReport:
             self._bar.set_postfix_str(line, refresh=False)
             self._bar.update(record.consumed_samples - self._bar.n)
 
-    def finish(self, sources: Sequence[SourceTotals], *, scope: str = "") -> None:
+    def finish(self, sources: Sequence[SourceTotals], *, scope: str = "", cost: str = "") -> None:
         """Print the summary.
 
         Args:
             sources: per data source; left out of the text when empty.
             scope: says what the per-source figures cover, when not the whole run.
+            cost: the cost model in force at the end; empty for none.
         """
         if self._bar is not None:
             self._bar.close()
-        print("\n".join(self._summary(sources, scope)), file=self._stream, flush=True)
+        lines = self._summary() + ([f"  cost model          {cost}"] if cost else [])
+        lines += self._not_reached() + _source_lines(sources, scope)
+        print("\n".join(lines), file=self._stream, flush=True)
 
     def _line(self, record: StepRecord) -> str:
         parts = [f"odb step {record.iteration}"]
@@ -147,7 +161,10 @@ class LiveReport:
         if record.fill is not None:
             parts.append(f"fill {record.fill:.2f}")
         if record.balance is not None:
-            parts.append(f"balance {record.balance:.3f}")
+            before = "" if record.balance_before is None else f"{record.balance_before:.3f} -> "
+            parts.append(f"balance {before}{record.balance:.3f}")
+        if record.moved:
+            parts.append(f"moved {record.moved} ({record.bytes_moved / 1e6:.2f} MB)")
         parts.append(f"padding avoided {self._avoided(samples, record.computed_tokens):.0%}")
         parts.append(f"wait {record.wait_s * 1e3:.0f} ms")
         return " | ".join(parts)
@@ -156,11 +173,10 @@ class LiveReport:
         padded = samples * self._sequence_length
         return 1 - computed_tokens / padded if padded else 0.0
 
-    def _summary(self, sources: Sequence[SourceTotals], scope: str) -> list[str]:
+    def _summary(self) -> list[str]:
         totals = self.totals
         if totals.steps == 0:
-            lines = [f"{self._title}: no optimizer step was run"]
-            return lines + self._not_reached() + _source_lines(sources, scope)
+            return [f"{self._title}: no optimizer step was run"]
         consumed = totals.samples + totals.left_out
         padded = consumed * self._sequence_length
         mean = consumed / totals.steps
@@ -184,13 +200,20 @@ class LiveReport:
                 f"  mean per step       fill {totals.fill / totals.steps:.3f}, balance "
                 f"{totals.balance / totals.steps:.3f}"
             )
+        if totals.exchanged:
+            lines.append(
+                f"  exchange            in {totals.exchanged} steps, {totals.moved} samples, "
+                f"{totals.bytes_moved / totals.exchanged / 1e6:.3f} MB per step; balance "
+                f"{totals.unevened / totals.exchanged:.3f} before, "
+                f"{totals.evened / totals.exchanged:.3f} after"
+            )
         lines.append(
             f"  time                {totals.step_s:.1f} s in steps, {totals.wait_s:.1f} s of it "
             f"waiting for data; {totals.samples / max(totals.step_s, 1e-9):.2f} samples/s"
         )
         if totals.first_loss is not None and totals.last_loss is not None:
             lines.append(f"  loss                {totals.first_loss:.4f} -> {totals.last_loss:.4f}")
-        return lines + self._not_reached() + _source_lines(sources, scope)
+        return lines
 
     def _not_reached(self) -> list[str]:
         missing = self._total_samples - self._consumed
@@ -205,7 +228,7 @@ def _source_lines(sources: Sequence[SourceTotals], scope: str) -> list[str]:
             f"{source.loss_tokens} loss tokens; left out: {source.bad_records} bad records, "
             f"{source.overlong} overlong; truncated: {source.truncated}"
             + (f" ({source.unlabelled} kept no loss token)" if source.unlabelled else "")
-            + (f"; over the budget, alone: {source.solo}" if source.solo else "")
+            + (f"; over the budget or patch cap, alone: {source.solo}" if source.solo else "")
         )
         if source.first_message:
             lines.append(f"      first left out: {source.first_message}")

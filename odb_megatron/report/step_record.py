@@ -33,6 +33,9 @@ class StepRecord:
         split: micro-batches split to meet M (all).
         fill: tokens over M * replicas * token budget; None for the padded baseline.
         balance: mean over max cost of the replicas; None for the padded baseline.
+        balance_before: what `balance` would be without the exchange of samples; None without one.
+        moved: samples handed from one replica to another (all).
+        bytes_moved: their bytes on the wire (all).
         wait_s: longest wait for data of any replica, seconds.
         step_s: wall-clock seconds since the previous step ended, evaluation and saving excluded.
         ids: this replica's samples as "source:record@epoch", per micro-batch.
@@ -54,6 +57,9 @@ class StepRecord:
     split: int
     fill: float | None
     balance: float | None
+    balance_before: float | None
+    moved: int
+    bytes_moved: int
     wait_s: float
     step_s: float
     ids: tuple[tuple[str, ...], ...]

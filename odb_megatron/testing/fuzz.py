@@ -26,16 +26,16 @@ from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.draw import Assignment
 from odb_megatron.plan.planner import ReplicaPlanner
-from odb_megatron.plan.policy import BalanceScope, PolicyName
+from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 from odb_megatron.plan.step import StepPlan
 from odb_megatron.plan.termination import LoaderClosedError, Phase
 from odb_megatron.testing.invariants import Tally, tally_run
-from odb_megatron.testing.worlds import World, plan_step
+from odb_megatron.testing.worlds import World, plan_step, wire_size
 
 __all__ = ["Stop", "main", "random_world", "run_world"]
 
 _MOST_STEPS = 100_000
-_CASES = ("idle", "split", "drained_early", "epochs_crossed", "closed_early")
+_CASES = ("idle", "split", "drained_early", "moved", "epochs_crossed", "closed_early")
 _BATCH = 25  # worlds per task of a worker process
 
 
@@ -72,7 +72,7 @@ def random_world(rng: random.Random) -> tuple[World, Stop | None]:
     longest = rng.choice([budget // 8, budget // 2, budget, budget * 3 // 2])
     holes = rng.choice([0.0, 0.0, 0.1, 0.9])
     lengths = [0 if rng.random() < holes else _length(rng, longest) for _ in range(total)]
-    patches = [rng.randint(0, 10) for _ in range(total)] if rng.random() < 0.2 else []
+    patches = [rng.randint(0, 12) for _ in range(total)] if rng.random() < 0.2 else []
     least_window = -(-batch // num_replicas)
     config = PlanConfig(
         policy=policy,
@@ -93,6 +93,7 @@ def random_world(rng: random.Random) -> tuple[World, Stop | None]:
         balance=rng.choice(list(BalanceScope)),
         assignment=Assignment.FIXED if own_shards else rng.choice(list(Assignment)),
         shards=shards,
+        exchange=rng.choice(list(ExchangeMode)),
         draw_lead=rng.choice([None, 0, 3]),
     )
     stop = None
@@ -217,6 +218,7 @@ def _resume(states: Sequence[dict[str, object]], world: World) -> list[ReplicaPl
                 world.lengths[position] // 2,
                 False,
                 world.patches[position] if world.patches else 0,
+                wire_size(world, position),
             )
             for position, _, _ in state["window"]
         }

@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 
 from odb_megatron.plan.draw import Assignment
 from odb_megatron.plan.padding import padded_length
-from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 from odb_megatron.plan.step import StepPlan
-from odb_megatron.testing.worlds import World
+from odb_megatron.testing.worlds import World, wire_size
 
 __all__ = ["Tally", "tally_run"]
 
@@ -30,14 +30,16 @@ class Tally:
         duplicated: emissions of a position beyond its first, or of one that holds no sample.
         over_budget: micro-batches of several samples over the token budget or the patch cap.
         misaligned: steps whose replicas differ in M or in the totals, whose M is no multiple of
-            what it should be, that idle where a split was possible, or (policy `samples`) that
-            consist of other samples than Megatron's order gives.
+            what it should be, that idle where a split (or another replica's samples, if they are
+            handed over) could fill, whose parcels do not match, or (policy `samples`) that consist
+            of other samples than Megatron's order gives.
         over_delay: samples emitted later than `max_delay_steps` allows, or (fixed shards) by
             another replica than their own.
         over_bound: steps beyond the bound on the drain, or final steps that are not the last.
         idle: idle micro-batches.
         split: micro-batches split to meet M.
         drained_early: replicas that emit nothing in the final step although they emitted before.
+        moved: samples handed to another replica.
         epochs_crossed: steps that hold samples of two epochs.
         closed_early: runs that a replica closed before their end.
     """
@@ -51,6 +53,7 @@ class Tally:
     idle: int = 0
     split: int = 0
     drained_early: int = 0
+    moved: int = 0
     epochs_crossed: int = 0
     closed_early: int = 0
 
@@ -93,7 +96,7 @@ def tally_run(world: World, steps: Steps, *, drained_at: int | None = None) -> T
         for replica in range(world.config.num_replicas):
             tally.over_delay += _num_delayed(world, steps, replica)
     for replica in range(world.config.num_replicas):
-        sizes = [sum(map(len, plans[replica].micro_batches)) for plans in steps]
+        sizes = [len(_emitted(plans[replica])) for plans in steps]
         tally.drained_early += bool(steps) and any(sizes) and sizes[-1] == 0
     if drained_at is not None:
         _check_bound(world, steps, drained_at, tally)
@@ -124,11 +127,13 @@ def _check_step(world: World, plans: Sequence[StepPlan], tally: Tally) -> None:
                 over = over or sum(world.patches[p] for p in micro_batch) > config.max_patches
             tally.over_budget += over and len(own) > 1
     fits = fits and count % config.count_multiple == 0 and idle == totals.num_idle
+    fits = fits and _parcels_match(world, plans)
     fits = fits and totals.num_tokens == sum(tokens)
     fits = fits and totals.num_squared_tokens == sum(n * n for n in tokens)
     tally.misaligned += not fits
     tally.idle += idle
     tally.split += totals.num_split
+    tally.moved += totals.num_moved
 
 
 def _check_bound(world: World, steps: Steps, drained_at: int, tally: Tally) -> None:
@@ -140,6 +145,37 @@ def _check_bound(world: World, steps: Steps, drained_at: int, tally: Tally) -> N
     else:
         most = left // batch + (4 * (left % batch) > batch)
     tally.over_bound += max(0, len(steps) - drained_at - max(1, most))
+
+
+def _parcels_match(world: World, plans: Sequence[StepPlan]) -> bool:
+    """Both sides of every parcel agree, what is moved is trained there, and it pays."""
+    totals, config = plans[0].totals, world.config
+    sent = {(r, one.peer): one for r, plan in enumerate(plans) for one in plan.sends}
+    received = {(one.peer, r): one for r, plan in enumerate(plans) for one in plan.receives}
+    match = sent.keys() == received.keys()
+    for (source, target), parcel in sent.items():
+        other = received.get((source, target), parcel)
+        trained = {p for m in plans[target].micro_batches for p in m}
+        match = match and source != target and {*parcel.positions} <= trained
+        match = match and (parcel.positions, parcel.sizes) == (other.positions, other.sizes)
+        match = match and parcel.sizes == tuple(wire_size(world, p) for p in parcel.positions)
+    match = match and totals.num_moved == sum(len(one.positions) for one in sent.values())
+    match = match and totals.bytes_moved == sum(sum(one.sizes) for one in sent.values())
+    if not totals.num_moved:
+        return match
+    spare = totals.num_micro_batches * config.num_replicas - totals.num_samples
+    match = match and config.exchange is not ExchangeMode.NONE
+    match = match and totals.num_idle == max(0, spare)
+    if config.balance is BalanceScope.STEP:
+        match = match and max(totals.costs) < max(totals.costs_before)
+    return match
+
+
+def _emitted(plan: StepPlan) -> list[int]:
+    """Positions that a replica took out of its window, wherever they are trained."""
+    own = {p for m in plan.micro_batches for p in m}
+    own -= {p for parcel in plan.receives for p in parcel.positions}
+    return sorted(own | {p for parcel in plan.sends for p in parcel.positions})
 
 
 def _samples(plans: Sequence[StepPlan]) -> set[int]:
@@ -155,17 +191,13 @@ def _samples_wanted(world: World, step: int) -> set[int]:
 def _num_delayed(world: World, steps: Steps, replica: int) -> int:
     """Count delays against a first-in-first-out queue that emits as many samples at each step."""
     config = world.config
-    queue = sorted(p for plans in steps for m in plans[replica].micro_batches for p in m)
+    emitted = [_emitted(plans[replica]) for plans in steps]
+    queue = sorted(p for own in emitted for p in own)
     late = 0
     if config.assignment_in_force is Assignment.FIXED:
         late += sum(p not in config.own_positions(replica) for p in queue)
-    turns = [
-        step
-        for step, plans in enumerate(steps)
-        for _ in range(sum(map(len, plans[replica].micro_batches)))
-    ]
+    turns = [step for step, own in enumerate(emitted) for _ in own]
     fifo = dict(zip(queue, turns, strict=True))
-    for step, plans in enumerate(steps):
-        for micro_batch in plans[replica].micro_batches:
-            late += sum(step - fifo[p] > config.max_delay_steps for p in micro_batch)
+    for step, own in enumerate(emitted):
+        late += sum(step - fifo[p] > config.max_delay_steps for p in own)
     return late

@@ -1,4 +1,4 @@
-"""In-process replicas: an exchange between threads, in place of gloo.
+"""In-process replicas: exchanges and payloads between threads, in place of gloo.
 
 For tests and fuzzing of everything above `comm`.
 """
@@ -8,11 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import Empty, Queue
 from typing import TypeVar
 from unittest import mock
 
-__all__ = ["ThreadExchange", "run_in_threads", "thread_exchanges"]
+from odb_megatron.comm.control import ControlError
+from odb_megatron.comm.payload import check_frame, frame
+
+__all__ = ["ThreadExchange", "ThreadPayloads", "run_in_threads", "thread_exchanges"]
 
 T = TypeVar("T")
 
@@ -21,6 +26,8 @@ class _Meeting:
     def __init__(self, size: int, timeout_s: float) -> None:
         self.records: list[bytes] = [b""] * size
         self.barrier = threading.Barrier(size, timeout=timeout_s)
+        self.timeout_s = timeout_s
+        self.payloads: dict[tuple[int, int], Queue[bytes]] = defaultdict(Queue)
 
 
 class ThreadExchange:
@@ -29,6 +36,11 @@ class ThreadExchange:
     def __init__(self, meeting: _Meeting, replica: int) -> None:
         self._meeting = meeting
         self._replica = replica
+
+    @property
+    def payloads(self) -> ThreadPayloads:
+        """This replica's end of the channel for payloads."""
+        return ThreadPayloads(self._meeting, self._replica)
 
     @property
     def replica(self) -> int:
@@ -47,6 +59,49 @@ class ThreadExchange:
         records = list(self._meeting.records)
         self._meeting.barrier.wait()
         return records
+
+
+class ThreadPayloads:
+    """One replica's end of an in-process payload channel; see `comm.payload.PayloadGroup`."""
+
+    def __init__(self, meeting: _Meeting, replica: int) -> None:
+        self._meeting = meeting
+        self._replica = replica
+
+    def post(
+        self, step: int, *, sends: Mapping[int, bytes], receives: Mapping[int, int]
+    ) -> ThreadTransfer:
+        """See `PayloadGroup.post`."""
+        for peer, data in sends.items():
+            queue = self._meeting.payloads[self._replica, peer]
+            queue.put(frame(data, step=step, replica=self._replica))
+        queues = {peer: self._meeting.payloads[peer, self._replica] for peer in receives}
+        return ThreadTransfer(self._meeting, self._replica, step, queues)
+
+
+class ThreadTransfer:
+    """The transfers of one step; see `comm.payload.PayloadTransfer`."""
+
+    def __init__(
+        self, meeting: _Meeting, replica: int, step: int, queues: Mapping[int, Queue[bytes]]
+    ) -> None:
+        self._timeout_s = meeting.timeout_s
+        self._replica, self._step = replica, step
+        self._queues = dict(queues)
+
+    def receive(self, peer: int) -> memoryview:
+        """See `PayloadTransfer.receive`."""
+        try:
+            data = self._queues.pop(peer).get(timeout=self._timeout_s)
+        except Empty as error:
+            raise ControlError(
+                f"replica {self._replica}: no samples of step {self._step} from replica {peer}"
+            ) from error
+        view = memoryview(data)
+        return check_frame(view, step=self._step, replica=self._replica, peer=peer)
+
+    def finish(self) -> None:
+        """See `PayloadTransfer.finish`."""
 
 
 def thread_exchanges(num_replicas: int, *, timeout_s: float = 20.0) -> list[ThreadExchange]:

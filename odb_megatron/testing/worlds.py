@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.planner import ReplicaPlanner
-from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.step import StepPlan
+from odb_megatron.simulation.drive import BYTES_PER_TOKEN, observe_drawn, plan_step
 
-__all__ = ["World", "observe_drawn", "plan_step"]
+__all__ = ["World", "observe_drawn", "plan_step", "wire_size"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,30 +53,6 @@ class World:
         return steps
 
 
-def observe_drawn(
-    planner: ReplicaPlanner, lengths: Sequence[int], *, patches: Sequence[int] = ()
-) -> None:
-    """Let a planner draw all it wants now."""
-    while positions := planner.draw():
-        for position in positions:
-            length = lengths[position]
-            planner.observe(
-                position,
-                num_tokens=length,
-                num_loss_tokens=length // 2,
-                num_patches=patches[position] if patches else 0,
-            )
-
-
-def plan_step(
-    planners: Sequence[ReplicaPlanner], lengths: Sequence[int], *, patches: Sequence[int] = ()
-) -> list[StepPlan]:
-    """Plan one step on all replicas; records pass through their wire form."""
-    for planner in planners:
-        observe_drawn(planner, lengths, patches=patches)
-    windows = RecordTable(WindowRecord, [p.window_record().to_bytes() for p in planners])
-    for planner in planners:
-        planner.set_target(windows)
-        observe_drawn(planner, lengths, patches=patches)
-    records = RecordTable(PlanRecord, [p.plan_record().to_bytes() for p in planners])
-    return [planner.commit(records) for planner in planners]
+def wire_size(world: World, position: int) -> int:
+    """Bytes of a sample when it is handed to another replica."""
+    return BYTES_PER_TOKEN * world.lengths[position]

@@ -1,0 +1,54 @@
+"""Where replicas wait for each other, from Megatron's parallelism.
+
+Pure function of arguments; must not read process groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from odb_megatron.plan.policy import BalanceScope
+
+__all__ = ["balance_scope"]
+
+
+def balance_scope(args: argparse.Namespace) -> tuple[BalanceScope, str]:
+    """Return the balance scope that `--odb-balance` asks for, and why.
+
+    `auto` is `microbatch` where replicas meet in every micro-batch (expert parallelism: all-to-all;
+    parameters sharded over replicas: all-gather; global auxiliary loss: all-reduce), and with
+    pipelining, where the costliest micro-batch sets the pace. Else it is `step`.
+
+    Args:
+        args: Megatron's arguments; what is absent is off.
+    """
+    given = getattr(args, "odb_balance", None) or "auto"
+    if given != "auto":
+        return BalanceScope(given), "as given"
+    reasons = (
+        (_size(args, "expert_model_parallel_size") > 1, "expert parallelism"),
+        (_shards_parameters(args), "parameters are sharded over replicas"),
+        (_has_global_aux_loss(args), "global auxiliary loss"),
+        (_size(args, "pipeline_model_parallel_size") > 1, "pipeline parallelism"),
+    )
+    found = [reason for applies, reason in reasons if applies]
+    if found:
+        return BalanceScope.MICROBATCH, ", ".join(found)
+    return BalanceScope.STEP, "replicas meet once per optimizer step"
+
+
+def _size(args: argparse.Namespace, name: str) -> int:
+    return getattr(args, name, None) or 1
+
+
+def _shards_parameters(args: argparse.Namespace) -> bool:
+    if getattr(args, "use_torch_fsdp2", False):
+        return True
+    strategy = getattr(args, "data_parallel_sharding_strategy", "optim_grads_params")
+    return bool(getattr(args, "use_megatron_fsdp", False)) and strategy == "optim_grads_params"
+
+
+def _has_global_aux_loss(args: argparse.Namespace) -> bool:
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    return getattr(args, "num_experts", None) is not None and "global_aux_loss" in kinds

@@ -1,0 +1,100 @@
+"""Exchange mode `auto`: whether handing samples over is worth it.
+
+Pure, integers only, from gathered records, so that all replicas choose alike. Policy `samples`
+chooses in every step; policy `cost` once, because its selection differs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from odb_megatron.plan.config import PlanConfig
+from odb_megatron.plan.placement import step_cost_bound
+from odb_megatron.plan.policy import BalanceScope
+from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
+
+__all__ = ["ExchangeChoice", "choose_for_run", "is_worth_it"]
+
+_PPM = 1_000_000
+_LEAST_GAIN = 10_000
+_MOST_OVER = 250_000
+_LEAST_STEPS = 2  # a window below two steps' share balances little
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeChoice:
+    """What mode `auto` chose under policy `cost`, and from what.
+
+    Attributes:
+        exchanges: whether replicas hand samples to each other.
+        over: parts per million by which samples are expected to lift a step above its share.
+        num_micro_batches: micro-batches expected per step and replica, in hundredths.
+        window: samples each replica looks ahead.
+        share: samples of a replica's share of a step.
+    """
+
+    exchanges: bool
+    over: int
+    num_micro_batches: int
+    window: int
+    share: int
+
+    def reason(self) -> str:
+        """Return the choice in words, with the flag that reproduces it."""
+        mode = "tokens" if self.exchanges else "none"
+        return (
+            f"exchange {mode}: {self.num_micro_batches / 100:.1f} micro-batches per step and "
+            f"replica; window {self.window} for a share of {self.share} samples; samples costlier "
+            f"than a share add {self.over / 10_000:.1f} % to a step (an exchange pays above "
+            f"{_MOST_OVER // 10_000} %, or with a window below {_LEAST_STEPS} shares); "
+            f"--odb-exchange {mode} reproduces it"
+        )
+
+
+def choose_for_run(table: RecordTable[WindowRecord], config: PlanConfig) -> ExchangeChoice:
+    """Choose for policy `cost`, when the windows have been filled for the first time.
+
+    A window of some steps evens out all but samples that alone cost more than a replica's share of
+    a step. Without an exchange all replicas then do more in that step; where such samples are so
+    frequent that the batch size cannot be kept, or where the window holds less than two steps, an
+    exchange is used (measured, see `docs/dgap.md`).
+
+    Args:
+        table: first records of the step.
+        config: batch size, replicas, budget, window.
+    """
+    observed = max(1, table.total("num_observed"))
+    cost = max(1, table.total("cost_observed"))
+    batch, num = config.global_batch_size, config.num_replicas
+    share_cost = max(1, batch * cost // (observed * num))
+    over = _PPM * batch * table.total("cost_over") // (observed * share_cost)
+    tokens = 100 * batch * table.total("tokens_observed") // (observed * num)
+    is_short = config.window * num < _LEAST_STEPS * batch
+    return ExchangeChoice(
+        exchanges=num > 1 and (is_short or over > _MOST_OVER),
+        over=over,
+        num_micro_batches=tokens // config.token_budget,
+        window=config.window,
+        share=-(-batch // num),
+    )
+
+
+def is_worth_it(table: RecordTable[PlanRecord], config: PlanConfig, *, local_count: int) -> bool:
+    """Choose for a step of policy `samples`: whether an exchange could shorten it by 1 %.
+
+    Under scope `microbatch` records do not tell what each micro-batch costs; steps of more than
+    one are always evened.
+
+    Args:
+        table: second records of the step.
+        config: batch size, replicas, budget, prices.
+        local_count: micro-batches of the step without an exchange.
+    """
+    if config.balance is BalanceScope.MICROBATCH and local_count > 1:
+        return True
+    num, multiple = config.num_replicas, config.count_multiple
+    local = table.largest("cost") + local_count * config.cost.fixed
+    needed = max(1, -(-table.total("num_padded_tokens") // (num * config.token_budget)))
+    bound = step_cost_bound(table.total("cost"), table.largest("cost_largest"), num_replicas=num)
+    bound += -(-needed // multiple) * multiple * config.cost.fixed
+    return (local - bound) * _PPM > local * _LEAST_GAIN

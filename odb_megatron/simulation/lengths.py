@@ -1,0 +1,223 @@
+"""Sample lengths for a simulation: drawn from a distribution, read from a file, or tokenized.
+
+Knows nothing of policies. Data files go through `odb_megatron.data`, imported only then.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["FORMS", "SampleLengths", "read_lengths"]
+
+Integers = npt.NDArray[np.int64]
+
+FORMS = (
+    "lognormal:mean=500,cv=1.0,max=8192[,n=131072][,seed=0], file:PATH.npy, file:PATH.json[#key], "
+    "or a data file (JSON or JSONL, or a Megatron .bin/.idx prefix)"
+)
+
+_LOGNORMAL = "lognormal:"
+_FILE = "file:"
+_DEFAULTS: dict[str, float] = {"n": 131072, "seed": 0}
+_REQUIRED = ("mean", "cv", "max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleLengths:
+    """Tokens of each sample of an epoch, in the order in which the first epoch reads them.
+
+    Attributes:
+        values: int64, at least one, all at least 1.
+        num_truncated: samples cut to the token budget (data files).
+        num_left_out: records that are no sample (data files).
+    """
+
+    values: Integers
+    num_truncated: int = 0
+    num_left_out: int = 0
+
+    def summary(self) -> dict[str, float | int]:
+        """Return what describes the lengths in a report."""
+        values = self.values
+        return {
+            "num_samples": len(values),
+            "num_tokens": int(values.sum()),
+            "mean": float(values.mean()),
+            "cv": float(values.std() / values.mean()),
+            "median": float(np.median(values)),
+            "p99": float(np.quantile(values, 0.99)),
+            "max": int(values.max()),
+            "num_truncated": self.num_truncated,
+            "num_left_out": self.num_left_out,
+        }
+
+
+def read_lengths(
+    spec: str, *, token_budget: int, tokenizer: str | None = None, seed: int = 0
+) -> SampleLengths:
+    """Return the lengths that a specification names.
+
+    Lengths from files are put in random order, since files are often sorted.
+
+    Args:
+        spec: one of `FORMS`.
+        token_budget: longer samples of a data file are cut to it; elsewhere they are an error.
+        tokenizer: folder of a tokenizer, for JSON and JSONL data files.
+        seed: of the random order.
+
+    Raises:
+        ValueError: the specification is not understood, or what it names cannot be used.
+    """
+    if spec.startswith(_LOGNORMAL):
+        found = SampleLengths(values=_lognormal(spec))
+    elif spec.startswith(_FILE):
+        found = SampleLengths(values=_shuffled(_from_file(spec), seed))
+    elif ":" in spec.split(os.sep)[0] and not os.path.exists(spec):
+        raise ValueError(f"--lengths {spec!r} is not understood: expected {FORMS}")
+    else:
+        found = _from_data(spec, token_budget=token_budget, tokenizer=tokenizer, seed=seed)
+    longest = int(found.values.max())
+    if longest > token_budget:
+        raise ValueError(
+            f"--lengths {spec!r} has a sample of {longest} tokens; the token budget is "
+            f"{token_budget}: raise --token-budget, or leave such samples out"
+        )
+    return found
+
+
+def _lognormal(spec: str) -> Integers:
+    values = dict(_DEFAULTS)
+    for part in spec.removeprefix(_LOGNORMAL).split(","):
+        name, equals, text = part.partition("=")
+        if not equals or name not in (*_REQUIRED, *_DEFAULTS):
+            raise ValueError(
+                f"--lengths {spec!r}: {part!r} is not understood; expected NAME=NUMBER with mean, "
+                "cv, max, n or seed"
+            )
+        try:
+            values[name] = int(text) if name in ("max", "n", "seed") else float(text)
+        except ValueError:
+            kind = "a whole number" if name in ("max", "n", "seed") else "a number"
+            raise ValueError(f"--lengths {spec!r}: {name}={text} is not {kind}") from None
+    missing = [name for name in _REQUIRED if name not in values]
+    if missing:
+        raise ValueError(f"--lengths {spec!r} lacks {', '.join(missing)}: expected {FORMS}")
+    limits = {"mean": 1, "cv": 0, "max": 1, "n": 1, "seed": 0}
+    for name, least in limits.items():
+        if not (math.isfinite(values[name]) and values[name] >= least):
+            raise ValueError(
+                f"--lengths {spec!r}: {name}={values[name]:g} must be at least {least}"
+            )
+    sigma2 = math.log(1 + values["cv"] ** 2)
+    drawn = np.random.RandomState(int(values["seed"])).lognormal(
+        math.log(values["mean"]) - sigma2 / 2, math.sqrt(sigma2), size=int(values["n"])
+    )
+    lengths: Integers = np.clip(np.round(drawn), 1, values["max"]).astype(np.int64)
+    return lengths
+
+
+def _from_file(spec: str) -> Integers:
+    path, _, key = spec.removeprefix(_FILE).partition("#")
+    if not os.path.isfile(path):
+        raise ValueError(f"--lengths {spec!r}: there is no file {path!r}")
+    if path.endswith(".npy"):
+        if key:
+            raise ValueError(f"--lengths {spec!r}: a .npy file has no key; leave out '#{key}'")
+        try:
+            found: Any = np.load(path, allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise ValueError(f"--lengths {spec!r}: not a readable .npy file ({error})") from error
+    elif path.endswith(".json"):
+        found = _from_json(path, key, spec)
+    else:
+        raise ValueError(f"--lengths {spec!r}: expected a file ending in .npy or .json")
+    return _checked(found, spec)
+
+
+def _from_json(path: str, key: str, spec: str) -> object:
+    try:
+        with open(path, encoding="utf-8") as file:
+            found: object = json.load(file)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--lengths {spec!r}: not a readable JSON file ({error})") from error
+    if not key:
+        if isinstance(found, dict):
+            raise ValueError(
+                f"--lengths {spec!r}: the file holds an object; append '#KEY' with one of "
+                f"{', '.join(map(str, found))}"
+            )
+        return found
+    if not isinstance(found, dict) or key not in found:
+        raise ValueError(f"--lengths {spec!r}: the file has no key {key!r}")
+    return found[key]
+
+
+def _checked(found: object, spec: str) -> Integers:
+    try:
+        values = np.asarray(found)
+    except ValueError:
+        values = np.array("ragged")
+    if values.ndim != 1 or values.dtype.kind not in "iu" or not len(values):
+        raise ValueError(
+            f"--lengths {spec!r}: expected a list of whole numbers, got {values.dtype} of shape "
+            f"{values.shape}"
+        )
+    if int(values.min()) < 1:
+        at = int(values.argmin())
+        raise ValueError(f"--lengths {spec!r}: length {values[at]} at index {at} is below 1")
+    return values.astype(np.int64)
+
+
+def _from_data(path: str, *, token_budget: int, tokenizer: str | None, seed: int) -> SampleLengths:
+    from odb_megatron.data.chat_template import ChatRenderer
+    from odb_megatron.data.json_records import is_json_path
+    from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
+    from odb_megatron.data.sample import Sample
+    from odb_megatron.data.sources import open_source
+    from odb_megatron.plan.padding import OverlongPolicy
+
+    renderer = None
+    if is_json_path(path):
+        if not os.path.isfile(path):
+            raise ValueError(f"--lengths {path!r}: there is no such file; expected {FORMS}")
+        if tokenizer is None:
+            raise ValueError(f"--lengths {path!r} needs a tokenizer: pass --tokenizer FOLDER")
+        from odb_megatron.data.tokenizer import load_tokenizer
+
+        try:
+            renderer = ChatRenderer(load_tokenizer(tokenizer))
+        except OSError as error:
+            raise ValueError(f"--tokenizer {tokenizer!r} cannot be loaded: {error}") from error
+    rules = SampleRules(
+        context=token_budget,
+        token_budget=token_budget,
+        overlong=OverlongPolicy.TRUNCATE,
+        bad_record=BadRecordPolicy.SKIP,
+    )
+    source = open_source(path, rules=rules, renderer=renderer)
+    lengths, num_truncated, num_left_out = [], 0, 0
+    for index in range(len(source)):
+        sample = source.sample(index, source=0)
+        if not isinstance(sample, Sample):
+            num_left_out += 1
+            continue
+        lengths.append(len(sample))
+        num_truncated += sample.truncated > 0
+    if not lengths:
+        raise ValueError(f"--lengths {path!r} has no usable record ({num_left_out} left out)")
+    return SampleLengths(
+        values=_shuffled(np.array(lengths, dtype=np.int64), seed),
+        num_truncated=num_truncated,
+        num_left_out=num_left_out,
+    )
+
+
+def _shuffled(values: Integers, seed: int) -> Integers:
+    return np.random.default_rng([seed, 0]).permutation(values)

@@ -1,0 +1,122 @@
+"""Rivals that pad: the standard sampler, and offline sorting with all lengths known beforehand.
+
+Pure. Their micro-batches are computed at the length of their longest sample.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_megatron.simulation.schedule import Schedule, rectangular
+from odb_megatron.simulation.setting import Setting, Stream
+
+__all__ = ["sorted_aligned", "sorted_batches", "sorted_buckets", "standard", "standard_safe"]
+
+Integers = npt.NDArray[np.int64]
+
+_NUM_BUCKETS = 32
+
+
+def standard(stream: Stream, setting: Setting) -> Schedule:
+    """Return the stream in order, `token_budget // mean length` samples per micro-batch.
+
+    Its micro-batches fit the budget on average only.
+    """
+    return _fixed_size(stream, setting, typical=max(1, round(float(stream.lengths.mean()))))
+
+
+def standard_safe(stream: Stream, setting: Setting) -> Schedule:
+    """Return the stream in order, `token_budget // longest` samples per micro-batch."""
+    return _fixed_size(stream, setting, typical=int(stream.lengths.max()))
+
+
+def sorted_batches(stream: Stream, setting: Setting) -> Schedule:
+    """Return micro-batches of like lengths, longest * number <= budget, in random order.
+
+    Each epoch is sorted as a whole; its micro-batches are dealt to the replicas as they come.
+    """
+    return _shuffled(stream, setting, buckets=0, group=1)
+
+
+def sorted_buckets(stream: Stream, setting: Setting) -> Schedule:
+    """Return micro-batches from buckets of like lengths; replicas run the same bucket at a time.
+
+    An epoch's samples fall into 32 buckets of equal number, in random order, and are cut into
+    micro-batches, longest * number <= budget; groups of one per replica are in random order.
+    """
+    return _shuffled(stream, setting, buckets=_NUM_BUCKETS, group=setting.num_replicas)
+
+
+def sorted_aligned(stream: Stream, setting: Setting) -> Schedule:
+    """Return the micro-batches of `sorted_batches`, neighbours in length at the same time.
+
+    The least padding and the best balance that sorting can give, and the least random steps.
+    """
+    return _shuffled(stream, setting, buckets=0, group=setting.num_replicas)
+
+
+def _fixed_size(stream: Stream, setting: Setting, *, typical: int) -> Schedule:
+    size = max(1, setting.token_budget // typical)
+    batches = [
+        range(start, min(start + size, len(stream))) for start in range(0, len(stream), size)
+    ]
+    return Schedule.build(
+        rectangular(
+            batches,
+            num_replicas=setting.num_replicas,
+            count=setting.num_micro_batches(size),
+            multiple=setting.count_multiple,
+        ),
+        num_replicas=setting.num_replicas,
+        is_padded=True,
+    )
+
+
+def _cut(order: Integers, lengths: Integers, token_budget: int) -> list[list[int]]:
+    """Cut samples in this order into micro-batches whose longest * number fits the budget."""
+    batches: list[list[int]] = []
+    batch: list[int] = []
+    longest = 0
+    for position, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        longest = max(longest, length)
+        if batch and longest * (len(batch) + 1) > token_budget:
+            batches.append(batch)
+            batch, longest = [], length
+        batch.append(position)
+    return [*batches, batch] if batch else batches
+
+
+def _shuffled(stream: Stream, setting: Setting, *, buckets: int, group: int) -> Schedule:
+    """Deal each epoch's micro-batches in random order; a rest of no whole row comes last.
+
+    Args:
+        stream: the samples.
+        setting: what the policies have in common.
+        buckets: see `sorted_buckets`; 0 for one sorted whole.
+        group: so many neighbours stay together.
+    """
+    random = np.random.default_rng([setting.seed, 3])
+    num = setting.num_replicas
+    dealt: list[list[int]] = []
+    for positions in stream.epochs():
+        order = positions[np.argsort(-stream.lengths[positions], kind="stable")]
+        parts = [order]
+        if buckets:
+            parts = [random.permutation(part) for part in np.array_split(order, buckets)]
+        batches = [
+            batch for part in parts for batch in _cut(part, stream.lengths, setting.token_budget)
+        ]
+        whole = len(batches) // num * num
+        for first in random.permutation(range(0, whole, group)).tolist():
+            dealt += batches[first : first + group]
+        rest = batches[whole:]
+        dealt += rest + [[]] * (-len(rest) % num)
+    mean = len(stream) / len(dealt)
+    steps = rectangular(
+        dealt,
+        num_replicas=num,
+        count=setting.num_micro_batches(mean),
+        multiple=setting.count_multiple,
+    )
+    return Schedule.build(steps, num_replicas=num, is_padded=True)

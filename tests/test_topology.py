@@ -1,0 +1,86 @@
+"""`odb_megatron.megatron.topology`: the balance scope that follows from the parallelism."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from odb_megatron.megatron.topology import balance_scope
+from odb_megatron.plan.policy import BalanceScope
+
+STEP, MICROBATCH = BalanceScope.STEP, BalanceScope.MICROBATCH
+GLOBAL = {"num_experts": 8, "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "scope", "reason"),
+    [
+        ({}, STEP, "replicas meet once per optimizer step"),
+        (
+            {
+                "odb_balance": "auto",
+                "expert_model_parallel_size": 1,
+                "pipeline_model_parallel_size": 1,
+                "tensor_model_parallel_size": 8,
+                "context_parallel_size": 4,
+                "use_megatron_fsdp": False,
+                "data_parallel_sharding_strategy": "optim_grads_params",  # Megatron's default
+                "num_experts": None,
+                "moe_router_load_balancing_type": "aux_loss",
+            },
+            *(STEP, "replicas meet once per optimizer step"),
+        ),
+        ({"expert_model_parallel_size": 2}, MICROBATCH, "expert parallelism"),
+        ({"pipeline_model_parallel_size": 2}, MICROBATCH, "pipeline parallelism"),
+        ({"use_megatron_fsdp": True}, MICROBATCH, "parameters are sharded over replicas"),
+        (
+            {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"},
+            *(MICROBATCH, "parameters are sharded over replicas"),
+        ),
+        (
+            {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"},
+            *(STEP, "replicas meet once per optimizer step"),
+        ),
+        ({"use_torch_fsdp2": True}, MICROBATCH, "parameters are sharded over replicas"),
+        (GLOBAL, MICROBATCH, "global auxiliary loss"),
+        (
+            {**GLOBAL, "moe_router_load_balancing_type": "global_aux_loss"},
+            *(MICROBATCH, "global auxiliary loss"),
+        ),
+        (
+            {"num_experts": None, "moe_router_load_balancing_type": ["global_aux_loss"]},
+            *(STEP, "replicas meet once per optimizer step"),
+        ),
+        ({"num_experts": 8}, STEP, "replicas meet once per optimizer step"),
+        (
+            {**GLOBAL, "expert_model_parallel_size": 8, "pipeline_model_parallel_size": 4},
+            *(MICROBATCH, "expert parallelism, global auxiliary loss, pipeline parallelism"),
+        ),
+        ({"odb_balance": "microbatch"}, MICROBATCH, "as given"),
+        ({"odb_balance": "step", "expert_model_parallel_size": 8}, STEP, "as given"),
+    ],
+)
+def test_table(values: dict[str, Any], scope: BalanceScope, reason: str) -> None:
+    assert balance_scope(argparse.Namespace(**values)) == (scope, reason)
+
+
+def test_the_names_are_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every argument that is looked at exists in Megatron's parser, with the value compared."""
+    arguments = pytest.importorskip("megatron.training.arguments")
+    monkeypatch.setattr("sys.argv", ["script"])
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    known = vars(arguments.add_megatron_arguments(parser).parse_args([]))
+    for name in (
+        "expert_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "use_megatron_fsdp",
+        "use_torch_fsdp2",
+        "num_experts",
+    ):
+        assert name in known
+    assert known["data_parallel_sharding_strategy"] == "optim_grads_params"
+    kinds = next(a for a in parser._actions if a.dest == "moe_router_load_balancing_type").choices
+    assert kinds is not None
+    assert "global_aux_loss" in kinds
