@@ -5,14 +5,14 @@ Must not interpret a record, and must not use the device or NCCL.
 
 from __future__ import annotations
 
-import atexit
 import math
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from odb_megatron.comm.gloo_group import GlooGroup, numbered
 
 if TYPE_CHECKING:
     from odb_megatron.comm.payload import PayloadGroup
@@ -38,8 +38,8 @@ def cluster_size(num_replicas: int) -> int:
 class ControlGroup:
     """One loader's channel between the leaders of all replicas.
 
-    Every rank of the world must call the constructor, in the same order for each loader (torch's
-    `new_group` demands it), also ranks that are not members.
+    All leaders must call the constructor, equally often for each name; other ranks may, and have no
+    part in it.
 
     Up to 128 leaders exchange in one ring. More form clusters of about the square root of their
     number: records go round each cluster, the first leaders of the clusters exchange what they
@@ -65,22 +65,19 @@ class ControlGroup:
         self._timeout_s = timeout_s
         rank = dist.get_rank()
         self._replica = self._ranks.index(rank) if rank in self._ranks else -1
-        in_order = sorted(self._ranks)  # as torch orders the members of a group
-        self._slots = [in_order.index(rank) for rank in self._ranks]
-        size = cluster or cluster_size(len(in_order))
-        clusters = [in_order[at : at + size] for at in range(0, len(in_order), size)]
+        own_name = numbered(f"{name} control group")
+        size = cluster or cluster_size(len(self._ranks))
+        clusters = [self._ranks[at : at + size] for at in range(0, len(self._ranks), size)]
         self._cluster_size, self._num_clusters = size, len(clusters)
-        self._groups: list[Any] = []
-        self._cluster, self._heads, self._head = None, None, -1
-        for members in clusters:
-            group = self._new_group(members)
+        self._groups: list[GlooGroup] = []
+        for number, members in enumerate(clusters):
             if rank in members:
-                self._cluster, self._head = group, members[0]
-        if len(clusters) > 1:
-            self._heads = self._new_group([members[0] for members in clusters])
-        # Joins gloo's threads while there is an interpreter: one that still frees the tensors of
-        # the last exchange as Python ends aborts the process (exit code 134 after a good run).
-        atexit.register(self._destroy)
+                self._groups.append(
+                    GlooGroup(members, name=f"{own_name}/{number}", timeout_s=timeout_s)
+                )
+        heads = [members[0] for members in clusters]
+        if len(clusters) > 1 and rank in heads:
+            self._groups.append(GlooGroup(heads, name=f"{own_name}/heads", timeout_s=timeout_s))
         self.num_exchanges = 0
         self.payloads: PayloadGroup | None = None
 
@@ -105,12 +102,12 @@ class ControlGroup:
         """
         if self._replica < 0:
             raise ControlError(f"rank {dist.get_rank()} is no leader of control group {self._name}")
-        if not self._groups:
+        if self._groups[0].is_closed:
             raise ControlError(f"control group {self._name} is closed: an exchange had failed")
         try:
             gathered = self._gather(torch.frombuffer(bytearray(record), dtype=torch.uint8))
         except RuntimeError as error:
-            self._destroy()  # whoever waits for this rank in the same exchange learns it at once
+            self._close()  # whoever waits for this rank in the same exchange learns it at once
             raise ControlError(
                 f"replica {self._replica}: exchange {self.num_exchanges} of the {self._name} "
                 f"loader failed after at most {self._timeout_s:.0f} s ({error}). A rank of "
@@ -118,7 +115,7 @@ class ControlGroup:
             ) from error
         self.num_exchanges += 1
         data, size = gathered.numpy().tobytes(), len(record)
-        return [data[slot * size : (slot + 1) * size] for slot in self._slots]
+        return [data[at : at + size] for at in range(0, size * len(self._ranks), size)]
 
     def gather_counts(self, counts: Sequence[int]) -> list[list[int]]:
         """All-gather equally long lists of integers (64 bit), in replica order."""
@@ -131,31 +128,23 @@ class ControlGroup:
             for part in self.exchange(data)
         ]
 
-    def _new_group(self, ranks: Sequence[int]) -> Any:
-        group = dist.new_group(
-            list(ranks), backend="gloo", timeout=timedelta(seconds=self._timeout_s)
-        )
-        if dist.get_rank() in ranks:
-            self._groups.append(group)
-        return group
-
     def _gather(self, sent: torch.Tensor) -> torch.Tensor:
-        """Return everybody's bytes in rank order; with clusters, the last one may be padded."""
+        """Return everybody's bytes in replica order; with clusters, the last one may be padded."""
+        cluster, *heads = self._groups
+        own = cluster.all_gather(sent)
+        if self._num_clusters == 1:
+            return own
         room = self._cluster_size * len(sent)
         received = torch.zeros(self._num_clusters * room, dtype=torch.uint8)
-        parts = received[: dist.get_world_size(self._cluster) * len(sent)]
-        dist.all_gather(list(parts.view(-1, len(sent))), sent, group=self._cluster)
-        if self._num_clusters > 1:
-            if dist.get_rank() == self._head:
-                own = received[:room].clone()
-                dist.all_gather(list(received.view(-1, room)), own, group=self._heads)
-            dist.broadcast(received, src=self._head, group=self._cluster)
+        received[: own.numel()] = own.view(-1)
+        if heads:
+            received = heads[0].all_gather(received[:room].clone()).view(-1)
+        cluster.broadcast(received, source=0)
         return received
 
-    def _destroy(self) -> None:
-        self._cluster = self._heads = None  # connections close with the last reference
-        while self._groups and dist.is_initialized():
-            dist.destroy_process_group(self._groups.pop())
+    def _close(self) -> None:
+        for group in self._groups:
+            group.close()
 
 
 def ranks_of(group: Any) -> list[int]:

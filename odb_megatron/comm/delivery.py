@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from odb_megatron.comm.gloo_group import GlooGroup
+from odb_megatron.comm.gloo_group import GlooGroup, numbered
 
 __all__ = ["DeliveryError", "ReplicaGroup"]
 
@@ -57,12 +57,12 @@ class ReplicaGroup:
         self._leader = ranks[0]
         self._rank = dist.get_rank()
         self._has_payload = self._rank in payload_ranks
-        prefix = f"{name}/replica of rank {self._leader}"
-        self._headers = GlooGroup(ranks, name=f"{prefix}/headers", timeout_s=timeout_s)
+        own_name = numbered(f"{name} delivery of rank {self._leader}")
+        self._headers = GlooGroup(ranks, name=f"{own_name}/headers", timeout_s=timeout_s)
         self._payloads = None
         if len(payload_ranks) > 1 and self._has_payload:
             self._payloads = GlooGroup(
-                payload_ranks, name=f"{prefix}/payloads", timeout_s=timeout_s
+                payload_ranks, name=f"{own_name}/payloads", timeout_s=timeout_s
             )
         self._capacity = _FIRST_CAPACITY
         self.num_collectives = 0
@@ -118,6 +118,32 @@ class ReplicaGroup:
         if self._payloads is not None and data.size:
             self._broadcast(data, group=self._payloads)
         return data
+
+    def report(self, values: Sequence[float], *, reporter: int) -> list[float]:
+        """Send numbers from the rank `reporter` to the leader, point to point.
+
+        Both call it, with equally many values; the leader's are replaced by the reporter's.
+
+        Raises:
+            DeliveryError: the other rank is gone or did not come in time.
+        """
+        if reporter == self._leader:
+            return list(values)
+        assert self._rank in (reporter, self._leader), f"rank {self._rank} has nothing to report"
+        data = torch.tensor(values, dtype=torch.float64)
+        try:
+            if self.is_leader:
+                self._headers.receive(data, source=self._ranks.index(reporter)).wait()
+            else:
+                self._headers.send(data, target=0).wait()
+        except RuntimeError as error:
+            self.close()
+            raise DeliveryError(
+                f"rank {self._rank}: the report from rank {reporter} to the leader "
+                f"{self._leader} failed ({error}); the other rank's own output says why"
+            ) from error
+        found: list[float] = data.tolist()
+        return found
 
     def close(self) -> None:
         """Close the connections; ranks that wait for this one learn it at once."""

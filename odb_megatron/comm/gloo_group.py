@@ -17,33 +17,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["GlooGroup"]
+__all__ = ["GlooGroup", "numbered"]
 
 _made: Counter[str] = Counter()
-"""Groups made so far by name: each has its own keys in the store, also in a second run."""
+"""How often `numbered` was asked for a name."""
+
+
+def numbered(name: str) -> str:
+    """Return a name with a number that counts the calls for it in this process.
+
+    For `GlooGroup`: a second run of one process finds the keys of the first in the store. Members
+    must have called it equally often for the name.
+    """
+    number = _made[name]
+    _made[name] += 1
+    return f"{name} {number}"
 
 
 class GlooGroup:
     """Collectives over the CPU between some ranks.
 
-    Members must make their groups of one name in the same order. The world must be initialised
-    (`torch.distributed.init_process_group`), with any backend.
+    The world must be initialised (`torch.distributed.init_process_group`), with any backend.
 
     Args:
         ranks: global ranks of the members, in group order; this rank is one of them.
-        name: unique among groups that share a member.
+        name: equal on all members, and of no other group of this run (see `numbered`).
         timeout_s: seconds that making it, or an operation, may take.
     """
 
     def __init__(self, ranks: Sequence[int], *, name: str, timeout_s: float) -> None:
         self._rank = list(ranks).index(dist.get_rank())
         self._size = len(ranks)
-        number = _made[name]
-        _made[name] += 1
         c10d: Any = dist  # its stubs lack what is used here
-        store = c10d.PrefixStore(
-            f"odb_megatron/{name}/{number}", dist.distributed_c10d._get_default_store()
-        )
+        store = c10d.PrefixStore(f"odb_megatron/{name}", dist.distributed_c10d._get_default_store())
         self._group: Any = c10d.ProcessGroupGloo(
             store, self._rank, self._size, timedelta(seconds=timeout_s)
         )
@@ -85,6 +91,22 @@ class GlooGroup:
         gathered = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype)
         self._open().allgather([list(gathered.unbind())], [tensor]).wait()
         return gathered
+
+    def send(self, tensor: Tensor, *, target: int, tag: int = 0) -> Any:
+        """Start to send to a member; return the work to wait for. `tensor` must live until then.
+
+        Raises:
+            RuntimeError: the member is gone, or the group is closed.
+        """
+        return self._open().send([tensor], target, tag)
+
+    def receive(self, tensor: Tensor, *, source: int, tag: int = 0) -> Any:
+        """Start to receive from a member into `tensor`; return the work to wait for.
+
+        Raises:
+            RuntimeError: see `send`.
+        """
+        return self._open().recv([tensor], source, tag)
 
     def close(self) -> None:
         """Close the connections; members that wait for this one learn it at once."""

@@ -6,16 +6,16 @@ the plan; a mismatch or a lost peer is an error that names replica and step.
 
 from __future__ import annotations
 
-import atexit
 import struct
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from odb_megatron.comm.control import ControlError
+from odb_megatron.comm.gloo_group import GlooGroup, numbered
 
 __all__ = ["PayloadGroup", "PayloadTransfer", "check_frame", "frame"]
 
@@ -26,7 +26,7 @@ _TAGS = 1 << 20
 class PayloadGroup:
     """One loader's channel for payloads between the leaders of all replicas.
 
-    Every rank of the world must call the constructor, in the same order (see `ControlGroup`).
+    All leaders must call the constructor, equally often for each name (see `ControlGroup`).
 
     Args:
         ranks: global ranks of the leaders, in replica order.
@@ -37,13 +37,12 @@ class PayloadGroup:
     def __init__(self, ranks: Sequence[int], *, name: str, timeout_s: float) -> None:
         self._ranks = list(ranks)
         self._name = name
-        self._timeout = timedelta(seconds=timeout_s)
         rank = dist.get_rank()
         self._replica = self._ranks.index(rank) if rank in self._ranks else -1
-        self._group = dist.new_group(self._ranks, backend="gloo", timeout=self._timeout)
-        atexit.register(  # see `ControlGroup`
-            lambda: dist.is_initialized() and dist.destroy_process_group(self._group)
-        )
+        own_name = numbered(f"{name} payload group")
+        self._group: GlooGroup | None = None
+        if self._replica >= 0:
+            self._group = GlooGroup(self._ranks, name=own_name, timeout_s=timeout_s)
 
     def post(
         self, step: int, *, sends: Mapping[int, bytes], receives: Mapping[int, int]
@@ -58,23 +57,21 @@ class PayloadGroup:
         Raises:
             ControlError: a peer is gone.
         """
-        if self._replica < 0:
+        if self._group is None:
             raise ControlError(f"rank {dist.get_rank()} is no leader of payload group {self._name}")
         transfer = PayloadTransfer(self._name, replica=self._replica, step=step)
         for peer, size in receives.items():
             buffer = torch.empty(_HEADER.size + size, dtype=torch.uint8)
-            transfer.add(peer, buffer, self._start(dist.irecv, buffer, peer, step), is_send=False)
+            with _named(self._name, self._replica, peer, step):
+                work = self._group.receive(buffer, source=peer, tag=step % _TAGS)
+            transfer.add(peer, buffer, work, is_send=False)
         for peer, data in sends.items():
             framed = frame(data, step=step, replica=self._replica)
             buffer = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-            transfer.add(peer, buffer, self._start(dist.isend, buffer, peer, step), is_send=True)
+            with _named(self._name, self._replica, peer, step):
+                work = self._group.send(buffer, target=peer, tag=step % _TAGS)
+            transfer.add(peer, buffer, work, is_send=True)
         return transfer
-
-    def _start(self, function: Any, buffer: torch.Tensor, peer: int, step: int) -> Any:
-        try:
-            return function(buffer, self._ranks[peer], group=self._group, tag=step % _TAGS)
-        except RuntimeError as error:
-            raise _lost(self._name, self._replica, peer, step, error) from error
 
 
 class PayloadTransfer:
@@ -118,10 +115,8 @@ class PayloadTransfer:
             del self._sends[peer]
 
     def _wait(self, work: Any, peer: int) -> None:
-        try:
+        with _named(self._name, self._replica, peer, self._step):
             work.wait()
-        except RuntimeError as error:
-            raise _lost(self._name, self._replica, peer, self._step, error) from error
 
 
 def frame(data: bytes, *, step: int, replica: int) -> bytes:
@@ -152,9 +147,14 @@ def check_frame(data: memoryview, *, step: int, replica: int, peer: int) -> memo
     return data[_HEADER.size :]
 
 
-def _lost(name: str, replica: int, peer: int, step: int, error: RuntimeError) -> ControlError:
-    return ControlError(
-        f"replica {replica}: handing samples of step {step} of the {name} loader to or from "
-        f"replica {peer} failed ({error}). That replica has stopped, is stuck or planned another "
-        "step; its own output says why"
-    )
+@contextmanager
+def _named(name: str, replica: int, peer: int, step: int) -> Iterator[None]:
+    """Raise errors of the transport as one that names replicas and step."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ControlError(
+            f"replica {replica}: handing samples of step {step} of the {name} loader to or from "
+            f"replica {peer} failed ({error}). That replica has stopped, is stuck or planned "
+            "another step; its own output says why"
+        ) from error
