@@ -237,14 +237,14 @@ class TestSampleList:
 
 class TestAuto:
     CONFIG = PlanConfig(
-        policy=PolicyName.COST, total=900, global_batch_size=20, num_replicas=2,
-        token_budget=64, window=20, exchange=ExchangeMode.AUTO,
+        policy=PolicyName.COST, total=900, global_batch_size=40, num_replicas=2,
+        token_budget=64, window=40, exchange=ExchangeMode.AUTO,
         cost=CostModel.from_ratios(quadratic=0, fixed_tokens=0),
     )  # fmt: skip
 
     @pytest.mark.parametrize(
         ("over", "window", "exchanges"),
-        [(0, 20, False), (0, 19, True), (100, 20, False), (300, 20, True)],
+        [(0, 40, False), (0, 39, True), (100, 40, False), (300, 40, True)],
     )
     def test_for_a_run(self, over: int, window: int, exchanges: bool) -> None:
         record = WindowRecord(
@@ -254,12 +254,21 @@ class TestAuto:
         config = replace(self.CONFIG, window=window)
         found = choose_for_run(RecordTable.from_records([record, record]), config)
         assert found.exchanges is exchanges
-        # A step of 20 samples has a share of 10 samples, which cost 1000.
-        assert found.over == 20 * 2 * over * 1_000_000 // (40 * 1000)
-        assert found.num_micro_batches == 100 * 100 // 64
+        # A step of 40 samples has a share of 20 samples, which cost 2000.
+        assert found.over == 40 * 2 * over * 1_000_000 // (40 * 2000)
+        assert found.num_micro_batches == 100 * 200 // 64
         mode = "tokens" if exchanges else "none"
-        assert found.reason().startswith(f"exchange {mode}: 1.6 micro-batches per step")
+        assert found.reason().startswith(f"exchange {mode}: 3.1 micro-batches per step")
         assert found.reason().endswith(f"--odb-exchange {mode} reproduces it")
+
+    @pytest.mark.parametrize(("batch", "exchanges"), [(32, False), (31, True)])
+    def test_a_share_of_few_samples(self, batch: int, exchanges: bool) -> None:
+        record = WindowRecord(
+            config=0, step=0, position=0, num_observed=40, tokens_observed=400, cost_observed=4000
+        )
+        config = replace(self.CONFIG, global_batch_size=batch)
+        found = choose_for_run(RecordTable.from_records([record, record]), config)
+        assert found.exchanges is exchanges
 
     @pytest.mark.parametrize(
         ("costs", "largest", "counts", "worth"),
@@ -287,7 +296,7 @@ class TestAuto:
     def test_a_run_keeps_its_choice(self) -> None:
         """Chosen in the first step, kept in the state."""
         lengths = [random.Random(p).randint(1, 60) for p in range(900)]
-        for window, chosen in ((10, 1), (40, 0)):
+        for window, chosen in ((20, 1), (80, 0)):
             world = World(config=replace(self.CONFIG, window=window), lengths=lengths)
             planners = world.planners()
             assert planners[0].state_dict()["exchanges"] == -1

@@ -19,6 +19,7 @@ _PPM = 1_000_000
 _LEAST_GAIN = 10_000
 _MOST_OVER = 250_000
 _LEAST_STEPS = 2  # a window below two steps' share balances little
+_LEAST_SHARE = 16  # samples; of fewer a step cannot be composed without drifting off the batch size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,8 @@ class ExchangeChoice:
             f"exchange {mode}: {self.num_micro_batches / 100:.1f} micro-batches per step and "
             f"replica; window {self.window} for a share of {self.share} samples; samples costlier "
             f"than a share add {self.over / 10_000:.1f} % to a step (an exchange pays above "
-            f"{_MOST_OVER // 10_000} %, or with a window below {_LEAST_STEPS} shares); "
+            f"{_MOST_OVER // 10_000} %, with a window below {_LEAST_STEPS} shares, or a share "
+            f"below {_LEAST_SHARE} samples); "
             f"--odb-exchange {mode} reproduces it"
         )
 
@@ -56,8 +58,8 @@ def choose_for_run(table: RecordTable[WindowRecord], config: PlanConfig) -> Exch
 
     A window of some steps evens out all but samples that alone cost more than a replica's share of
     a step. Without an exchange all replicas then do more in that step; where such samples are so
-    frequent that the batch size cannot be kept, or where the window holds less than two steps, an
-    exchange is used (measured, see `docs/dgap.md`).
+    frequent that the batch size cannot be kept, where a share has too few samples for that, or
+    where the window holds less than two steps, an exchange is used (measured, see `docs/dgap.md`).
 
     Args:
         table: first records of the step.
@@ -70,8 +72,9 @@ def choose_for_run(table: RecordTable[WindowRecord], config: PlanConfig) -> Exch
     over = _PPM * batch * table.total("cost_over") // (observed * share_cost)
     tokens = 100 * batch * table.total("tokens_observed") // (observed * num)
     is_short = config.window * num < _LEAST_STEPS * batch
+    is_small = batch < _LEAST_SHARE * num
     return ExchangeChoice(
-        exchanges=num > 1 and (is_short or over > _MOST_OVER),
+        exchanges=num > 1 and (is_short or is_small or over > _MOST_OVER),
         over=over,
         num_micro_batches=tokens // config.token_budget,
         window=config.window,

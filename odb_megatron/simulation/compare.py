@@ -112,8 +112,7 @@ def compare(
             except ReferenceMissingError as error:
                 left_out[name] = str(error)
                 continue
-        keeps_order = name == PolicyName.SAMPLES.value
-        policies[name] = runs.figures(schedules.pop(name), keeps_order=keeps_order)
+        policies[name] = runs.figures(schedules.pop(name))
     return Comparison(policies=policies, left_out=left_out)
 
 
@@ -135,14 +134,8 @@ class _Runs:
         times = measure_times(schedule, self._stream, self._setting)
         self._ideals[schedule.step_samples.tobytes()] = times
 
-    def figures(self, schedule: Schedule, *, keeps_order: bool) -> Figures:
-        """Return a schedule's figures, `steady` among them.
-
-        Args:
-            schedule: of a policy.
-            keeps_order: which samples a step has is not the policy's to choose: what is reachable
-                is that of the very same steps.
-        """
+    def figures(self, schedule: Schedule) -> Figures:
+        """Return a schedule's figures, `steady` among them."""
         stream, setting = self._stream, self._setting
         times = measure_times(schedule, stream, setting)
         found: dict[bool, Figures | None] = {}
@@ -151,7 +144,7 @@ class _Runs:
                 found[is_steady] = None
                 continue
             figures: Figures = score(schedule, times, stream, setting, steps=steps)
-            reachable = self._reachable(schedule, steps, keeps_order=keeps_order)
+            reachable = self._reachable(schedule, steps)
             figures["fraction_of_reachable"] = figures["fraction_of_bound"] / reachable
             own, base = _rates(times, steps), self._baseline[is_steady]
             for name, key in _RELATIVE.items():
@@ -175,19 +168,19 @@ class _Runs:
         }
         return {**figures, "steady": None if is_online else dict(figures)}
 
-    def _reachable(self, schedule: Schedule, steps: tuple[int, int], *, keeps_order: bool) -> float:
+    def _reachable(self, schedule: Schedule, steps: tuple[int, int]) -> float:
         """Return which fraction of the bound the ideal reaches in steps of these sizes.
 
         Where the ideal has not run on these sizes anyway, it runs on some of the steps, evenly
         spaced: the fraction varies little from step to step.
         """
         (first, last), sizes = steps, schedule.step_samples
-        known = None if keeps_order else self._ideals.get(sizes.tobytes())
+        known = None if schedule.keeps_order else self._ideals.get(sizes.tobytes())
         if known is not None:
             return self._fraction(known, slice(first, last))
         stride = max(1, min(int(sizes[first:last].sum()) // _ENOUGH, (last - first) // _FEW_STEPS))
         only = range(first + (last - first - 1) % stride // 2, last, stride)
-        if keeps_order:
+        if schedule.keeps_order:
             chosen = np.split(schedule.positions, schedule.step_starts[1:-1])
         else:
             chosen = hold_outliers(self._stream, self._setting, sizes=sizes.tolist())

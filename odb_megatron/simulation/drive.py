@@ -6,12 +6,13 @@ The one place that knows the order of a planner's calls; it neither scores nor d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.planner import ReplicaPlanner
-from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.policy import ExchangeMode, PolicyName
 from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.step import StepPlan
 from odb_megatron.simulation.schedule import Schedule
@@ -93,12 +94,15 @@ def run_planners(policy: PolicyName, stream: Stream, setting: Setting) -> Schedu
         plans = plan_step(planners, lengths, drawn=drawn)
         steps.append([plan.micro_batches for plan in plans])
         bytes_moved += plans[0].totals.bytes_moved
-    return Schedule.build(
+    schedule = Schedule.build(
         steps,
         num_replicas=setting.num_replicas,
         arrivals=[np.array(positions, dtype=np.int64) for positions in drawn],
         bytes_moved=bytes_moved,
     )
+    choice = planners[0].exchange_choice
+    exchanges = setting.exchange is ExchangeMode.TOKENS or (choice is not None and choice.exchanges)
+    return replace(schedule, keeps_order=policy is PolicyName.SAMPLES or exchanges)
 
 
 def check_plannable(policy: PolicyName, stream: Stream, setting: Setting) -> None:

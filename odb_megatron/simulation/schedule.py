@@ -30,6 +30,8 @@ class Schedule:
         arrivals: stream positions of each replica in the order in which it drew them; None where
             all replicas share the stream's order.
         bytes_moved: payload bytes that replicas handed to each other.
+        keeps_order: which samples a step has follows from the stream's order; the policy places
+            them only.
     """
 
     num_replicas: int
@@ -39,6 +41,7 @@ class Schedule:
     is_padded: bool = False
     arrivals: Sequence[Integers] | None = None
     bytes_moved: int = 0
+    keeps_order: bool = False
 
     @classmethod
     def build(
