@@ -237,7 +237,8 @@ def _loss(model: Any, samples: Sequence[Sample]) -> Any:
     from odb_megatron.data.thd import assemble
     from odb_megatron.megatron.forward_step import packed_batch
 
-    batch = packed_batch(assemble(samples, positions=range(len(samples)), multiple=1))
+    item = assemble(samples, positions=range(len(samples)), multiple=1)
+    batch = packed_batch(item)
     output = model(
         batch.tokens,
         batch.position_ids,
@@ -246,4 +247,4 @@ def _loss(model: Any, samples: Sequence[Sample]) -> Any:
         loss_mask=batch.loss_mask,
         packed_seq_params=batch.packed_seq_params,
     )
-    return (output.view(-1) * batch.loss_mask.view(-1)).sum()
+    return (output.view(-1) * item.loss_mask.view(-1)).sum()

@@ -78,7 +78,8 @@ class Launch:
     Attributes:
         name: shown while it runs and in the results.
         flags: the script's flags, without `--odb-log-dir`.
-        num_replicas: data-parallel size; one process each.
+        num_replicas: data-parallel size.
+        num_ranks: processes of each replica.
         script: a pretrain script.
         num_threads: threads of each process.
         timeout_s: the run is ended and reported as failed after this many seconds.
@@ -87,6 +88,7 @@ class Launch:
     name: str
     flags: Sequence[str]
     num_replicas: int
+    num_ranks: int = 1
     script: Path = EXAMPLE_SCRIPT
     num_threads: int = 1
     timeout_s: float = 900.0
@@ -94,7 +96,7 @@ class Launch:
     def command(self, log_dir: str) -> list[str]:
         """The command line."""
         head = [sys.executable, "-m", "odb_megatron.launch", "--device", "cpu"]
-        head += ["--nproc-per-node", str(self.num_replicas), "--", str(self.script)]
+        head += ["--nproc-per-node", str(self.num_replicas * self.num_ranks), "--", str(self.script)]
         return [*head, *self.flags, "--odb-log-dir", log_dir]
 
 

@@ -24,7 +24,7 @@ def main() -> None:
     args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
     model_config = gpt_config_from_args(args)
     with OdbRun(args) as run:
-        model_config.transformer_layer_spec = run.layer_spec
+        run.prepare_model(model_config)
         pretrain(
             pretrain_cfg_container_from_args(args, model_config),
             run.datasets_provider,

@@ -8,7 +8,6 @@ each, over the same steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,8 +64,10 @@ class StepFeed:
         part: this rank's context-parallel part.
         num_chunks: virtual pipeline chunks of this rank.
         multiple: padded lengths are multiples of this.
+        num_steps: steps of one pass over the stream.
 
     Attributes:
+        num_steps: see above.
         iterators: one for each chunk; all give the same items.
     """
 
@@ -78,6 +79,7 @@ class StepFeed:
         part: ContextPart | None = None,
         num_chunks: int = 1,
         multiple: int = 1,
+        num_steps: int = 0,
     ) -> None:
         if loader is None and channel is None:
             raise ValueError("a rank without a loader needs a channel to its leader")
@@ -85,6 +87,7 @@ class StepFeed:
         self._channel = channel
         self._part = part or ContextPart()
         self._multiple = multiple
+        self.num_steps = num_steps
         self.iterators = [ChunkIterator(self) for _ in range(num_chunks)]
 
     def restart(self) -> None:
@@ -157,11 +160,20 @@ class ChunkIterator:
     def __init__(self, feed: StepFeed) -> None:
         self._feed = feed
         self._items: deque[Item] = deque()
+        self._has_begun = False
 
-    def __iter__(self) -> Iterator[Item]:
+    def __len__(self) -> int:
+        """Steps of one pass over the stream."""
+        return self._feed.num_steps
+
+    def __iter__(self) -> ChunkIterator:
+        """Start the stream again if it has begun (Megatron's full validation iterates so)."""
+        if self._has_begun:
+            self._feed.restart()
         return self
 
     def __next__(self) -> Item:
+        self._has_begun = True
         if not self._items:
             self._feed.fetch()
         return self._items.popleft()
@@ -173,3 +185,4 @@ class ChunkIterator:
     def clear(self) -> None:
         """Forget items that were not taken."""
         self._items.clear()
+        self._has_begun = False

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from odb_megatron.data.thd import MicroBatch
+from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
 from odb_megatron.megatron.compat import packed_seq_params, seqlen_stats_updater
 
 __all__ = ["Batch", "loss_func", "make_forward_step", "packed_batch", "padded_batch"]
@@ -26,26 +26,28 @@ _SPIKY_LOSS_FACTOR = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Model inputs on the device; shapes as in `data.thd.MicroBatch`, or [b, s] when padded."""
+    """Model inputs on the device; shapes as in `data.thd.MicroBatch`, or [b, s] when padded.
 
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    position_ids: Tensor
+    Middle pipeline stages get none of the four tensors.
+    """
+
+    tokens: Tensor | None = None
+    labels: Tensor | None = None
+    loss_mask: Tensor | None = None
+    position_ids: Tensor | None = None
     packed_seq_params: Any = None
     cu_seqlens: Tensor | None = None
 
 
-def packed_batch(item: MicroBatch) -> Batch:
+def packed_batch(item: MicroBatchLayout) -> Batch:
     """Move a packed micro-batch to the device and describe its layout to Megatron."""
     device = torch.cuda.current_device()
     cu_seqlens = item.cu_seqlens.to(device, non_blocking=True)
     cu_seqlens_padded = item.cu_seqlens_padded.to(device, non_blocking=True)
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    used = names if isinstance(item, MicroBatch) else ()
     return Batch(
-        tokens=item.tokens.to(device, non_blocking=True),
-        labels=item.labels.to(device, non_blocking=True),
-        loss_mask=item.loss_mask.to(device, non_blocking=True),
-        position_ids=item.position_ids.to(device, non_blocking=True),
+        **{name: getattr(item, name).to(device, non_blocking=True) for name in used},
         cu_seqlens=cu_seqlens,
         packed_seq_params=packed_seq_params(
             qkv_format="thd",
@@ -70,7 +72,7 @@ def padded_batch(item: dict[str, Tensor]) -> Batch:
     return Batch(**tensors)
 
 
-def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum of token losses, number of loss tokens, and both for reporting.
 
     Three values, so that the schedule does not divide by the number of micro-batches. The reported
@@ -82,6 +84,7 @@ def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[s
         loss_mask: float32, shape of `output`.
         output: token losses.
     """
+    assert loss_mask is not None, "the last pipeline stage has the loss mask"
     losses_T = output.view(-1).float()
     loss_mask_T = loss_mask.view(-1).float()
     loss = torch.sum(losses_T * loss_mask_T)
@@ -120,7 +123,7 @@ def make_forward_step(
             item = next(data_iterator)
             on_batch(item)
             batch = build_batch(item)
-        if batch.cu_seqlens is not None and torch.is_grad_enabled():
+        if batch.cu_seqlens is not None and torch.is_grad_enabled() and _is_first_chunk(model):
             update_seqlen_stats(batch.cu_seqlens)
         timers("batch-generator").stop()
         with stimer:
@@ -135,6 +138,13 @@ def make_forward_step(
         return output, partial(loss_func, batch.loss_mask)
 
     return forward_step
+
+
+def _is_first_chunk(model: Any) -> bool:
+    """Whether this is the rank's first virtual pipeline chunk: it counts a micro-batch once."""
+    while not hasattr(model, "vp_stage") and hasattr(model, "module"):
+        model = model.module
+    return not getattr(model, "vp_stage", None)
 
 
 def _validate(loss: Tensor) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from odb_megatron.data.step_feed import ChunkIterator
 from odb_megatron.data.step_loader import StepHeader, StepLoader
 
 __all__ = ["Hooks", "RunListener"]
@@ -97,8 +98,8 @@ class Hooks:
                 if not self._packed:
                     return schedule(**arguments)
                 iterators = arguments["data_iterator"]
-                first = iterators[0] if isinstance(iterators, list) else iterators
-                header = next(first)
+                chunks = iterators if isinstance(iterators, list) else [iterators]
+                header, *_ = [next(chunk) for chunk in chunks]
                 assert isinstance(header, StepHeader), f"expected a step header, got {header!r}"
                 self._listener.on_header(header, training=training)
                 arguments["num_microbatches"] = header.totals.num_micro_batches
@@ -153,9 +154,10 @@ class Hooks:
             if not megatron_args.full_validation or isinstance(steps, list):
                 return original(*args, **kwargs)
             iterator = signature.bind(*args, **kwargs).arguments["data_iterator"]
-            loader = getattr(iterator, "iterable", None)
+            first = iterator[0] if isinstance(iterator, list) else iterator
+            loader = getattr(first, "iterable", None)
             # The count is the validation set's; only that one is wrapped to start again by itself.
-            one_pass = len(loader) if isinstance(loader, StepLoader) else steps
+            one_pass = len(loader) if isinstance(loader, (StepLoader, ChunkIterator)) else steps
             megatron_args.eval_iters = [one_pass]
             try:
                 return original(*args, **kwargs)

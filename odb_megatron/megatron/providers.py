@@ -26,9 +26,9 @@ from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.data.tokenizer import adds_special_tokens, usable_tokenizer
 from odb_megatron.megatron.arguments import OdbConfig
 from odb_megatron.megatron.setup import dataset_config, total_samples
+from odb_megatron.megatron.topology import count_multiple, padding_multiple
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel, ModelShape
-from odb_megatron.plan.padding import length_multiple
 from odb_megatron.plan.policy import ExchangeMode, PolicyName
 
 __all__ = [
@@ -53,6 +53,7 @@ def build_streams(
     sizes: Sequence[int | None],
     *,
     datasets: Sequence[Any] | None = None,
+    reads_data: bool = True,
 ) -> list[SampleStream | None]:
     """Build the train, valid and test streams; every rank must call it (world barriers).
 
@@ -62,8 +63,9 @@ def build_streams(
         sizes: samples per split, as Megatron's provider gets them; None means one epoch.
         datasets: the user's own map-style datasets per split (None for none), instead of
             `--data-path`.
+        reads_data: whether this rank leads a replica; others get None for every split.
     """
-    rules = config.sample_rules(multiple=length_multiple())
+    rules = config.sample_rules(multiple=padding_multiple(args))
     total = total_samples(args)
     lengths = [total, *sizes[1:]]
     orders = [
@@ -85,7 +87,7 @@ def build_streams(
     built = build_datasets(
         dataset_config(args, rules=rules, tokenizer=tokenizer, renderer=renderer),
         num_samples=[getattr(args, "odb_epoch_samples", total), *sizes[1:]],
-        is_built_on_rank=lambda: True,
+        is_built_on_rank=lambda: reads_data,
     )
     return [
         None
@@ -120,7 +122,8 @@ def build_loader(
         global_batch_size=batch,
         num_replicas=exchange.num_replicas,
         token_budget=config.token_budget,
-        multiple=length_multiple(),
+        multiple=padding_multiple(args),
+        count_multiple=count_multiple(args),
         window=config.window,
         max_delay_steps=config.max_delay_steps,
         exchange=config.exchange if training else ExchangeMode.NONE,

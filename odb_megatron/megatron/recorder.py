@@ -16,7 +16,7 @@ from odb_megatron.data.step_loader import StepHeader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatch
 from odb_megatron.megatron.arguments import OdbConfig
-from odb_megatron.plan.padding import length_multiple
+from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.report.step_record import StepRecord
 
 __all__ = ["StepRecorder"]
@@ -51,6 +51,7 @@ class StepRecorder:
         self._stream = stream
         self._exchange = exchange
         self.source_counts = [SourceCounts() for _ in stream.source_names]
+        self._idle_tokens = padding_multiple(args)
         self._header: StepHeader | None = None
         self._started: float | None = None
         self._clear()
@@ -136,7 +137,8 @@ class StepRecorder:
             "samples": totals.num_samples,
             "left_out": totals.num_left_out,
             "tokens": totals.num_tokens,
-            "computed_tokens": totals.num_padded_tokens + totals.num_idle * length_multiple(),
+            "computed_tokens": totals.num_padded_tokens
+            + totals.num_idle * padding_multiple(self._args),
             "loss_tokens": totals.num_loss_tokens,
             "idle": totals.num_idle,
             "split": totals.num_split,

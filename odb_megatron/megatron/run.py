@@ -6,6 +6,7 @@ Holds no policy: planning is in `plan`, flags in `arguments`, refusals in `valid
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -31,6 +32,8 @@ from odb_megatron.megatron.providers import (
     control_group,
 )
 from odb_megatron.megatron.recorder import StepRecorder
+from odb_megatron.megatron.replica_data import ReplicaData
+from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.setup import odb_config, total_samples
 from odb_megatron.megatron.topology import balance_scope
 from odb_megatron.plan.policy import ExchangeMode, PolicyName
@@ -78,7 +81,9 @@ class OdbRun:
         self._hooks = Hooks(self, packed=self.config.enabled)
         self._calculator: StepCalculator | None = None
         self._loader: StepLoader | None = None
-        self._exchange: ControlGroup | None = None
+        self._replica: ReplicaData | None = None
+        self._exchange: ControlGroup | None = None  # on leaders
+        self._groups: list[ControlGroup] = []
         self._stream: SampleStream | None = None
         self._recorder: StepRecorder | None = None
         self._report: LiveReport | None = None
@@ -97,6 +102,23 @@ class OdbRun:
     def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
         """Layer spec with the chosen attention backend; set as the model's layer spec."""
         return layer_spec(config.transformer, backend=self._backend, vp_stage=vp_stage)
+
+    def prepare_model(self, model_config: Any) -> None:
+        """Put the layer spec, and what packed micro-batches need, into the model's configuration.
+
+        Pipeline stages learn the length of each micro-batch from each other
+        (`variable_seq_lengths`), for which Megatron demands the alltoall token dispatcher, also
+        of dense models (transformer_config.py, 0.16.1 to 0.19.2).
+
+        Args:
+            model_config: from `megatron.training.argument_utils.gpt_config_from_args`.
+        """
+        model_config.transformer_layer_spec = self.layer_spec
+        if self.config.enabled and self._args.pipeline_model_parallel_size > 1:
+            transformer = model_config.transformer
+            transformer.variable_seq_lengths = self._args.variable_seq_lengths = True
+            if transformer.num_moe_experts is None:
+                transformer.moe_token_dispatcher_type = "alltoall"
 
     def __enter__(self) -> OdbRun:
         self._hooks.install()
@@ -155,6 +177,7 @@ class OdbRun:
 
     def on_logged(self, values: dict[str, Any]) -> None:
         """See `hooks.RunListener`: record the step and show it."""
+        values = self._with_loss(values)
         if self._recorder is None:
             return
         record = self._recorder.end_step(values)
@@ -185,54 +208,87 @@ class OdbRun:
 
     def _make_provider(self) -> Callable[..., tuple[Any, Any, Any]]:
         def provider(sizes: Sequence[int | None], vp_stage: int | None = None) -> Any:
-            del vp_stage  # one pipeline stage: see validation
-            datasets = self._datasets(sizes) if self._datasets is not None else None
-            streams = build_streams(self._args, self.config, sizes, datasets=datasets)
-            if streams[0] is None and not self._args.skip_train:
-                raise ValueError(
-                    "there is nothing to train on: the train split is empty; change --split or "
-                    "--data-path"
-                )
-            if streams[1] is None and (self._args.full_validation or self._args.eval_iters):
-                raise ValueError(
-                    "there is nothing to evaluate on: the validation split is empty; change "
-                    "--split, give --valid-data-path, or pass --eval-iters 0"
-                )
-            moves = self.config.enabled and self.config.exchange is not ExchangeMode.NONE
-            groups = [
-                control_group(self._args, name=name, has_payloads=moves and name == "train")
-                for name in ("train", "valid", "test")
-            ]
-            self._exchange = groups[0]
-            self._start(streams, groups[0])
             if not self.config.enabled:
-                return tuple(build_padded(self._args, streams))
-            return tuple(self._build_loaders(streams, groups))
+                return tuple(build_padded(self._args, self._build_streams(sizes)))
+            if self._replica is None:  # else another chunk of a virtual pipeline asks
+                place = replica_ranks(self._args, rank=self._args.rank)
+                self._replica = ReplicaData(self._args, place)
+                self._build_packed(self._replica, sizes)
+            return self._replica.iterators(vp_stage or 0)
 
         provider.is_distributed = True  # type: ignore[attr-defined]  # every rank builds its data
         return provider
 
-    def _build_loaders(
-        self, streams: Sequence[SampleStream | None], groups: Sequence[ControlGroup]
-    ) -> list[StepLoader | None]:
+    def _build_streams(
+        self, sizes: Sequence[int | None], *, reads_data: bool = True
+    ) -> list[SampleStream | None]:
+        """Build the streams, and on leaders what goes with them."""
+        args = self._args
+        datasets = None
+        if self._datasets is not None and reads_data:
+            datasets = self._datasets(sizes)
+        streams = build_streams(args, self.config, sizes, datasets=datasets, reads_data=reads_data)
+        if not reads_data:
+            return streams
+        if streams[0] is None and not args.skip_train:
+            raise ValueError(
+                "there is nothing to train on: the train split is empty; change --split or "
+                "--data-path"
+            )
+        if streams[1] is None and (args.full_validation or args.eval_iters):
+            raise ValueError(
+                "there is nothing to evaluate on: the validation split is empty; change "
+                "--split, give --valid-data-path, or pass --eval-iters 0"
+            )
+        self._groups = [
+            control_group(
+                args,
+                name=name,
+                has_payloads=self.config.enabled
+                and self.config.exchange is not ExchangeMode.NONE
+                and name == "train",
+            )
+            for name in ("train", "valid", "test")
+        ]
+        self._exchange = self._groups[0]
+        self._start(streams, self._exchange)
+        return streams
+
+    def _build_packed(self, replica: ReplicaData, sizes: Sequence[int | None]) -> None:
+        args = self._args
+        with replica.told_of_failure():
+            streams = self._build_streams(sizes, reads_data=replica.place.is_leader)
+        replica.build(lambda: self._build_loaders(streams))
+        self._calculator = StepCalculator.install(num_replicas=args.data_parallel_size)
+        args.dataloader_type = "external"
+        remaining = max(0, self._total - args.consumed_train_samples)
+        steps = -(-remaining // args.global_batch_size)
+        args.train_iters = args.iteration + steps
+
+    def _build_loaders(self, streams: Sequence[SampleStream | None]) -> list[StepLoader | None]:
         from megatron.core.datasets.utils import Split
 
         loaders = [
             None
             if stream is None
             else build_loader(self._args, self.config, stream, split=split, exchange=group)
-            for split, stream, group in zip(Split, streams, groups, strict=True)
+            for split, stream, group in zip(Split, streams, self._groups, strict=True)
         ]
         self._loader = loaders[0]
-        self._calculator = StepCalculator.install(num_replicas=groups[0].num_replicas)
-        self._args.dataloader_type = "external"
-        remaining = max(0, self._total - self._args.consumed_train_samples)
-        steps = -(-remaining // self._args.global_batch_size)
-        self._args.train_iters = self._args.iteration + steps
         if self._loader is not None:
             self._cost = RunCost(self._args, self.config, self._loader)
             self._cost.start(self._resume())
         return loaders
+
+    def _with_loss(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return what was logged, on the leader with the loss that the last stage knows."""
+        if self._replica is None or self._args.pipeline_model_parallel_size == 1:
+            return values
+        loss = values["loss_dict"].get("lm loss")
+        (found,) = self._replica.report([math.nan if loss is None else float(loss)])
+        if math.isnan(found) and loss is None:
+            return values
+        return {**values, "loss_dict": {**values["loss_dict"], "lm loss": found}}
 
     def _resume(self) -> dict[str, Any] | None:
         """Continue the data where the loaded checkpoint left it; return the planner's state.

@@ -1,4 +1,4 @@
-"""Where replicas wait for each other, from Megatron's parallelism.
+"""What follows from Megatron's parallelism: where replicas wait for each other, and multiples.
 
 Pure function of arguments; must not read process groups.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 
+from odb_megatron.plan.padding import length_multiple
 from odb_megatron.plan.policy import BalanceScope
 
-__all__ = ["balance_scope"]
+__all__ = ["balance_scope", "count_multiple", "padding_multiple"]
 
 
 def balance_scope(args: argparse.Namespace) -> tuple[BalanceScope, str]:
@@ -35,6 +36,23 @@ def balance_scope(args: argparse.Namespace) -> tuple[BalanceScope, str]:
     if found:
         return BalanceScope.MICROBATCH, ", ".join(found)
     return BalanceScope.STEP, "replicas meet once per optimizer step"
+
+
+def padding_multiple(args: argparse.Namespace) -> int:
+    """Return the multiple that every sample's length is padded to."""
+    sequence_parallel = getattr(args, "sequence_parallel", False)
+    return length_multiple(
+        context_parallel_size=args.context_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size if sequence_parallel else 1,
+    )
+
+
+def count_multiple(args: argparse.Namespace) -> int:
+    """Return what M must be a multiple of: the interleaved schedule's group of micro-batches."""
+    if not args.virtual_pipeline_model_parallel_size:
+        return 1
+    group = getattr(args, "microbatch_group_size_per_vp_stage", None)
+    return int(group or args.pipeline_model_parallel_size)
 
 
 def _size(args: argparse.Namespace, name: str) -> int:

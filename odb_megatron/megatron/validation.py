@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from odb_megatron.megatron.arguments import CostSource, OdbConfig
+from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.plan.policies import build_policy
@@ -128,18 +129,6 @@ _REFUSALS = (
         "--odb does not run on FSDP in this version: use --use-distributed-optimizer",
     ),
     _Refusal(
-        _above_one("tensor_model_parallel_size"),
-        "--odb is data-parallel in this version: use --tensor-model-parallel-size 1",
-    ),
-    _Refusal(
-        _above_one("pipeline_model_parallel_size"),
-        "--odb is data-parallel in this version: use --pipeline-model-parallel-size 1",
-    ),
-    _Refusal(
-        _above_one("context_parallel_size"),
-        "--odb is data-parallel in this version: use --context-parallel-size 1",
-    ),
-    _Refusal(
         lambda args: getattr(args, "num_experts", None) is not None,
         "--odb trains dense models in this version: drop --num-experts",
     ),
@@ -186,8 +175,23 @@ def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
     if config.enabled:
         messages += [refusal.message for refusal in _REFUSALS if refusal.applies(args)]
         messages += _planning_messages(args, config)
+        messages += _topology_messages(args, config)
     if messages:
         raise ValueError("\n".join(messages))
+
+
+def _topology_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:
+    messages = []
+    multiple = padding_multiple(args)
+    if config.token_budget < multiple or args.seq_length < multiple:
+        messages.append(
+            f"every sample is padded to a multiple of {multiple} (context parallelism "
+            f"{args.context_parallel_size}, tensor parallelism {args.tensor_model_parallel_size}"
+            f"{' with sequence parallelism' if args.sequence_parallel else ''}): "
+            f"--odb-token-budget {config.token_budget} and --seq-length {args.seq_length} must not "
+            "be below it"
+        )
+    return messages
 
 
 def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:

@@ -1,0 +1,133 @@
+"""The data of one rank of a replica: its leader's loaders, or what the leader sends.
+
+Must not plan, print or keep global state. All ranks build it together: what fails on the leader is
+raised on every rank of the replica.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from megatron.core.datasets.utils import Split
+
+from odb_megatron.comm.delivery import ReplicaGroup
+from odb_megatron.data.step_feed import ChunkIterator, ContextPart, StepFeed
+from odb_megatron.data.step_loader import StepLoader
+from odb_megatron.megatron.replica_ranks import ReplicaRanks
+from odb_megatron.megatron.topology import padding_multiple
+from odb_megatron.plan.records import ReplicaFailedError
+
+__all__ = ["ReplicaData"]
+
+Loaders = Sequence[StepLoader | None]
+
+
+class ReplicaData:
+    """Iterators of the three splits on one rank, for every virtual pipeline chunk.
+
+    Args:
+        args: Megatron's arguments.
+        place: this rank's place in its replica.
+
+    Attributes:
+        place: see above.
+        channels: to the other ranks of the replica, by split; empty for a replica of one rank.
+    """
+
+    def __init__(self, args: argparse.Namespace, place: ReplicaRanks) -> None:
+        self.place = place
+        self._args = args
+        self._num_chunks = args.virtual_pipeline_model_parallel_size or 1
+        self._feeds: list[StepFeed | None] = []
+        self._loaders: Loaders = ()
+        self.channels: list[ReplicaGroup] = []
+        if len(place.ranks) > 1:
+            self.channels = [
+                ReplicaGroup(
+                    place.ranks,
+                    payload_ranks=place.payload_ranks,
+                    name=split.name,
+                    timeout_s=60.0 * args.distributed_timeout_minutes,
+                )
+                for split in Split
+            ]
+
+    @contextmanager
+    def told_of_failure(self) -> Iterator[None]:
+        """Run what only the leader does; an error is told to the other ranks of the replica.
+
+        Raises:
+            ReplicaFailedError: on the others, with the leader's error.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._tell(f"{type(error).__name__}: {error}")
+            raise
+        self._tell("")
+
+    def build(self, make_loaders: Callable[[], Loaders]) -> None:
+        """Build the feeds.
+
+        Args:
+            make_loaders: returns the loaders of the three splits; called on the leader alone.
+
+        Raises:
+            ReplicaFailedError: the leader failed, on the other ranks.
+        """
+        with self.told_of_failure():
+            if self.place.is_leader:
+                self._loaders = make_loaders()
+        lengths = self._share_lengths()
+        if not self.channels:
+            return
+        part = ContextPart(size=self.place.context_size, rank=self.place.context_rank)
+        for at, split in enumerate(Split):
+            feed = None
+            if lengths[at] is not None:
+                feed = StepFeed(
+                    self._loaders[at] if self._loaders else None,
+                    channel=self.channels[split.value],
+                    part=part,
+                    num_chunks=self._num_chunks,
+                    multiple=padding_multiple(self._args),
+                    num_steps=lengths[at] or 0,
+                )
+            self._feeds.append(feed)
+
+    def iterators(self, chunk: int) -> tuple[StepLoader | ChunkIterator | None, ...]:
+        """Return the iterators of the three splits for a virtual pipeline chunk."""
+        if not self.channels:
+            return tuple(self._loaders)
+        return tuple(None if feed is None else feed.iterators[chunk] for feed in self._feeds)
+
+    def report(self, values: Sequence[float]) -> list[float]:
+        """Return on the leader what the last pipeline stage knows (training only)."""
+        place = self.place
+        if not self.channels or place.rank not in (place.ranks[0], place.reporter):
+            return list(values)
+        return self.channels[0].report(values, reporter=place.reporter)
+
+    def _tell(self, error: str) -> None:
+        if not self.channels:
+            return
+        channel, leads = self.channels[0], self.place.is_leader
+        found = json.loads(channel.header(json.dumps(error).encode() if leads else None))
+        if found and not leads:
+            raise ReplicaFailedError(f"the leader of this replica failed: {found}")
+
+    def _share_lengths(self) -> list[int | None]:
+        """Return the steps of one pass of each split; None for a split without data."""
+        own: list[int | None] = [
+            None if loader is None else len(loader) for loader in self._loaders
+        ]
+        if not self.channels:
+            return own
+        leads = self.place.is_leader
+        shared: list[int | None] = json.loads(
+            self.channels[0].header(json.dumps(own).encode() if leads else None)
+        )
+        return shared
