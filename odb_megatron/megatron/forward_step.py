@@ -101,7 +101,7 @@ def make_forward_step(
 
     Args:
         build_batch: `packed_batch` or `padded_batch`.
-        on_batch: called with every item taken from the iterator, for logging.
+        on_batch: called once with every micro-batch, for logging.
     """
     from megatron.core.utils import StragglerDetector
     from megatron.training import get_timers
@@ -121,10 +121,11 @@ def make_forward_step(
         timers("batch-generator", log_level=2).start()
         with stimer(bdata=True):
             item = next(data_iterator)
-            on_batch(item)
             batch = build_batch(item)
-        if batch.cu_seqlens is not None and torch.is_grad_enabled() and _is_first_chunk(model):
-            update_seqlen_stats(batch.cu_seqlens)
+        if _is_first_chunk(model):
+            on_batch(item)
+            if batch.cu_seqlens is not None and torch.is_grad_enabled():
+                update_seqlen_stats(batch.cu_seqlens)
         timers("batch-generator").stop()
         with stimer:
             output = model(
