@@ -96,7 +96,12 @@ class Launch:
     def command(self, log_dir: str) -> list[str]:
         """The command line."""
         head = [sys.executable, "-m", "odb_megatron.launch", "--device", "cpu"]
-        head += ["--nproc-per-node", str(self.num_replicas * self.num_ranks), "--", str(self.script)]
+        head += [
+            "--nproc-per-node",
+            str(self.num_replicas * self.num_ranks),
+            "--",
+            str(self.script),
+        ]
         return [*head, *self.flags, "--odb-log-dir", log_dir]
 
 

@@ -128,7 +128,7 @@ def test_a_schedule_runs_the_headers_m(
     Hooks(listener, packed=True).install()
     iterator = _items(3)
     schedule = training.get_forward_backward_func(1, group="all")
-    data_iterator = [iterator, iter(())] if virtual else iterator
+    data_iterator = [iterator, _items(3)] if virtual else iterator
     result = schedule(
         data_iterator=data_iterator, num_microbatches=4, forward_only=forward_only, model="m"
     )

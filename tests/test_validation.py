@@ -90,18 +90,53 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sequence_packing_scheduler": "dp_balanced"}, "--sequence-packing-scheduler"),
     ({"use_megatron_fsdp": True}, "--use-distributed-optimizer"),
     ({"use_torch_fsdp2": True}, "--use-distributed-optimizer"),
-    ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 1"),
-    ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size 1"),
     (
         {"odb_cost_linear": 1e-12, "odb_cost_quadratic": 1.0},
         "--odb-cost-linear, -quadratic, -fixed: a sample of 128 tokens and 0 patches costs",
     ),
     ({"odb_cost_linear": 1e-12, "odb_cost_fixed": 1.0}, "a micro-batch's fixed price"),
-    ({"context_parallel_size": 2}, "--context-parallel-size 1"),
-    ({"num_experts": 8}, "--num-experts"),
+    (
+        {"num_experts": 8, "moe_router_load_balancing_type": "quantile_balancing"},
+        "--moe-router-load-balancing-type quantile_balancing",
+    ),
+    (
+        {"num_experts": 8, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
+        "--moe-router-load-balancing-type quantile_balancing",
+    ),
+    ({"num_experts": 8, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
+    (
+        {
+            "num_experts": 8,
+            "moe_token_dispatcher_type": "allgather",
+            "expert_model_parallel_size": 2,
+        },
+        "--moe-token-dispatcher-type alltoall",
+    ),
+    (
+        {
+            "num_experts": 8,
+            "moe_token_dispatcher_type": "flex",
+            "pipeline_model_parallel_size": 2,
+        },
+        "--moe-token-dispatcher-type alltoall",
+    ),
+    (
+        {"overlap_moe_expert_parallel_comm": True},
+        "--overlap-moe-expert-parallel-comm",
+    ),
+    (
+        {
+            "context_parallel_size": 64,
+            "tensor_model_parallel_size": 1,
+            "odb_token_budget": 127,
+            "odb_overlong": "truncate",
+        },
+        "every sample is padded to a multiple of 128",
+    ),
     ({"fp8": "e4m3"}, "--bf16"),
     ({"fp4": "e2m1"}, "--bf16"),
-    ({"mtp_num_layers": 1}, "--mtp-num-layers"),
+    ({"mtp_num_layers": 1, "context_parallel_size": 2}, "drop --mtp-num-layers, or both"),
+    ({"mtp_num_layers": 1, "num_experts": 8}, "drop --mtp-num-layers or --num-experts"),
     ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size 1"),
     ({"odb_token_budget": 64}, "--odb-token-budget 64 is below --seq-length 128"),
 ]

@@ -42,7 +42,8 @@ class ReplicaGroup:
 
     Attributes:
         num_collectives: broadcasts this rank has taken part in.
-        num_bytes: bytes it has sent (leader) or received.
+        num_bytes: bytes it has sent (leader) or received by broadcast.
+        num_reports: point-to-point transfers of `report` it has taken part in.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ReplicaGroup:
         self._capacity = _FIRST_CAPACITY
         self.num_collectives = 0
         self.num_bytes = 0
+        self.num_reports = 0
 
     @property
     def is_leader(self) -> bool:
@@ -142,6 +144,7 @@ class ReplicaGroup:
                 f"rank {self._rank}: the report from rank {reporter} to the leader "
                 f"{self._leader} failed ({error}); the other rank's own output says why"
             ) from error
+        self.num_reports += 1
         found: list[float] = data.tolist()
         return found
 

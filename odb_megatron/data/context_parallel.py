@@ -13,10 +13,11 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from odb_megatron.data.thd import MicroBatch
+from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
 
-__all__ = ["chunk_indices", "cost_balance", "slice_micro_batch"]
+__all__ = ["chunk_indices", "cost_balance", "padding_mask", "slice_micro_batch"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -67,6 +68,29 @@ def slice_micro_batch(item: MicroBatch, *, size: int, rank: int) -> MicroBatch:
         loss_mask=item.loss_mask.index_select(1, index_T),
         position_ids=item.position_ids.index_select(1, index_T),
     )
+
+
+def padding_mask(item: MicroBatchLayout, *, size: int = 1, rank: int = 0) -> Tensor:
+    """Return where a rank's part is padding (True), bool [1, T / size].
+
+    The first token of an idle micro-batch counts as real: a router's load-balancing loss divides by
+    the number of real tokens, so that none at all gives 0 / 0.
+
+    Args:
+        item: the micro-batch, or its layout.
+        size: context-parallel size.
+        rank: context-parallel rank.
+    """
+    starts = item.cu_seqlens_padded.numpy().astype(np.int64)
+    real = np.diff(item.cu_seqlens.numpy().astype(np.int64))
+    if item.is_idle:
+        real = np.ones_like(real)
+    padded = np.diff(starts)
+    within = np.arange(int(starts[-1])) - np.repeat(starts[:-1], padded)
+    mask_T = within >= np.repeat(real, padded)
+    if size > 1:
+        mask_T = mask_T[chunk_indices(starts, size=size, rank=rank)]
+    return torch.from_numpy(mask_T)[None]
 
 
 def cost_balance(lengths: Integers, padded: Integers, *, size: int) -> float:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from odb_megatron.data.context_parallel import padding_mask
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
 from odb_megatron.megatron.compat import packed_seq_params, seqlen_stats_updater
 
-__all__ = ["Batch", "loss_func", "make_forward_step", "packed_batch", "padded_batch"]
+__all__ = ["Batch", "RouterMask", "loss_func", "make_forward_step", "packed_batch", "padded_batch"]
 
 _SMALLEST_COUNT = 1e-30
 _SPIKY_LOSS_FACTOR = 10
@@ -37,6 +38,33 @@ class Batch:
     position_ids: Tensor | None = None
     packed_seq_params: Any = None
     cu_seqlens: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterMask:
+    """Tells routers of mixtures of experts which tokens of this rank are padding.
+
+    The model wants it as bool [1, T] (True is padding). Its first stage cuts it for sequence
+    parallelism by itself (gpt_model.py 352, 0.19.2); other stages take it as it comes.
+
+    Attributes:
+        context_size: context-parallel size.
+        context_rank: context-parallel rank.
+        sequence_size: tensor-parallel size if sequence parallelism is on, else 1.
+        sequence_rank: tensor-parallel rank.
+    """
+
+    context_size: int = 1
+    context_rank: int = 0
+    sequence_size: int = 1
+    sequence_rank: int = 0
+
+    def build(self, item: MicroBatchLayout, *, is_first_stage: bool) -> Tensor:
+        """Return the mask of a micro-batch for one model chunk, on the CPU."""
+        mask = padding_mask(item, size=self.context_size, rank=self.context_rank)
+        if is_first_stage or self.sequence_size == 1:
+            return mask
+        return mask.chunk(self.sequence_size, dim=1)[self.sequence_rank].contiguous()
 
 
 def packed_batch(item: MicroBatchLayout) -> Batch:
@@ -95,13 +123,17 @@ def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor,
 
 
 def make_forward_step(
-    build_batch: Callable[[Any], Batch], *, on_batch: Callable[[Any], None]
+    build_batch: Callable[[Any], Batch],
+    *,
+    on_batch: Callable[[Any], None],
+    router_mask: RouterMask | None = None,
 ) -> Callable[..., tuple[Tensor, Callable[[Tensor], Any]]]:
     """Return the forward step function for `pretrain()`.
 
     Args:
         build_batch: `packed_batch` or `padded_batch`.
         on_batch: called once with every micro-batch, for logging.
+        router_mask: for packed mixtures of experts; None for dense models.
     """
     from megatron.core.utils import StragglerDetector
     from megatron.training import get_timers
@@ -126,6 +158,10 @@ def make_forward_step(
             on_batch(item)
             if batch.cu_seqlens is not None and torch.is_grad_enabled():
                 update_seqlen_stats(batch.cu_seqlens)
+        options = {}
+        if router_mask is not None:
+            mask = router_mask.build(item, is_first_stage=_attribute(model, "pre_process"))
+            options["padding_mask"] = mask.to(torch.cuda.current_device(), non_blocking=True)
         timers("batch-generator").stop()
         with stimer:
             output = model(
@@ -135,6 +171,7 @@ def make_forward_step(
                 labels=batch.labels,
                 loss_mask=batch.loss_mask,
                 packed_seq_params=batch.packed_seq_params,
+                **options,
             )
         return output, partial(loss_func, batch.loss_mask)
 
@@ -143,9 +180,14 @@ def make_forward_step(
 
 def _is_first_chunk(model: Any) -> bool:
     """Whether this is the rank's first virtual pipeline chunk: it counts a micro-batch once."""
-    while not hasattr(model, "vp_stage") and hasattr(model, "module"):
+    return not _attribute(model, "vp_stage")
+
+
+def _attribute(model: Any, name: str) -> Any:
+    """Return an attribute of a model inside its wrappers (DDP, half precision); None if absent."""
+    while not hasattr(model, name) and hasattr(model, "module"):
         model = model.module
-    return not getattr(model, "vp_stage", None)
+    return getattr(model, name, None)
 
 
 def _validate(loss: Tensor) -> None:

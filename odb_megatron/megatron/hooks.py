@@ -6,9 +6,10 @@ Each replacement wraps the original and is undone by `Hooks.remove`. Must not pl
 |---|---|
 | `get_forward_backward_func` | the schedule runs the plan's M, taken from the step's header |
 | `config.finalize_model_grads_func`, within a schedule | ends the last micro-batch's time |
-| `training_log` | tells a listener what Megatron logs |
+| `training_log` | tells a listener what Megatron logs; router losses per micro-batch |
 | `save_checkpoint` | the data state is written beside the model's |
 | `compute_throughputs_and_append_to_progress_log` | counts real tokens |
+| `TopKRouter._apply_expert_bias` | its padding mask (`routers`) |
 | `evaluate_and_print_results` | fails on `--full-validation` (training.py 4382, 0.19.2) |
 """
 
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 
 from odb_megatron.data.step_feed import ChunkIterator
 from odb_megatron.data.step_loader import StepHeader, StepLoader
+from odb_megatron.megatron.routers import ExpertBiasMask, logged_per_micro_batch
 
 __all__ = ["Hooks", "RunListener"]
 
@@ -56,11 +58,14 @@ class Hooks:
     Args:
         listener: the run.
         packed: whether iterators carry step headers (ODB on).
+        has_experts: whether the model is a mixture of experts.
     """
 
-    def __init__(self, listener: RunListener, *, packed: bool) -> None:
+    def __init__(self, listener: RunListener, *, packed: bool, has_experts: bool = False) -> None:
         self._listener = listener
         self._packed = packed
+        self._count = 1
+        self._expert_bias = ExpertBiasMask() if packed and has_experts else None
         self._originals: dict[str, Any] = {}
 
     def install(self) -> None:
@@ -80,6 +85,8 @@ class Hooks:
             original = getattr(module, name)
             self._originals[name] = original
             setattr(module, name, wrap(original))
+        if self._expert_bias is not None:
+            self._expert_bias.install()
 
     def remove(self) -> None:
         """Put the originals back; harmless when called twice."""
@@ -87,6 +94,8 @@ class Hooks:
         for name, original in self._originals.items():
             setattr(module, name, original)
         self._originals = {}
+        if self._expert_bias is not None:
+            self._expert_bias.remove()
 
     def _wrap_get_forward_backward_func(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -103,6 +112,8 @@ class Hooks:
                 assert isinstance(header, StepHeader), f"expected a step header, got {header!r}"
                 self._listener.on_header(header, training=training)
                 arguments["num_microbatches"] = header.totals.num_micro_batches
+                if training:
+                    self._count = header.totals.num_micro_batches
                 if not training or not self._listener.wants_backward():
                     return schedule(**arguments)
                 with self._told_of_backward(arguments["model"]):
@@ -139,7 +150,11 @@ class Hooks:
 
         def training_log(*args: Any, **kwargs: Any) -> Any:
             values = signature.bind(*args, **kwargs).arguments
-            result = original(*args, **kwargs)
+            if self._packed:
+                with logged_per_micro_batch(_training_module(), self._count):
+                    result = original(*args, **kwargs)
+            else:
+                result = original(*args, **kwargs)
             self._listener.on_logged(values)
             return result
 

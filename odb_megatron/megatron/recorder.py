@@ -9,7 +9,10 @@ import argparse
 import time
 from typing import Any
 
+import numpy as np
+
 from odb_megatron.comm.control import ControlGroup
+from odb_megatron.data.context_parallel import cost_balance
 from odb_megatron.data.sample import HoleReason
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.step_loader import StepHeader
@@ -17,6 +20,7 @@ from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatch
 from odb_megatron.megatron.arguments import OdbConfig
 from odb_megatron.megatron.topology import padding_multiple
+from odb_megatron.plan.step import StepTotals
 from odb_megatron.report.step_record import StepRecord
 
 __all__ = ["StepRecorder"]
@@ -84,8 +88,15 @@ class StepRecorder:
         self._ids.append(tuple(self._name(position) for position in positions))
         self._lengths.append(lengths)
 
-    def end_step(self, values: dict[str, Any]) -> StepRecord:
-        """Megatron has logged the iteration; `values` are `training_log`'s arguments."""
+    def end_step(
+        self, values: dict[str, Any], *, delivered: tuple[int, int, int] = (0, 0, 0)
+    ) -> StepRecord:
+        """Megatron has logged the iteration.
+
+        Args:
+            values: `training_log`'s arguments.
+            delivered: see `ReplicaData.delivered`.
+        """
         elapsed = time.perf_counter() - (self._started or time.perf_counter())
         loss, grad_norm = values["loss_dict"].get("lm loss"), values["grad_norm"]
         record = StepRecord(
@@ -98,6 +109,9 @@ class StepRecorder:
             step_s=elapsed,
             ids=tuple(self._ids),
             lengths=tuple(self._lengths),
+            collectives=delivered[0],
+            bytes_delivered=delivered[1],
+            reports=delivered[2],
             **(
                 self._padded_totals() if self._header is None else self._packed_totals(self._header)
             ),
@@ -148,7 +162,23 @@ class StepRecorder:
             "moved": totals.num_moved,
             "bytes_moved": totals.bytes_moved,
             "wait_s": totals.wait_us / 1e6,
+            "context_balance": self._context_balance(),
+            "idle_router_share": self._idle_router_share(totals),
         }
+
+    def _context_balance(self) -> float | None:
+        size = self._args.context_parallel_size
+        lengths = np.array([length for batch in self._lengths for length in batch], dtype=np.int64)
+        if size == 1:
+            return None
+        multiple = padding_multiple(self._args)
+        return cost_balance(lengths, -(-lengths // multiple) * multiple, size=size)
+
+    def _idle_router_share(self, totals: StepTotals) -> float | None:
+        """One token of each idle micro-batch counts; see `data.context_parallel.padding_mask`."""
+        if getattr(self._args, "num_experts", None) is None:
+            return None
+        return totals.num_idle / max(1, totals.num_idle + totals.num_tokens)
 
     def _padded_totals(self) -> dict[str, Any]:
         own = [

@@ -43,6 +43,7 @@ class ReplicaData:
         self._num_chunks = args.virtual_pipeline_model_parallel_size or 1
         self._feeds: list[StepFeed | None] = []
         self._loaders: Loaders = ()
+        self._counted = (0, 0, 0)
         self.channels: list[ReplicaGroup] = []
         if len(place.ranks) > 1:
             self.channels = [
@@ -97,6 +98,22 @@ class ReplicaData:
                     num_steps=lengths[at] or 0,
                 )
             self._feeds.append(feed)
+        self.delivered()  # what start-up took belongs to no step
+
+    def delivered(self) -> tuple[int, int, int]:
+        """Return what training data took inside the replica since the last call.
+
+        Returns:
+            Broadcasts, their bytes, and point-to-point reports; zeros for a replica of one rank.
+        """
+        if not self.channels:
+            return 0, 0, 0
+        train, before = self.channels[Split.train.value], self._counted
+        self._counted = (train.num_collectives, train.num_bytes, train.num_reports)
+        collectives, size, reports = (
+            now - then for now, then in zip(self._counted, before, strict=True)
+        )
+        return collectives, size, reports
 
     def iterators(self, chunk: int) -> tuple[StepLoader | ChunkIterator | None, ...]:
         """Return the iterators of the three splits for a virtual pipeline chunk."""

@@ -27,6 +27,7 @@ class ReplicaRanks:
             loss.
         context_size: context-parallel size.
         context_rank: this rank's context-parallel rank.
+        tensor_rank: this rank's tensor-parallel rank.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class ReplicaRanks:
     reporter: int
     context_size: int
     context_rank: int
+    tensor_rank: int
 
     @property
     def is_leader(self) -> bool:
@@ -88,4 +90,5 @@ def replica_ranks(
         reporter=group("pp", ranks[0])[-1],
         context_size=shape["cp"],
         context_rank=group("cp", rank).index(rank),
+        tensor_rank=group("tp", rank).index(rank),
     )

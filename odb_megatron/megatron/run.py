@@ -23,7 +23,12 @@ from odb_megatron.megatron.compat import describe_megatron
 from odb_megatron.megatron.cost_model import RunCost
 from odb_megatron.megatron.counters import StepCalculator
 from odb_megatron.megatron.data_state import read_state, state_path, write_state
-from odb_megatron.megatron.forward_step import make_forward_step, packed_batch, padded_batch
+from odb_megatron.megatron.forward_step import (
+    RouterMask,
+    make_forward_step,
+    packed_batch,
+    padded_batch,
+)
 from odb_megatron.megatron.hooks import Hooks
 from odb_megatron.megatron.providers import (
     build_loader,
@@ -78,7 +83,9 @@ class OdbRun:
         self._total = total_samples(args)
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         self._backend = registry.select(self.config.attention, device_type=device_type)
-        self._hooks = Hooks(self, packed=self.config.enabled)
+        self._hooks = Hooks(
+            self, packed=self.config.enabled, has_experts=args.num_experts is not None
+        )
         self._calculator: StepCalculator | None = None
         self._loader: StepLoader | None = None
         self._replica: ReplicaData | None = None
@@ -92,8 +99,11 @@ class OdbRun:
         self._tokens_before = 0
         self._choice_printed = False
         self._eval_left_out = self._eval_truncated = 0
+        self._place = replica_ranks(args, rank=args.rank)
         self.forward_step = make_forward_step(
-            packed_batch if self.config.enabled else padded_batch, on_batch=self._on_batch
+            packed_batch if self.config.enabled else padded_batch,
+            on_batch=self._on_batch,
+            router_mask=self._router_mask(),
         )
         self.datasets_provider = self._make_provider()
         if args.rank == 0:
@@ -119,6 +129,17 @@ class OdbRun:
             transformer.variable_seq_lengths = self._args.variable_seq_lengths = True
             if transformer.num_moe_experts is None:
                 transformer.moe_token_dispatcher_type = "alltoall"
+
+    def _router_mask(self) -> RouterMask | None:
+        args = self._args
+        if not self.config.enabled or args.num_experts is None:
+            return None
+        return RouterMask(
+            context_size=self._place.context_size,
+            context_rank=self._place.context_rank,
+            sequence_size=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+            sequence_rank=self._place.tensor_rank,
+        )
 
     def __enter__(self) -> OdbRun:
         self._hooks.install()
@@ -180,7 +201,8 @@ class OdbRun:
         values = self._with_loss(values)
         if self._recorder is None:
             return
-        record = self._recorder.end_step(values)
+        delivered = (0, 0, 0) if self._replica is None else self._replica.delivered()
+        record = self._recorder.end_step(values, delivered=delivered)
         if self._log is not None:
             self._log.write(record)
         if self._report is not None:
@@ -211,8 +233,7 @@ class OdbRun:
             if not self.config.enabled:
                 return tuple(build_padded(self._args, self._build_streams(sizes)))
             if self._replica is None:  # else another chunk of a virtual pipeline asks
-                place = replica_ranks(self._args, rank=self._args.rank)
-                self._replica = ReplicaData(self._args, place)
+                self._replica = ReplicaData(self._args, self._place)
                 self._build_packed(self._replica, sizes)
             return self._replica.iterators(vp_stage or 0)
 

@@ -42,14 +42,16 @@ def padding_multiple(args: argparse.Namespace) -> int:
     """Return the multiple that every sample's length is padded to."""
     sequence_parallel = getattr(args, "sequence_parallel", False)
     return length_multiple(
-        context_parallel_size=args.context_parallel_size,
-        sequence_parallel_size=args.tensor_model_parallel_size if sequence_parallel else 1,
+        context_parallel_size=_size(args, "context_parallel_size"),
+        sequence_parallel_size=_size(args, "tensor_model_parallel_size")
+        if sequence_parallel
+        else 1,
     )
 
 
 def count_multiple(args: argparse.Namespace) -> int:
     """Return what M must be a multiple of: the interleaved schedule's group of micro-batches."""
-    if not args.virtual_pipeline_model_parallel_size:
+    if not getattr(args, "virtual_pipeline_model_parallel_size", None):
         return 1
     group = getattr(args, "microbatch_group_size_per_vp_stage", None)
     return int(group or args.pipeline_model_parallel_size)

@@ -33,6 +33,18 @@ def _above_one(name: str) -> Callable[[argparse.Namespace], bool]:
     return lambda args: (getattr(args, name, None) or 1) > 1
 
 
+def _has_experts(args: argparse.Namespace) -> bool:
+    return getattr(args, "num_experts", None) is not None
+
+
+def _routers(args: argparse.Namespace) -> set[str]:
+    """Load-balancing types in use; Megatron takes one or a list."""
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
+    if not _has_experts(args):
+        return set()
+    return {kinds} if isinstance(kinds, str) else set(kinds)
+
+
 _REFUSALS = (
     _Refusal(
         lambda args: not args.calculate_per_token_loss,
@@ -129,16 +141,49 @@ _REFUSALS = (
         "--odb does not run on FSDP in this version: use --use-distributed-optimizer",
     ),
     _Refusal(
-        lambda args: getattr(args, "num_experts", None) is not None,
-        "--odb trains dense models in this version: drop --num-experts",
+        lambda args: bool({"quantile_balancing", "sinkhorn"} & _routers(args)),
+        "--moe-router-load-balancing-type quantile_balancing and sinkhorn take no padding mask, "
+        "and --odb has padding and idle micro-batches: use aux_loss, seq_aux_loss, "
+        "global_aux_loss or none",
+    ),
+    _Refusal(
+        lambda args: (
+            _has_experts(args) and getattr(args, "moe_expert_capacity_factor", None) is not None
+        ),
+        "--moe-expert-capacity-factor drops tokens by what else is in a micro-batch, so with --odb "
+        "the loss would depend on how samples are packed: drop it",
+    ),
+    _Refusal(
+        lambda args: (
+            _has_experts(args)
+            and getattr(args, "moe_token_dispatcher_type", "alltoall") != "alltoall"
+            and (
+                _above_one("expert_model_parallel_size")(args)
+                or _above_one("pipeline_model_parallel_size")(args)
+            )
+        ),
+        "--odb makes micro-batches of different sizes on different replicas and stages, for which "
+        "this version has only --moe-token-dispatcher-type alltoall",
+    ),
+    _Refusal(
+        _is_on("overlap_moe_expert_parallel_comm"),
+        "--odb does not build schedule plans in this version: drop "
+        "--overlap-moe-expert-parallel-comm",
     ),
     _Refusal(
         lambda args: bool(getattr(args, "fp8", None)) or bool(getattr(args, "fp4", None)),
         "--odb has no FP8 or FP4 attention backend in this version: use --bf16",
     ),
     _Refusal(
-        _is_on("mtp_num_layers"),
-        "--odb does not feed multi-token prediction in this version: drop --mtp-num-layers",
+        lambda args: _is_on("mtp_num_layers")(args) and padding_multiple(args) > 1,
+        "multi-token prediction shifts tokens by the samples' lengths before padding "
+        "(multi_token_prediction.py 249, 0.19.2), and --odb pads samples under context and "
+        "sequence parallelism: drop --mtp-num-layers, or both of those",
+    ),
+    _Refusal(
+        lambda args: _is_on("mtp_num_layers")(args) and _has_experts(args),
+        "multi-token prediction shifts the routers' padding mask, so that padding counts in their "
+        "losses: with --odb drop --mtp-num-layers or --num-experts",
     ),
     _Refusal(
         lambda args: (getattr(args, "gtp_weight_remat_size", None) or 1) > 1,

@@ -55,6 +55,12 @@ class RunTotals:
     unevened: float = 0.0
     evened: float = 0.0
     fill: float = 0.0
+    collectives: int = 0
+    max_collectives: int = 0
+    bytes_delivered: int = 0
+    reports: int = 0
+    context_balances: list[float] = field(default_factory=list)
+    idle_router_shares: list[float] = field(default_factory=list)
     counts_of_m: set[int] = field(default_factory=set)
     samples_per_step: list[int] = field(default_factory=list)
     first_loss: float | None = None
@@ -81,6 +87,14 @@ class RunTotals:
             self.bytes_moved += record.bytes_moved
             self.unevened += record.balance_before or 0.0
             self.evened += record.balance or 0.0
+        self.collectives += record.collectives
+        self.max_collectives = max(self.max_collectives, record.collectives)
+        self.bytes_delivered += record.bytes_delivered
+        self.reports += record.reports
+        if record.context_balance is not None:
+            self.context_balances.append(record.context_balance)
+        if record.idle_router_share is not None:
+            self.idle_router_shares.append(record.idle_router_share)
         self.counts_of_m.add(record.num_micro_batches)
         self.samples_per_step.append(record.samples + record.left_out)
         if record.loss is not None:
@@ -207,6 +221,7 @@ class LiveReport:
                 f"{totals.unevened / totals.exchanged:.3f} before, "
                 f"{totals.evened / totals.exchanged:.3f} after"
             )
+        lines += _parallelism_lines(totals)
         lines.append(
             f"  time                {totals.step_s:.1f} s in steps, {totals.wait_s:.1f} s of it "
             f"waiting for data; {totals.samples / max(totals.step_s, 1e-9):.2f} samples/s"
@@ -218,6 +233,30 @@ class LiveReport:
     def _not_reached(self) -> list[str]:
         missing = self._total_samples - self._consumed
         return [f"  not reached         {missing} requested samples"] if missing > 0 else []
+
+
+def _parallelism_lines(totals: RunTotals) -> list[str]:
+    lines = []
+    if totals.collectives:
+        reports = f" and {totals.reports / totals.steps:.1f} reports" if totals.reports else ""
+        lines.append(
+            f"  delivery            {totals.collectives / totals.steps:.2f} broadcasts (at most "
+            f"{totals.max_collectives}){reports} per step inside a replica, "
+            f"{totals.bytes_delivered / totals.steps / 1e3:.1f} kB per step to each rank"
+        )
+    if totals.context_balances:
+        found = totals.context_balances
+        lines.append(
+            f"  context parallel    attention balance {sum(found) / len(found):.3f}, lowest "
+            f"{min(found):.3f}"
+        )
+    if totals.idle_router_shares:
+        shares = totals.idle_router_shares
+        lines.append(
+            f"  router losses       tokens of idle micro-batches {sum(shares) / len(shares):.2%}, "
+            f"at most {max(shares):.2%}"
+        )
+    return lines
 
 
 def _source_lines(sources: Sequence[SourceTotals], scope: str) -> list[str]:

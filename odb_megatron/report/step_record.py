@@ -40,6 +40,13 @@ class StepRecord:
         step_s: wall-clock seconds since the previous step ended, evaluation and saving excluded.
         ids: this replica's samples as "source:record@epoch", per micro-batch.
         lengths: their lengths, same shape.
+        collectives: broadcasts inside this replica that brought the step to its ranks.
+        bytes_delivered: bytes of one copy of what they brought.
+        reports: point-to-point transfers of the loss to this replica's leader.
+        context_balance: mean over max of the attention cost of this replica's context-parallel
+            ranks; None without context parallelism.
+        idle_router_share: share of the tokens that routers' losses see which are those of idle
+            micro-batches (all); None for dense models.
     """
 
     iteration: int
@@ -64,6 +71,11 @@ class StepRecord:
     step_s: float
     ids: tuple[tuple[str, ...], ...]
     lengths: tuple[tuple[int, ...], ...]
+    collectives: int = 0
+    bytes_delivered: int = 0
+    reports: int = 0
+    context_balance: float | None = None
+    idle_router_share: float | None = None
 
 
 class StepLog:

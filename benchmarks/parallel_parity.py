@@ -1,0 +1,345 @@
+"""Every parallelism against one process that trains the same samples, step by step.
+
+    python benchmarks/parallel_parity.py --json build/bench/parallel_parity.json
+
+Real `pretrain()` runs of one tiny GPT on CPU and gloo, fp32, no dropout, from one checkpoint. Must
+not average anything over steps. What a case is compared with:
+
+- policy `samples`, dense models: one ordinary ODB run of one process. A step's samples are the same
+  whatever the topology, its micro-batches are not.
+- policy `cost`, mixtures of experts, multi-token prediction: `replay_steps.py`, which trains the
+  micro-batches of the case's own step log in one process. Under `cost` the samples of a step depend
+  on the data-parallel size; router and multi-token-prediction losses are per micro-batch.
+- global auxiliary loss: the same replicas without expert parallelism. It is defined over replicas
+  that run a micro-batch at the same time, which one process cannot do.
+
+`max_rel_grad_diff` is that of the gradient norm; a wrong gradient also shows in the losses of all
+later steps. Cases of one replica run with M rounded up to a multiple of 4, so that they idle too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from chat_data import prepare
+from training_runs import (
+    ROOT,
+    Launch,
+    ModelSize,
+    TrainingRun,
+    data_flags,
+    run_training,
+    write_json,
+)
+
+MAX_LOSS_DIFF = 1e-5
+MAX_REL_GRAD_DIFF = 1e-4
+POLICIES = ("samples", "cost")
+SCRIPT = ROOT / "benchmarks" / "replay_steps.py"
+MODEL = ModelSize(num_layers=4, hidden=64, num_heads=4, ffn_hidden=176, seq_length=256)
+BATCH = 12
+LAST = 3
+"""Samples of the last step: fewer than a replica's micro-batches, so that some idle."""
+
+TRAIN_FLAGS = shlex.split(
+    "--odb --micro-batch-size 1 --odb-token-budget 256 --odb-overlong drop --lr 1e-3 --min-lr 1e-4 "
+    "--lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.01 --ckpt-format torch_dist"
+)
+_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+MODELS = {
+    "dense": "",
+    "experts": _EXPERTS,
+    "biased_experts": f"{_EXPERTS} --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type none",
+    "multi_token": "--mtp-num-layers 1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One topology.
+
+    Attributes:
+        flags: Megatron's.
+        num_replicas: data-parallel size.
+        num_ranks: processes of each replica.
+        model: key of `MODELS`.
+        count_multiple: what M is a multiple of.
+        has_own_groups: its losses are defined over replicas; see the module's text.
+    """
+
+    flags: str = ""
+    num_replicas: int = 1
+    num_ranks: int = 1
+    model: str = "dense"
+    count_multiple: int = 1
+    has_own_groups: bool = False
+
+
+def _one_replica(flags: str, num_ranks: int) -> Case:
+    return Case(flags=flags, num_ranks=num_ranks, count_multiple=4)
+
+
+_TP2, _PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+_CP2, _EP2 = "--context-parallel-size 2", "--expert-model-parallel-size 2"
+
+
+def _experts(losses: str, *, model: str = "experts", has_own_groups: bool = False) -> Case:
+    flags = f"{_EP2} {losses}"
+    return Case(flags=flags, num_replicas=2, model=model, has_own_groups=has_own_groups)
+
+
+def _balanced(kind: str) -> str:
+    return f"--moe-router-load-balancing-type {kind} --moe-aux-loss-coeff 0.05"
+
+
+CASES = {
+    "dp2": Case(num_replicas=2),
+    "tp2": _one_replica(_TP2, 2),
+    "tp2_sp": _one_replica(f"{_TP2} --sequence-parallel", 2),
+    "pp2": _one_replica(_PP2, 2),
+    "pp4": _one_replica("--pipeline-model-parallel-size 4", 4),
+    "vpp2x2": _one_replica(f"{_PP2} --num-virtual-stages-per-pipeline-rank 2", 2),
+    "cp2": _one_replica(_CP2, 2),
+    "dp2_tp2": Case(flags=_TP2, num_replicas=2, num_ranks=2),
+    "dp2_pp2": Case(flags=_PP2, num_replicas=2, num_ranks=2),
+    "dp2_cp2": Case(flags=_CP2, num_replicas=2, num_ranks=2),
+    "tp2_pp2": _one_replica(f"{_TP2} {_PP2}", 4),
+    "dp2_tp2_sp_overlap": Case(
+        flags=f"{_TP2} --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather",
+        num_replicas=2,
+        num_ranks=2,
+    ),
+    "ep2": _experts(f"{_balanced('aux_loss')} --moe-z-loss-coeff 1e-2"),
+    "ep2_seq_aux": _experts(_balanced("seq_aux_loss")),
+    "ep2_global_aux": _experts(_balanced("global_aux_loss"), has_own_groups=True),
+    "ep2_z": _experts("--moe-router-load-balancing-type none --moe-z-loss-coeff 1e-1"),
+    "ep2_bias": _experts("", model="biased_experts"),
+    "ep2_pp2": Case(
+        flags=f"{_EP2} {_PP2} {_balanced('aux_loss')}",
+        num_replicas=2,
+        num_ranks=2,
+        model="experts",
+    ),
+    "ep2_cp2": Case(
+        flags=f"{_EP2} {_CP2} {_balanced('aux_loss')}",
+        num_replicas=2,
+        num_ranks=2,
+        model="experts",
+    ),
+    "mtp": Case(num_replicas=2, model="multi_token"),
+    "mtp_pp2": Case(flags=_PP2, num_replicas=2, num_ranks=2, model="multi_token"),
+}
+
+
+class Runs:
+    """Starts the runs, and keeps the checkpoints and references that cases share.
+
+    Args:
+        folder: for checkpoints and step logs.
+        options: of the command line.
+    """
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        data = prepare(options.data)
+        self._folder = folder
+        self._shared = [*MODEL.flags(), *data_flags(data.path, data.tokenizer), *TRAIN_FLAGS]
+        self._shared += ["--seed", str(options.seed), "--global-batch-size", str(BATCH)]
+        self._samples = BATCH * (options.steps - 1) + LAST
+        self._checkpoints: dict[str, list[str]] = {}
+        self._references: dict[tuple[str, ...], TrainingRun] = {}
+
+    def case(self, name: str, case: Case, *, policy: str) -> TrainingRun:
+        """Run a case."""
+        return self._run(f"{name}, {policy}", case, policy=policy)
+
+    def reference(self, name: str, case: Case, found: TrainingRun, *, policy: str) -> TrainingRun:
+        """Run what a case is compared with."""
+        if case.has_own_groups:
+            alone = Case(
+                flags=case.flags.replace(_EP2, ""), num_replicas=case.num_replicas, model=case.model
+            )
+            return self._run(f"{name}, {policy}, no expert parallelism", alone, policy=policy)
+        if policy == "samples" and case.model == "dense":
+            key = (policy, case.model)
+            if key not in self._references:
+                self._references[key] = self._run("one process", Case(), policy=policy)
+            return self._references[key]
+        log = self._folder / "log"
+        log.mkdir(exist_ok=True)
+        for replica, steps in enumerate(found.steps):
+            lines = [json.dumps(asdict(step)) + "\n" for step in steps]
+            (log / f"steps-{replica:05d}.jsonl").write_text("".join(lines), encoding="utf-8")
+        kept = case.flags if case.model.endswith("experts") else ""
+        for parallel in (_EP2, _PP2, _CP2):
+            kept = kept.replace(parallel, "")
+        alone = Case(flags=f"{kept} --replay {log}", model=case.model)
+        return self._run(f"{name}, {policy}, replayed", alone, policy="samples")
+
+    def _run(self, name: str, case: Case, *, policy: str) -> TrainingRun:
+        flags = [*self._shared, *self._initial(case.model), *shlex.split(case.flags)]
+        flags += ["--train-samples", str(self._samples), "--odb-policy", policy]
+        if case.count_multiple > 1:
+            flags += ["--count-multiple", str(case.count_multiple)]
+        return run_training(
+            Launch(
+                name=name,
+                flags=flags,
+                num_replicas=case.num_replicas,
+                num_ranks=case.num_ranks,
+                script=SCRIPT,
+            )
+        )
+
+    def _initial(self, model: str) -> list[str]:
+        """Return flags of a model and of the checkpoint that all its runs start from."""
+        if model not in self._checkpoints:
+            own = shlex.split(MODELS[model])
+            folder = str(self._folder / f"initial-{model}")
+            flags = [*self._shared, *own, "--train-samples", str(BATCH), "--save", folder]
+            flags += ["--save-interval", "1000000"]
+            run_training(Launch(name=f"checkpoint, {model}", flags=flags, num_replicas=1))
+            load = ["--load", folder, "--finetune", "--no-load-optim", "--no-load-rng"]
+            self._checkpoints[model] = [*own, *load]
+        return self._checkpoints[model]
+
+
+def compare(found: TrainingRun, reference: TrainingRun) -> dict[str, Any]:
+    """Compare two runs, step by step."""
+    steps, expected = found.steps[0], reference.steps[0]
+    pairs = list(zip(steps, expected, strict=False))
+    return {
+        "steps": len(steps),
+        "reference_steps": len(expected),
+        "max_abs_loss_diff": _largest(
+            None if a.loss is None or b.loss is None else abs(a.loss - b.loss) for a, b in pairs
+        ),
+        "max_rel_grad_diff": _largest(
+            None if not a.grad_norm or not b.grad_norm else abs(a.grad_norm / b.grad_norm - 1)
+            for a, b in pairs
+        ),
+        "ids_equal": _ids(found) == _ids(reference),
+        "collectives_per_step": max(step.collectives for step in steps),
+        "bytes_per_step": sum(step.bytes_delivered for step in steps) / len(steps),
+        "reports_per_step": max(step.reports for step in steps),
+        "m_values": sorted({step.num_micro_batches for step in steps}),
+        "idle_microbatches": sum(step.idle for step in steps),
+        "split_microbatches": sum(step.split for step in steps),
+        "context_balance": _smallest(step.context_balance for step in steps),
+        "idle_router_share": _largest_or_none(step.idle_router_share for step in steps),
+        "losses": [step.loss for step in steps],
+        "grad_norms": [step.grad_norm for step in steps],
+        "command": list(found.command),
+        "reference_command": list(reference.command),
+    }
+
+
+def find_problems(name: str, result: Mapping[str, Any]) -> list[str]:
+    """What makes a case fail, in words."""
+    problems = []
+    for key, limit in (
+        ("max_abs_loss_diff", MAX_LOSS_DIFF),
+        ("max_rel_grad_diff", MAX_REL_GRAD_DIFF),
+    ):
+        if not result[key] <= limit:
+            problems.append(f"{name}: {key} is {result[key]:.3g}; the limit is {limit:g}")
+    if not result["ids_equal"]:
+        problems.append(f"{name}: the runs trained different samples in some step")
+    if result["collectives_per_step"] > 2:
+        problems.append(f"{name}: {result['collectives_per_step']} collectives in a step, above 2")
+    if len(result["m_values"]) < 3:
+        problems.append(f"{name}: M took only the values {result['m_values']}")
+    if not result["idle_microbatches"]:
+        problems.append(f"{name}: no micro-batch was idle")
+    return problems
+
+
+def main() -> int:
+    """Run, compare, report; return the exit code."""
+    options = _parse()
+    results: dict[str, dict[str, Any]] = {}
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="odb-parity-") as folder:
+        runs = Runs(Path(folder), options)
+        for name in options.cases:
+            for policy in options.policies:
+                found = runs.case(name, CASES[name], policy=policy)
+                reference = runs.reference(name, CASES[name], found, policy=policy)
+                result = compare(found, reference)
+                results.setdefault(name, {})[policy] = result
+                problems += find_problems(f"{name}, {policy}", result)
+                print(_line(name, policy, result), flush=True)
+                setting = {key: str(value) for key, value in vars(options).items()}
+                setting |= {"model": str(MODEL), "train_flags": shlex.join(TRAIN_FLAGS)}
+                write_json(
+                    options.json, {"cases": results, "problems": problems, "setting": setting}
+                )
+    for problem in problems:
+        print(f"FAILED: {problem}", flush=True)
+    return 1 if problems else 0
+
+
+def _line(name: str, policy: str, result: Mapping[str, Any]) -> str:
+    return (
+        f"{name}, {policy}: loss {result['max_abs_loss_diff']:.2g}, gradient "
+        f"{result['max_rel_grad_diff']:.2g}, ids equal {result['ids_equal']}, "
+        f"{result['collectives_per_step']} collectives, {result['bytes_per_step']:.0f} bytes, "
+        f"{result['reports_per_step']} reports per step, M {result['m_values']}, "
+        f"{result['idle_microbatches']} idle"
+    )
+
+
+def _ids(run: TrainingRun) -> list[list[str]]:
+    """Sample ids of each step, over all replicas, sorted."""
+    return [
+        sorted(name for step in replicas for micro_batch in step.ids for name in micro_batch)
+        for replicas in zip(*run.steps, strict=True)
+    ]
+
+
+def _largest(values: Any) -> float:
+    """Largest value; NaN where one is missing or NaN."""
+    found = [math.nan if value is None else value for value in values]
+    return math.nan if not found or any(map(math.isnan, found)) else max(found)
+
+
+def _largest_or_none(values: Any) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _smallest(values: Any) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated names")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="samples, cost or both")
+    parser.add_argument("--steps", type=int, default=7, help="optimizer steps (policy samples)")
+    parser.add_argument("--seed", type=int, default=50, help="of model and data order")
+    parser.add_argument("--data", default="chitchat", help="chitchat (default), chat-mix or a file")
+    parser.add_argument("--quick", action="store_true", help="one case, policy samples, 4 steps")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.cases, options.policies, options.steps = "dp2_tp2", "samples", 4
+    options.cases, options.policies = options.cases.split(","), options.policies.split(",")
+    for name, known in (("cases", CASES), ("policies", POLICIES)):
+        unknown = sorted(set(getattr(options, name)) - set(known))
+        if unknown:
+            parser.error(f"--{name} {','.join(unknown)}: choose from {','.join(known)}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""A pretrain script that trains the very micro-batches of another run, in one process.
+
+    odb-megatron launch --device cpu benchmarks/replay_steps.py --replay LOG_DIR --odb ...
+
+`--replay` names the step log (`--odb-log-dir`) of the run to repeat. Each step runs the
+micro-batches of all its replicas one after the other, idle ones too, so nothing of the planner, the
+delivery or the process groups is used. `--count-multiple N`, without `--replay`, is the ordinary script with M
+rounded up to a multiple of N, as under virtual pipelining, so that a single replica idles too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+from odb_megatron.data.sample import Hole
+from odb_megatron.data.step_loader import StepLoader
+from odb_megatron.data.stream import SampleStream
+from odb_megatron.megatron import providers, run
+from odb_megatron.megatron.setup import parse_and_validate_args
+from odb_megatron.plan.step import StepPlan, StepTotals
+
+Record = dict[str, Any]
+
+
+class ReplayLoader(StepLoader):
+    """A step loader that takes its plans from a log.
+
+    Attributes:
+        records: the log's lines, `[step][replica]`.
+    """
+
+    records: Sequence[Sequence[Record]] = ()
+
+    def _plan_step(self) -> StepPlan:
+        at = self._planner_steps = getattr(self, "_planner_steps", -1) + 1
+        if at == 0:
+            self._positions = _positions(self.stream)
+        micro_batches = [
+            tuple(self._positions[name] for name in ids)
+            for record in self.records[at]
+            for ids in record["ids"]
+        ]
+        for position in (position for part in micro_batches for position in part):
+            item = self.stream.fetch(position)
+            assert not isinstance(item, Hole), f"position {position} was trained and is a hole now"
+            self._held[position] = item
+        totals = _totals(self.records, at, micro_batches=micro_batches)
+        return StepPlan(totals=totals, micro_batches=tuple(micro_batches))
+
+
+def read_log(folder: Path) -> list[list[Record]]:
+    """Return the log's lines, `[step][replica]`."""
+    replicas = [
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for path in sorted(folder.glob("steps-*.jsonl"))
+    ]
+    return [list(step) for step in zip(*replicas, strict=True)]
+
+
+def _positions(stream: SampleStream) -> dict[str, int]:
+    found = {}
+    for position in range(len(stream)):
+        where = stream.locate(position)
+        found[f"{where.source}:{where.record}@{where.epoch}"] = position
+    return found
+
+
+def _totals(
+    records: Sequence[Sequence[Record]], at: int, *, micro_batches: Sequence[tuple[int, ...]]
+) -> StepTotals:
+    first = records[at][0]
+    consumed = first["samples"] + first["left_out"]
+    lengths = [n for record in records[at] for part in record["lengths"] for n in part]
+    return StepTotals(
+        step=at,
+        num_micro_batches=len(micro_batches),
+        num_consumed=consumed,
+        consumed_before=first["consumed_samples"] - consumed,
+        num_samples=first["samples"],
+        num_left_out=first["left_out"],
+        num_truncated=0,
+        num_tokens=sum(lengths),
+        num_padded_tokens=sum(lengths),
+        num_squared_tokens=sum(n * n for n in lengths),
+        num_loss_tokens=first["loss_tokens"],
+        num_idle=sum(not part for part in micro_batches),
+        num_split=0,
+        costs=(1,),
+        wait_us=0,
+        is_final=at == len(records) - 1,
+    )
+
+
+def main() -> None:
+    """Run the script."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--replay", type=Path)
+    parser.add_argument("--count-multiple", type=int)
+    own, sys.argv[1:] = parser.parse_known_args()
+    if own.replay is not None:
+        ReplayLoader.records = read_log(own.replay)
+        setattr(providers, "StepLoader", ReplayLoader)  # noqa: B010
+    if own.count_multiple is not None:
+        setattr(providers, "count_multiple", lambda _args: own.count_multiple)  # noqa: B010
+    args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
+    model_config = gpt_config_from_args(args)
+    with run.OdbRun(args) as odb:
+        odb.prepare_model(model_config)
+        pretrain(
+            pretrain_cfg_container_from_args(args, model_config),
+            odb.datasets_provider,
+            ModelType.encoder_or_decoder,
+            odb.forward_step,
+        )
+
+
+if __name__ == "__main__":
+    main()
