@@ -4,8 +4,9 @@
 
 `--replay` names the step log (`--odb-log-dir`) of the run to repeat. Each step runs the
 micro-batches of all its replicas one after the other, idle ones too, so nothing of the planner, the
-delivery or the process groups is used. `--count-multiple N`, without `--replay`, is the ordinary script with M
-rounded up to a multiple of N, as under virtual pipelining, so that a single replica idles too.
+delivery or the process groups is used. `--count-multiple N`, without `--replay`, is the ordinary
+script with M rounded up to a multiple of N, as under virtual pipelining, so that a single replica
+idles too.
 """
 
 from __future__ import annotations

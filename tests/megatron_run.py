@@ -35,10 +35,15 @@ class Case:
     Attributes:
         flags: the command line behind the script's name.
         items: own datasets per split (train, valid, test) as lists of items; None: `--data-path`.
+        rank_flags: more flags of single ranks, by rank.
+        merged_on: ranks that take all samples of a micro-batch for one, as if they had been sent no
+            `cu_seqlens`.
     """
 
     flags: tuple[str, ...]
     items: tuple[list[dict[str, Any]] | None, ...] | None = None
+    rank_flags: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    merged_on: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,10 +108,12 @@ def run_case(case: Case) -> Outcome:
     started = time.monotonic()
     faulthandler.dump_traceback_later(CASE_TIMEOUT_S, exit=True, file=sys.__stderr__)
     argv = sys.argv
-    sys.argv = ["pretrain_gpt_odb.py", *case.flags]
+    rank = torch.distributed.get_rank()
+    sys.argv = ["pretrain_gpt_odb.py", *case.flags, *case.rank_flags.get(rank, ())]
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            _pretrain(case, outcome)
+            with _merged() if rank in case.merged_on else contextlib.nullcontext():
+                _pretrain(case, outcome)
     except SystemExit as stop:
         outcome.exited = not stop.code
         outcome.error = f"SystemExit: {stop.code}" if stop.code else ""
@@ -139,7 +146,7 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
         before = _replaced_names(training)
         try:
             with OdbRun(args, datasets=datasets) as run:
-                model_config.transformer_layer_spec = run.layer_spec
+                run.prepare_model(model_config)
                 training.pretrain(
                     argument_utils.pretrain_cfg_container_from_args(args, model_config),
                     run.datasets_provider,
@@ -148,6 +155,27 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
                 )
         finally:
             outcome.restored = _replaced_names(training) == before
+
+
+@contextlib.contextmanager
+def _merged() -> Iterator[None]:
+    """Leave out where samples begin, as far as attention goes."""
+    from odb_megatron.megatron import forward_step
+
+    original = forward_step.packed_seq_params
+
+    def one_sample(**values: Any) -> Any:
+        whole = {
+            name: value[[0, -1]] if name.startswith("cu_seqlens") else value
+            for name, value in values.items()
+        }
+        return original(**whole)
+
+    forward_step.packed_seq_params = one_sample
+    try:
+        yield
+    finally:
+        forward_step.packed_seq_params = original
 
 
 def _datasets(items: Sequence[list[dict[str, Any]] | None]) -> Callable[..., list[Any]]:

@@ -119,9 +119,10 @@ class Run:
 
     @property
     def steps(self) -> list[Step]:
-        """The step logs of all replicas, joined."""
+        """The step logs of all replicas, joined; of a replica's ranks its leader has one."""
         joined = []
-        for records in zip(*(replica.steps for replica in self.replicas), strict=True):
+        logs = [replica.steps for replica in self.replicas if replica.steps]
+        for records in zip(*logs, strict=True):
             assert len({record["iteration"] for record in records}) == 1
             assert len({record["loss"] for record in records}) == 1
             ids = tuple(tuple(chain.from_iterable(record["ids"])) for record in records)
@@ -226,16 +227,22 @@ class Megatron:
 
     folder: Path
     tokenizer: str
-    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2))
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4))
     _worlds: dict[int, _World] = field(default_factory=dict)
     _num_runs: int = 0
 
-    def run(self, *flags: Any, replicas: int = 2, items: Any = None) -> Run:
-        """Run and return what happened; later flags override the tests' own."""
+    def run(self, *flags: Any, replicas: int = 2, items: Any = None, **case: Any) -> Run:
+        """Run and return what happened; later flags override the tests' own.
+
+        Args:
+            flags: of the script.
+            replicas: processes; with tensor, pipeline or context parallelism several make a replica.
+            items: see `Case`, which also has the other arguments.
+        """
         if replicas not in self._worlds:
             self._worlds[replicas] = _World.start(replicas, self._pool)
-        case = Case(flags=self.command_line(*flags), items=items)
-        return Run(replicas=self._worlds[replicas].run(case))
+        made = Case(flags=self.command_line(*flags), items=items, **case)
+        return Run(replicas=self._worlds[replicas].run(made))
 
     def command_line(self, *flags: Any) -> tuple[str, ...]:
         """The script's whole command line, with a step log of its own."""
@@ -249,18 +256,18 @@ class Megatron:
             *(str(flag) for flag in flags),
         )
 
-    def train(self, *flags: Any, replicas: int = 2, items: Any = None) -> Run:
+    def train(self, *flags: Any, replicas: int = 2, items: Any = None, **case: Any) -> Run:
         """As `run`, for a run that must end without an error."""
-        run = self.run(*flags, replicas=replicas, items=items)
+        run = self.run(*flags, replicas=replicas, items=items, **case)
         for rank, outcome in enumerate(run.replicas):
             if outcome.error:
                 pytest.fail(f"replica {rank}: {outcome.output[-3000:]}\n{outcome.trace}")
             assert outcome.restored, "a name that ODB replaces was not put back"
         return run
 
-    def refused(self, *flags: Any, replicas: int = 2, items: Any = None) -> list[str]:
+    def refused(self, *flags: Any, replicas: int = 2, items: Any = None, **case: Any) -> list[str]:
         """As `run`, for a run that must fail on every replica; return the errors."""
-        run = self.run(*flags, replicas=replicas, items=items)
+        run = self.run(*flags, replicas=replicas, items=items, **case)
         assert all(outcome.error for outcome in run.replicas), [o.output for o in run.replicas]
         assert all(outcome.restored for outcome in run.replicas)
         return [outcome.error for outcome in run.replicas]

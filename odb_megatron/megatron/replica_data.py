@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron.core.datasets.utils import Split
 
+from odb_megatron.comm.agreement import differences
 from odb_megatron.comm.delivery import ReplicaGroup
 from odb_megatron.data.step_feed import ChunkIterator, ContextPart, StepFeed
 from odb_megatron.data.step_loader import StepLoader
@@ -20,9 +22,41 @@ from odb_megatron.megatron.replica_ranks import ReplicaRanks
 from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.plan.records import ReplicaFailedError
 
-__all__ = ["ReplicaData"]
+__all__ = ["ReplicaData", "require_agreement"]
 
 Loaders = Sequence[StepLoader | None]
+
+
+_OWN_NAMES = ("rank", "local_rank")
+"""Arguments that differ between ranks by nature; so do paths, which may be a node's own."""
+
+
+def require_agreement(args: argparse.Namespace, place: ReplicaRanks) -> None:
+    """Check that all ranks of the replica were started with the same arguments.
+
+    Every rank calls it, before anything that they do together depends on one.
+
+    Raises:
+        ValueError: on all ranks of the replica, with what differs.
+    """
+    if len(place.ranks) == 1:
+        return
+    values = {
+        name: str(value)
+        for name, value in vars(args).items()
+        if name not in _OWN_NAMES and os.sep not in str(value)
+    }
+    found = differences(
+        values,
+        ranks=place.ranks,
+        name="agreement",
+        timeout_s=60.0 * args.distributed_timeout_minutes,
+    )
+    if found:
+        raise ValueError(
+            f"ranks {list(place.ranks)} form one replica and were started with different "
+            f"arguments: {'; '.join(found)}. Start all with the same flags and environment"
+        )
 
 
 class ReplicaData:

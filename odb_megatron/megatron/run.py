@@ -37,7 +37,7 @@ from odb_megatron.megatron.providers import (
     control_group,
 )
 from odb_megatron.megatron.recorder import StepRecorder
-from odb_megatron.megatron.replica_data import ReplicaData
+from odb_megatron.megatron.replica_data import ReplicaData, require_agreement
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.setup import odb_config, total_samples
 from odb_megatron.megatron.topology import balance_scope
@@ -230,6 +230,8 @@ class OdbRun:
 
     def _make_provider(self) -> Callable[..., tuple[Any, Any, Any]]:
         def provider(sizes: Sequence[int | None], vp_stage: int | None = None) -> Any:
+            if not vp_stage:
+                require_agreement(self._args, self._place)
             if not self.config.enabled:
                 return tuple(build_padded(self._args, self._build_streams(sizes)))
             if self._replica is None:  # else another chunk of a virtual pipeline asks

@@ -1,0 +1,329 @@
+"""Tensor, sequence, pipeline, virtual-pipeline, context and expert parallelism in `pretrain()`.
+
+Every topology starts from one checkpoint and is compared with two replicas of one rank each, which
+`benchmarks/parallel_parity.py` compares with one process. Processes are kept alive between runs.
+"""
+
+from __future__ import annotations
+
+import random
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_world import ChatFile, Megatron, Run
+
+pytest_plugins = ["megatron_fixtures"]
+pytestmark = pytest.mark.megatron
+
+MODEL = ("--num-layers", 4)
+LENGTH = ("--odb", "--train-samples", 27)
+"""Four steps of 8, 8, 8 and 3 samples."""
+
+TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+CP, SP = "--context-parallel-size 2", "--sequence-parallel"
+EP = "--expert-model-parallel-size 2"
+VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.05"
+)
+
+TOPOLOGIES: dict[str, tuple[int, str]] = {
+    "tp2": (2, TP),
+    "tp2_sp": (2, f"{TP} {SP}"),
+    "pp2": (2, PP),
+    "vpp2x2": (2, VPP),
+    "cp2": (2, CP),
+    "pp4": (4, "--pipeline-model-parallel-size 4"),
+    "dp2_tp2": (4, TP),
+    "dp2_pp2": (4, PP),
+    "dp2_cp2": (4, CP),
+    "tp2_pp2": (4, f"{TP} {PP}"),
+}
+
+
+@pytest.fixture(scope="module")
+def initial(
+    megatron: Megatron, data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, ...]:
+    """Flags of the model and of a checkpoint that any topology loads."""
+    folder = tmp_path_factory.mktemp("initial")
+    save = ("--save", folder, "--save-interval", 100, "--ckpt-format", "torch_dist")
+    megatron.train(*MODEL, "--odb", "--train-samples", 8, *data_flags, *save)
+    load = ("--load", folder, "--ckpt-format", "torch_dist", "--finetune")
+    return (*MODEL, *load, "--no-load-optim", "--no-load-rng")
+
+
+@pytest.fixture(scope="module")
+def reference(
+    megatron: Megatron, initial: tuple[Any, ...], data_flags: tuple[str, ...]
+) -> dict[str, Run]:
+    """Two replicas of one rank each."""
+    return {
+        "packed": megatron.train(*initial, *LENGTH, *data_flags),
+        "padded": megatron.train(*initial, "--train-samples", 27, *data_flags),
+    }
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_same_samples_losses_and_gradients(
+    megatron: Megatron,
+    initial: tuple[Any, ...],
+    data_flags: tuple[str, ...],
+    reference: dict[str, Run],
+    name: str,
+) -> None:
+    num_ranks, flags = TOPOLOGIES[name]
+    run = megatron.train(*initial, *LENGTH, *data_flags, *shlex.split(flags), replicas=num_ranks)
+    _assert_equal(run, reference["packed"])
+    for step in run.steps:
+        assert (step.record["collectives"], step.record["reports"]) == (2, int("pp" in name))
+        assert step.record["bytes_delivered"] >= 4096
+        assert (step.record["context_balance"] is not None) == ("cp" in name)
+    assert "delivery            2.00 broadcasts (at most 2)" in run.summary
+    assert ("  context parallel    attention balance " in run.summary) == ("cp" in name)
+    if name.startswith("vpp"):
+        assert {step.record["num_micro_batches"] % 2 for step in run.steps} == {0}
+    if name.startswith("dp2"):
+        assert sum(step.record["idle"] for step in run.steps) > 0
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_no_sample_sees_another(megatron: Megatron, initial: tuple[Any, ...], name: str) -> None:
+    """Half of the samples have loss on their first token alone, and change behind it."""
+    run, other = (_train_changed(megatron, initial, name, seed=seed) for seed in (1, 2))
+    for step, changed in zip(run.steps, other.steps, strict=True):
+        assert step.loss == changed.loss
+        assert step.record["grad_norm"] == changed.record["grad_norm"]
+
+
+def test_a_middle_stage_without_sample_bounds_would_be_seen(
+    megatron: Megatron, initial: tuple[Any, ...]
+) -> None:
+    """The test above can fail."""
+    run, other = (
+        _train_changed(megatron, initial, "pp4", seed=seed, merged_on=(1, 2)) for seed in (1, 2)
+    )
+    assert abs(run.losses[0] - other.losses[0]) > 1e-5
+
+
+@pytest.mark.parametrize("name", ["tp2", "vpp2x2"])
+def test_policy_cost(
+    megatron: Megatron, initial: tuple[Any, ...], data_flags: tuple[str, ...], name: str
+) -> None:
+    """Each sample once; which step it is in depends on the data-parallel size."""
+    flags = ("--odb-policy", "cost", "--odb-epochs", 1, *shlex.split(TOPOLOGIES[name][1]))
+    run = megatron.train(*initial, "--odb", *flags, *data_flags)
+    assert len(run.all_ids) == len(set(run.all_ids)) == 61
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2"])
+def test_the_padded_baseline(
+    megatron: Megatron,
+    initial: tuple[Any, ...],
+    data_flags: tuple[str, ...],
+    reference: dict[str, Run],
+    name: str,
+) -> None:
+    flags = shlex.split(TOPOLOGIES[name][1])
+    run = megatron.train(*initial, "--train-samples", 24, *data_flags, *flags)
+    assert run.losses == pytest.approx(reference["padded"].losses[:3], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2", "vpp2x2"])
+@pytest.mark.parametrize("full", [False, True])
+def test_evaluation(
+    megatron: Megatron,
+    initial: tuple[Any, ...],
+    chats: ChatFile,
+    valid_chats: ChatFile,
+    name: str,
+    full: bool,
+) -> None:
+    flags = ("--odb", "--train-samples", 8, "--train-data-path", chats.path)
+    flags += ("--valid-data-path", valid_chats.path, "--eval-interval", 1)
+    flags += ("--full-validation",) if full else ("--eval-iters", 2)
+    alone = megatron.train(*initial, *flags)
+    run = megatron.train(*initial, *flags, *shlex.split(TOPOLOGIES[name][1]))
+    assert [where for where, _ in run.evaluations] == [where for where, _ in alone.evaluations]
+    losses = [loss for _, loss in alone.evaluations]
+    assert len(losses) == 2
+    assert [loss for _, loss in run.evaluations] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.parametrize(("name", "num_states"), [("tp2", 1), ("pp2", 1), ("dp2_pp2", 2)])
+@pytest.mark.parametrize("policy", ["samples", "cost"])
+def test_resume(
+    megatron: Megatron,
+    data_flags: tuple[str, ...],
+    tmp_path: Path,
+    name: str,
+    num_states: int,
+    policy: str,
+) -> None:
+    num_ranks, topology = TOPOLOGIES[name]
+    flags = (*MODEL, "--odb", "--odb-policy", policy, "--train-samples", 45, *data_flags)
+    flags += ("--ckpt-format", "torch", *shlex.split(topology))
+    save = ("--save", tmp_path, "--save-interval", 2)
+    whole = megatron.train(*flags, *save, replicas=num_ranks)
+    states = sorted(path.name for path in tmp_path.glob("iter_0000002/**/odb*"))
+    assert len([path for path in states if path.endswith(".json")]) == num_states, states
+    rest = megatron.train(*flags, "--load", tmp_path, "--ckpt-step", 2, replicas=num_ranks)
+    assert [step.ids for step in rest.steps] == [step.ids for step in whole.steps[2:]]
+    assert rest.losses == pytest.approx(whole.losses[2:], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tp2", "tp2_pp2"])
+def test_a_leaders_failure_ends_all_ranks(
+    megatron: Megatron, initial: tuple[Any, ...], tmp_path: Path, name: str
+) -> None:
+    """A record that cannot be read turns up in the second step."""
+    num_ranks, flags = TOPOLOGIES[name]
+    good = {"tokens": [1, 2, 3], "labels": [2, 3, 4], "loss_mask": [1, 1, 1]}
+    bad = {**good, "loss_mask": [1, 1]}
+    errors = megatron.refused(
+        *(*initial, "--odb", "--train-samples", 16, "--eval-iters", 0, *shlex.split(flags)),
+        replicas=num_ranks,
+        items=([good] * 15 + [bad], None, None),
+    )
+    assert "loss_mask" in errors[0]
+    assert all(
+        error.startswith("ReplicaFailedError: the leader of this replica failed: ")
+        and "loss_mask" in error
+        for error in errors[1:]
+    ), errors
+
+
+def test_a_leader_that_cannot_start_ends_all_ranks(
+    megatron: Megatron, data_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    errors = megatron.refused(
+        *("--odb", "--train-samples", 8, *data_flags, *shlex.split(TP)),
+        *("--odb-log-dir", tmp_path / "file"),
+    )
+    assert "the step log" in errors[0]
+    assert "the leader of this replica failed: ValueError: the step log" in errors[1]
+
+
+@pytest.mark.parametrize("other", ["--seed 7", "--odb-policy cost", "--lr 0.5"])
+@pytest.mark.parametrize("name", ["tp2", "pp2"])
+def test_ranks_of_a_replica_with_different_arguments(
+    megatron: Megatron, data_flags: tuple[str, ...], name: str, other: str
+) -> None:
+    flags = (*MODEL, "--odb", "--train-samples", 8, *data_flags)
+    errors = megatron.refused(
+        *flags,
+        *shlex.split(TOPOLOGIES[name][1]),
+        rank_flags={1: tuple(shlex.split(other))},
+    )
+    argument = other.split()[0].strip("-").replace("-", "_")
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("ValueError: ranks [0, 1] form one replica and were started with ")
+    assert f"{argument} is {other.split()[1]} on rank 1 and " in errors[0]
+
+
+def test_a_budget_below_the_padding_multiple(
+    megatron: Megatron, data_flags: tuple[str, ...]
+) -> None:
+    errors = megatron.refused(
+        *("--odb", "--train-samples", 8, *data_flags, *shlex.split(CP)),
+        *("--odb-token-budget", 3, "--odb-overlong", "truncate"),
+    )
+    assert all("every sample is padded to a multiple of 4" in error for error in errors)
+
+
+def test_a_cold_cache(
+    megatron: Megatron,
+    initial: tuple[Any, ...],
+    data_flags: tuple[str, ...],
+    reference: dict[str, Run],
+    tmp_path: Path,
+) -> None:
+    run = megatron.train(
+        *(*initial, *LENGTH, *data_flags, "--data-cache-path", tmp_path / "cache"),
+        *shlex.split(f"{TP} {PP}"),
+        replicas=4,
+    )
+    assert run.all_ids == reference["packed"].all_ids
+    assert any((tmp_path / "cache").rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags", "tolerance"),
+    [
+        (4, f"{TP} {SP} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 0),
+        (4, f"{PP} --use-distributed-optimizer", 0),
+        (2, f"{TP} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 0),
+        (2, f"{PP} --recompute-granularity selective", 0),
+        (2, f"{TP} --bf16", 3e-2),
+        (4, f"{PP} {TP} --bf16", 3e-2),
+    ],
+)  # fmt: skip
+def test_the_optimizers_side(
+    megatron: Megatron,
+    initial: tuple[Any, ...],
+    data_flags: tuple[str, ...],
+    reference: dict[str, Run],
+    num_ranks: int,
+    flags: str,
+    tolerance: float,
+) -> None:
+    """Gradients are clipped in all runs: their norm is above `--clip-grad 1.0`."""
+    run = megatron.train(*initial, *LENGTH, *data_flags, *shlex.split(flags), replicas=num_ranks)
+    if tolerance:
+        assert run.losses == pytest.approx(reference["packed"].losses, abs=tolerance)
+    else:
+        _assert_equal(run, reference["packed"])
+    assert max(step.record["grad_norm"] for step in reference["packed"].steps) > 1.0
+
+
+@pytest.mark.parametrize("topology", [EP, f"{EP} {PP}", f"{EP} {CP}"])
+def test_experts(megatron: Megatron, data_flags: tuple[str, ...], topology: str) -> None:
+    num_ranks = 2 if topology == EP else 4
+    flags = (*MODEL, *LENGTH, *data_flags, *shlex.split(f"{EXPERTS} {topology}"))
+    run = megatron.train(*flags, "--moe-z-loss-coeff", 0.01, replicas=num_ranks)
+    assert sum(step.record["idle"] for step in run.steps) > 0
+    shares = [step.record["idle_router_share"] for step in run.steps]
+    assert 0 < max(shares) < 0.1
+    assert f"at most {max(shares):.2%}" in run.summary
+    assert "odb: balance scope microbatch: expert parallelism" in run.replicas[0].output
+    assert "nan" not in run.replicas[-1].output.replace("nan iterations", "")
+
+
+def test_multi_token_prediction(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
+    flags = (*MODEL, *LENGTH, *data_flags, "--mtp-num-layers", 1, *shlex.split(PP))
+    run = megatron.train(*flags)
+    assert "mtp_1 loss" in run.replicas[-1].output
+
+
+def _assert_equal(run: Run, expected: Run) -> None:
+    assert [step.all_ids for step in run.steps] == [step.all_ids for step in expected.steps]
+    assert run.losses == pytest.approx(expected.losses, abs=1e-5)
+    norms, others = ([step.record["grad_norm"] for step in one.steps] for one in (run, expected))
+    assert norms == pytest.approx(others, rel=1e-4)
+
+
+def _train_changed(
+    megatron: Megatron, initial: tuple[Any, ...], name: str, *, seed: int, **case: Any
+) -> Run:
+    num_ranks, flags = TOPOLOGIES[name]
+    fixed, changing = random.Random(0), random.Random(seed)
+    items = []
+    for at in range(16):
+        tokens = [fixed.randrange(1, 300) for _ in range(fixed.randrange(6, 25) + 1)]
+        if at % 2:
+            tokens[2:] = [changing.randrange(1, 300) for _ in tokens[2:]]
+        mask = [1] + [1 - at % 2] * (len(tokens) - 2)
+        items.append({"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask})
+    run = megatron.train(
+        *(*initial, "--odb", "--train-samples", 16, "--eval-iters", 0, *shlex.split(flags)),
+        replicas=num_ranks,
+        items=(items, None, None),
+        **case,
+    )
+    packed = [part for replica in run.replicas for step in replica.steps for part in step["ids"]]
+    assert any(len(part) > 2 for part in packed)  # samples do share micro-batches
+    return run
