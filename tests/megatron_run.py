@@ -111,9 +111,12 @@ def run_case(case: Case) -> Outcome:
     rank = torch.distributed.get_rank()
     sys.argv = ["pretrain_gpt_odb.py", *case.flags, *case.rank_flags.get(rank, ())]
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            with _merged() if rank in case.merged_on else contextlib.nullcontext():
-                _pretrain(case, outcome)
+        with (
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
+            _merged() if rank in case.merged_on else contextlib.nullcontext(),
+        ):
+            _pretrain(case, outcome)
     except SystemExit as stop:
         outcome.exited = not stop.code
         outcome.error = f"SystemExit: {stop.code}" if stop.code else ""

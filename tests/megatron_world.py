@@ -236,7 +236,8 @@ class Megatron:
 
         Args:
             flags: of the script.
-            replicas: processes; with tensor, pipeline or context parallelism several make a replica.
+            replicas: processes; several make one replica under tensor, pipeline or context
+                parallelism.
             items: see `Case`, which also has the other arguments.
         """
         if replicas not in self._worlds:

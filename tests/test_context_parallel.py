@@ -11,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_data import BASE
 
-from odb_megatron.data.context_parallel import chunk_indices, cost_balance, slice_micro_batch
+from odb_megatron.data.context_parallel import (
+    chunk_indices,
+    cost_balance,
+    padding_mask,
+    slice_micro_batch,
+)
 from odb_megatron.data.sample import Sample
-from odb_megatron.data.thd import assemble, assemble_idle
+from odb_megatron.data.thd import assemble, assemble_idle, layout
 
 
 def partitioned_indices(cu_seqlens: list[int], *, size: int, rank: int) -> list[int]:
@@ -99,3 +104,26 @@ def test_balance_without_padding_is_even_and_without_tokens_one() -> None:
     assert cost_balance(np.array([16, 64]), np.array([16, 64]), size=4) == 1.0
     assert cost_balance(np.array([0]), np.array([4]), size=2) == 1.0
     assert cost_balance(np.array([], dtype=int), np.array([], dtype=int), size=2) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "multiple", "expected"),
+    [((3, 2), 1, "00000"), ((3, 5), 4, "000100000111"), ((1,), 4, "0111"), ((), 4, "0111")],
+)
+def test_where_padding_is(lengths: tuple[int, ...], multiple: int, expected: str) -> None:
+    """An idle micro-batch keeps one token that counts."""
+    item = layout(lengths, positions=tuple(range(len(lengths))), multiple=multiple)
+    mask = padding_mask(item)
+    assert (mask.dtype, tuple(mask.shape)) == (torch.bool, (1, len(expected)))
+    assert "".join(str(int(value)) for value in mask[0]) == expected
+
+
+@given(st.lists(st.integers(1, 20), max_size=5), st.sampled_from([2, 3, 4]))
+def test_the_mask_is_cut_like_the_tokens(lengths: list[int], size: int) -> None:
+    item = layout(lengths, positions=tuple(range(len(lengths))), multiple=2 * size)
+    whole = padding_mask(item)[0].numpy()
+    offsets = item.cu_seqlens_padded.numpy()
+    assert int((~whole).sum()) == (sum(lengths) or 1)
+    for rank in range(size):
+        part = padding_mask(item, size=size, rank=rank)[0].numpy()
+        assert np.array_equal(part, whole[chunk_indices(offsets, size=size, rank=rank)])

@@ -66,9 +66,9 @@ def test_what_arrives(results: list[dict[str, Any]]) -> None:
     assert [seen["has_payload"] for seen in results] == [True, False, True, True]
     for seen in results:
         assert seen["headers"] == list(HEADERS)
-        # One broadcast each, and a second where a header is larger than all before it.
-        assert seen["counts"] == [1, 2, 3, 5, 7, 8]
-    assert [seen["collectives"] for seen in results] == [10, 8, 10, 8]
+        # One broadcast each, and a second where a header is twice as large as all before it.
+        assert seen["counts"] == [1, 2, 3, 4, 6, 7]
+    assert [seen["collectives"] for seen in results] == [9, 7, 9, 7]
     assert results[0]["bytes"] - results[1]["bytes"] == 100_005
 
 

@@ -202,3 +202,20 @@ def test_an_exchange_is_shown() -> None:
         "  exchange            in 1 steps, 4 samples, 2.500 MB per step; balance 0.600 before, "
         "0.900 after\n"
     ) in text
+
+
+def test_what_parallelism_took() -> None:
+    records = [
+        replace(FIRST, collectives=3, bytes_delivered=9000, reports=1, context_balance=0.5,
+                idle_router_share=0.01),
+        replace(SECOND, collectives=2, bytes_delivered=5000, reports=1, context_balance=1.0,
+                idle_router_share=0.0),
+    ]  # fmt: skip
+    text = _text(records, [])
+    assert (
+        "  delivery            2.50 broadcasts (at most 3) and 1.0 reports per step inside a "
+        "replica, 7.0 kB per step to each rank\n"
+        "  context parallel    attention balance 0.750, lowest 0.500\n"
+        "  router losses       tokens of idle micro-batches 0.50%, at most 1.00%\n"
+    ) in text
+    assert "delivery" not in _text([FIRST], [])

@@ -17,7 +17,7 @@ from megatron_world import ChatFile, Megatron, Run
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.megatron
 
-MODEL = ("--num-layers", 4)
+MODEL = ("--num-layers", 4, "--make-vocab-size-divisible-by", 256)
 LENGTH = ("--odb", "--train-samples", 27)
 """Four steps of 8, 8, 8 and 3 samples."""
 
@@ -25,6 +25,7 @@ TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 CP, SP = "--context-parallel-size 2", "--sequence-parallel"
 EP = "--expert-model-parallel-size 2"
 VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
+SHARDED, RECOMPUTE = "--use-distributed-optimizer", "--recompute-granularity"
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.05"
@@ -254,10 +255,10 @@ def test_a_cold_cache(
 @pytest.mark.parametrize(
     ("num_ranks", "flags", "tolerance"),
     [
-        (4, f"{TP} {SP} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 0),
-        (4, f"{PP} --use-distributed-optimizer", 0),
-        (2, f"{TP} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 0),
-        (2, f"{PP} --recompute-granularity selective", 0),
+        (4, f"{TP} {SP} {SHARDED} --overlap-grad-reduce --overlap-param-gather", 0),
+        (4, f"{PP} {SHARDED}", 0),
+        (2, f"{TP} {RECOMPUTE} full --recompute-method uniform --recompute-num-layers 1", 0),
+        (2, f"{PP} {RECOMPUTE} selective", 0),
         (2, f"{TP} --bf16", 3e-2),
         (4, f"{PP} {TP} --bf16", 3e-2),
     ],

@@ -81,6 +81,7 @@ def test_every_rank_finds_its_place(found: list[Any], at: int) -> None:
                 assert place["reporter"] == stages[-1][0]
                 assert place["context_size"] == context
                 assert place["context_rank"] == place_in_stage // tensor
+                assert place["tensor_rank"] == place_in_stage % tensor
 
 
 @pytest.mark.megatron

@@ -35,7 +35,7 @@ def differences(
     Raises:
         RuntimeError: a rank is gone or did not come in time.
     """
-    group = GlooGroup(ranks, name=numbered(f"{name} of {ranks[0]}"), timeout_s=timeout_s)
+    group = GlooGroup(ranks, name=numbered(name, ranks), timeout_s=timeout_s)
     try:
         encoded = json.dumps(dict(values), sort_keys=True).encode()
         digest = np.frombuffer(hashlib.blake2b(encoded, digest_size=32).digest(), np.uint8).copy()

@@ -65,7 +65,7 @@ class ControlGroup:
         self._timeout_s = timeout_s
         rank = dist.get_rank()
         self._replica = self._ranks.index(rank) if rank in self._ranks else -1
-        own_name = numbered(f"{name} control group of rank {self._ranks[0]}")
+        own_name = numbered(f"{name} control group", self._ranks)
         size = cluster or cluster_size(len(self._ranks))
         clusters = [self._ranks[at : at + size] for at in range(0, len(self._ranks), size)]
         self._cluster_size, self._num_clusters = size, len(clusters)

@@ -21,7 +21,8 @@ Bytes = npt.NDArray[np.uint8]
 
 _LENGTH_BYTES = 8
 _FIRST_CAPACITY = 4096
-"""Bytes of a header broadcast at first; it doubles when a header does not fit, on all ranks."""
+"""Bytes of a header broadcast at first. It grows on all ranks to hold twice the last header: only one
+of more than twice the size of all before it needs a second broadcast."""
 
 
 class DeliveryError(RuntimeError):
@@ -58,7 +59,7 @@ class ReplicaGroup:
         self._leader = ranks[0]
         self._rank = dist.get_rank()
         self._has_payload = self._rank in payload_ranks
-        own_name = numbered(f"{name} delivery of rank {self._leader}")
+        own_name = numbered(f"{name} delivery", ranks)
         self._headers = GlooGroup(ranks, name=f"{own_name}/headers", timeout_s=timeout_s)
         self._payloads = None
         if len(payload_ranks) > 1 and self._has_payload:
@@ -97,14 +98,14 @@ class ReplicaGroup:
         length = int.from_bytes(buffer[:_LENGTH_BYTES].tobytes(), "little")
         room = self._capacity - _LENGTH_BYTES
         found = buffer[_LENGTH_BYTES : _LENGTH_BYTES + min(length, room)].tobytes()
-        if length > room:  # once for each doubling: the next ones fit
+        if length > room:
             rest = np.zeros(length - room, dtype=np.uint8)
             if data is not None:
                 rest[:] = np.frombuffer(data[room:], dtype=np.uint8)
             self._broadcast(rest, group=self._headers)
             found += rest.tobytes()
-            while self._capacity - _LENGTH_BYTES < length:
-                self._capacity *= 2
+        while self._capacity - _LENGTH_BYTES < 2 * length:
+            self._capacity *= 2
         return found
 
     def payload(self, data: Bytes) -> Bytes:

@@ -8,6 +8,7 @@ take minutes. This is the same backend object on the same store, without that.
 from __future__ import annotations
 
 import atexit
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -23,15 +24,18 @@ _made: Counter[str] = Counter()
 """How often `numbered` was asked for a name."""
 
 
-def numbered(name: str) -> str:
-    """Return a name with a number that counts the calls for it in this process.
+def numbered(name: str, ranks: Sequence[int]) -> str:
+    """Return a name with the members, and a number that counts the calls for both in this process.
 
     For `GlooGroup`: a second run of one process finds the keys of the first in the store. Members
-    must have called it equally often for the name.
+    must have called it equally often for the name and these very ranks; a process may have been in
+    other groups of that name in between, as when runs of different topologies follow each other.
     """
-    number = _made[name]
-    _made[name] += 1
-    return f"{name} {number}"
+    members = hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
+    own_name = f"{name} of ranks {members}"
+    number = _made[own_name]
+    _made[own_name] += 1
+    return f"{own_name} {number}"
 
 
 class GlooGroup:

@@ -39,7 +39,7 @@ class PayloadGroup:
         self._name = name
         rank = dist.get_rank()
         self._replica = self._ranks.index(rank) if rank in self._ranks else -1
-        own_name = numbered(f"{name} payload group of rank {self._ranks[0]}")
+        own_name = numbered(f"{name} payload group", self._ranks)
         self._group: GlooGroup | None = None
         if self._replica >= 0:
             self._group = GlooGroup(self._ranks, name=own_name, timeout_s=timeout_s)

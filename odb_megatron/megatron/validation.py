@@ -228,11 +228,12 @@ def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
 def _topology_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:
     messages = []
     multiple = padding_multiple(args)
+    sequence = " with sequence parallelism" if getattr(args, "sequence_parallel", False) else ""
     if config.token_budget < multiple or args.seq_length < multiple:
         messages.append(
             f"every sample is padded to a multiple of {multiple} (context parallelism "
             f"{args.context_parallel_size}, tensor parallelism {args.tensor_model_parallel_size}"
-            f"{' with sequence parallelism' if args.sequence_parallel else ''}): "
+            f"{sequence}): "
             f"--odb-token-budget {config.token_budget} and --seq-length {args.seq_length} must not "
             "be below it"
         )
