@@ -21,8 +21,8 @@ Bytes = npt.NDArray[np.uint8]
 
 _LENGTH_BYTES = 8
 _FIRST_CAPACITY = 4096
-"""Bytes of a header broadcast at first. It grows on all ranks to hold twice the last header: only one
-of more than twice the size of all before it needs a second broadcast."""
+"""Bytes of a header broadcast at first. It grows on all ranks to hold twice the last header: only
+one of more than twice the size of all before it needs a second broadcast."""
 
 
 class DeliveryError(RuntimeError):
