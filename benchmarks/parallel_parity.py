@@ -20,26 +20,22 @@ later steps. Cases of one replica run with M rounded up to a multiple of 4, so t
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from chat_data import prepare
-from training_runs import (
-    ROOT,
-    Launch,
-    ModelSize,
-    TrainingRun,
-    data_flags,
-    run_training,
-    write_json,
-)
+from training_runs import ROOT, ModelSize, data_flags, read_steps, run_batch, write_json
+
+from odb_megatron.report.step_record import StepRecord
+
+Steps = tuple[tuple[StepRecord, ...], ...]
+"""Step records, `[replica][step]`."""
 
 MAX_LOSS_DIFF = 1e-5
 MAX_REL_GRAD_DIFF = 1e-4
@@ -51,8 +47,9 @@ LAST = 3
 """Samples of the last step: fewer than a replica's micro-batches, so that some idle."""
 
 TRAIN_FLAGS = shlex.split(
-    "--odb --micro-batch-size 1 --odb-token-budget 256 --odb-overlong drop --lr 1e-3 --min-lr 1e-4 "
-    "--lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.01 --ckpt-format torch_dist"
+    "--odb --micro-batch-size 1 --odb-token-budget 256 --odb-overlong truncate --lr 1e-3 "
+    "--min-lr 1e-4 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.01 "
+    "--ckpt-format torch_dist"
 )
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
 MODELS = {
@@ -142,8 +139,25 @@ CASES = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """One run of a batch.
+
+    Attributes:
+        name: unique; its step log is `folder/name`.
+        flags: the script's.
+        num_replicas: data-parallel size.
+        num_processes: of all replicas.
+    """
+
+    name: str
+    flags: Sequence[str]
+    num_replicas: int
+    num_processes: int
+
+
 class Runs:
-    """Starts the runs, and keeps the checkpoints and references that cases share.
+    """Plans runs, and does all of one number of processes in the same processes.
 
     Args:
         folder: for checkpoints and step logs.
@@ -156,67 +170,69 @@ class Runs:
         self._shared = [*MODEL.flags(), *data_flags(data.path, data.tokenizer), *TRAIN_FLAGS]
         self._shared += ["--seed", str(options.seed), "--global-batch-size", str(BATCH)]
         self._samples = BATCH * (options.steps - 1) + LAST
-        self._checkpoints: dict[str, list[str]] = {}
-        self._references: dict[tuple[str, ...], TrainingRun] = {}
 
-    def case(self, name: str, case: Case, *, policy: str) -> TrainingRun:
-        """Run a case."""
-        return self._run(f"{name}, {policy}", case, policy=policy)
+    def checkpoint(self, model: str) -> Planned:
+        """The run that makes the checkpoint which all runs of a model start from."""
+        flags = [*self._shared, *shlex.split(MODELS[model]), "--train-samples", str(BATCH)]
+        flags += ["--save", str(self._initial(model)), "--save-interval", "1000000"]
+        return self._planned(f"checkpoint-{model}", flags, Case())
 
-    def reference(self, name: str, case: Case, found: TrainingRun, *, policy: str) -> TrainingRun:
-        """Run what a case is compared with."""
+    def case(self, name: str, case: Case, *, policy: str) -> Planned:
+        """A case's run."""
+        flags = [*self._shared, *shlex.split(MODELS[case.model]), *shlex.split(case.flags)]
+        flags += ["--load", str(self._initial(case.model)), "--finetune"]
+        flags += ["--no-load-optim", "--no-load-rng", "--odb-policy", policy]
+        flags += ["--train-samples", str(self._samples)]
+        if case.count_multiple > 1:
+            flags += ["--count-multiple", str(case.count_multiple)]
+        return self._planned(f"{name}-{policy}", flags, case)
+
+    def reference(self, name: str, case: Case, *, policy: str) -> Planned:
+        """What a case is compared with."""
         if case.has_own_groups:
-            alone = Case(
-                flags=case.flags.replace(_EP2, ""), num_replicas=case.num_replicas, model=case.model
-            )
-            return self._run(f"{name}, {policy}, no expert parallelism", alone, policy=policy)
+            alone = replace(case, flags=case.flags.replace(_EP2, ""))
+            return self.case(f"{name}-alone", alone, policy=policy)
         if policy == "samples" and case.model == "dense":
-            key = (policy, case.model)
-            if key not in self._references:
-                self._references[key] = self._run("one process", Case(), policy=policy)
-            return self._references[key]
-        log = self._folder / "log"
-        log.mkdir(exist_ok=True)
-        for replica, steps in enumerate(found.steps):
-            lines = [json.dumps(asdict(step)) + "\n" for step in steps]
-            (log / f"steps-{replica:05d}.jsonl").write_text("".join(lines), encoding="utf-8")
+            return self.case("one-process", Case(), policy=policy)
         kept = case.flags if case.model.endswith("experts") else ""
         for parallel in (_EP2, _PP2, _CP2):
             kept = kept.replace(parallel, "")
+        log = self._folder / f"{name}-{policy}"
         alone = Case(flags=f"{kept} --replay {log}", model=case.model)
-        return self._run(f"{name}, {policy}, replayed", alone, policy="samples")
+        return self.case(f"{name}-{policy}-replayed", alone, policy="samples")
 
-    def _run(self, name: str, case: Case, *, policy: str) -> TrainingRun:
-        flags = [*self._shared, *self._initial(case.model), *shlex.split(case.flags)]
-        flags += ["--train-samples", str(self._samples), "--odb-policy", policy]
-        if case.count_multiple > 1:
-            flags += ["--count-multiple", str(case.count_multiple)]
-        return run_training(
-            Launch(
-                name=name,
-                flags=flags,
-                num_replicas=case.num_replicas,
-                num_ranks=case.num_ranks,
+    def run(self, planned: Sequence[Planned]) -> None:
+        """Do the runs, those of the fewest processes first."""
+        for count in sorted({item.num_processes for item in planned}):
+            batch = [item for item in planned if item.num_processes == count]
+            timeout_s = 300.0 + 120.0 * len(batch)
+            run_batch(
+                [item.flags for item in batch],
                 script=SCRIPT,
+                num_processes=count,
+                timeout_s=timeout_s,
             )
+
+    def steps(self, item: Planned) -> Steps:
+        """Step records of a run, `[replica][step]`."""
+        log = str(self._folder / item.name)
+        return tuple(read_steps(log, replica) for replica in range(item.num_replicas))
+
+    def _initial(self, model: str) -> Path:
+        return self._folder / f"initial-{model}"
+
+    def _planned(self, name: str, flags: list[str], case: Case) -> Planned:
+        return Planned(
+            name=name,
+            flags=[*flags, "--odb-log-dir", str(self._folder / name)],
+            num_replicas=case.num_replicas,
+            num_processes=case.num_replicas * case.num_ranks,
         )
 
-    def _initial(self, model: str) -> list[str]:
-        """Return flags of a model and of the checkpoint that all its runs start from."""
-        if model not in self._checkpoints:
-            own = shlex.split(MODELS[model])
-            folder = str(self._folder / f"initial-{model}")
-            flags = [*self._shared, *own, "--train-samples", str(BATCH), "--save", folder]
-            flags += ["--save-interval", "1000000"]
-            run_training(Launch(name=f"checkpoint, {model}", flags=flags, num_replicas=1))
-            load = ["--load", folder, "--finetune", "--no-load-optim", "--no-load-rng"]
-            self._checkpoints[model] = [*own, *load]
-        return self._checkpoints[model]
 
-
-def compare(found: TrainingRun, reference: TrainingRun) -> dict[str, Any]:
+def compare(found: Steps, reference: Steps) -> dict[str, Any]:
     """Compare two runs, step by step."""
-    steps, expected = found.steps[0], reference.steps[0]
+    steps, expected = found[0], reference[0]
     pairs = list(zip(steps, expected, strict=False))
     return {
         "steps": len(steps),
@@ -239,8 +255,6 @@ def compare(found: TrainingRun, reference: TrainingRun) -> dict[str, Any]:
         "idle_router_share": _largest_or_none(step.idle_router_share for step in steps),
         "losses": [step.loss for step in steps],
         "grad_norms": [step.grad_norm for step in steps],
-        "command": list(found.command),
-        "reference_command": list(reference.command),
     }
 
 
@@ -271,19 +285,25 @@ def main() -> int:
     problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="odb-parity-") as folder:
         runs = Runs(Path(folder), options)
-        for name in options.cases:
-            for policy in options.policies:
-                found = runs.case(name, CASES[name], policy=policy)
-                reference = runs.reference(name, CASES[name], found, policy=policy)
-                result = compare(found, reference)
-                results.setdefault(name, {})[policy] = result
-                problems += find_problems(f"{name}, {policy}", result)
-                print(_line(name, policy, result), flush=True)
-                setting = {key: str(value) for key, value in vars(options).items()}
-                setting |= {"model": str(MODEL), "train_flags": shlex.join(TRAIN_FLAGS)}
-                write_json(
-                    options.json, {"cases": results, "problems": problems, "setting": setting}
-                )
+        pairs = [(name, policy) for name in options.cases for policy in options.policies]
+        runs.run([runs.checkpoint(model) for model in {CASES[name].model for name, _ in pairs}])
+        cases = {pair: runs.case(pair[0], CASES[pair[0]], policy=pair[1]) for pair in pairs}
+        runs.run(list(cases.values()))
+        references = {
+            pair: runs.reference(pair[0], CASES[pair[0]], policy=pair[1]) for pair in pairs
+        }
+        runs.run(list({item.name: item for item in references.values()}.values()))
+        for pair in pairs:
+            result = compare(runs.steps(cases[pair]), runs.steps(references[pair]))
+            for key, item in (("command", cases[pair]), ("reference_command", references[pair])):
+                launch = f"odb-megatron launch --device cpu --nproc-per-node {item.num_processes}"
+                result[key] = f"{launch} {SCRIPT.name} {shlex.join(item.flags)}"
+            results.setdefault(pair[0], {})[pair[1]] = result
+            problems += find_problems(", ".join(pair), result)
+            print(_line(*pair, result), flush=True)
+    setting = {key: str(value) for key, value in vars(options).items()}
+    setting |= {"model": str(MODEL), "train_flags": shlex.join(TRAIN_FLAGS)}
+    write_json(options.json, {"cases": results, "problems": problems, "setting": setting})
     for problem in problems:
         print(f"FAILED: {problem}", flush=True)
     return 1 if problems else 0
@@ -299,11 +319,11 @@ def _line(name: str, policy: str, result: Mapping[str, Any]) -> str:
     )
 
 
-def _ids(run: TrainingRun) -> list[list[str]]:
+def _ids(run: Steps) -> list[list[str]]:
     """Sample ids of each step, over all replicas, sorted."""
     return [
         sorted(name for step in replicas for micro_batch in step.ids for name in micro_batch)
-        for replicas in zip(*run.steps, strict=True)
+        for replicas in zip(*run, strict=True)
     ]
 
 

@@ -28,6 +28,7 @@ from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron import providers, run
 from odb_megatron.megatron.setup import parse_and_validate_args
 from odb_megatron.plan.step import StepPlan, StepTotals
+from odb_megatron.testing.runs_again import forget_run
 
 Record = dict[str, Any]
 
@@ -102,16 +103,36 @@ def _totals(
 
 
 def main() -> None:
-    """Run the script."""
+    """Run the script; with `--batch FILE` once for each command line of a JSON file."""
+    if sys.argv[1:2] != ["--batch"]:
+        _run()
+        return
+    for flags in json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")):
+        sys.argv[1:] = flags
+        print("replay_steps.py:", *flags, flush=True)
+        _run()
+        forget_run()
+
+
+def _run() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--replay", type=Path)
     parser.add_argument("--count-multiple", type=int)
     own, sys.argv[1:] = parser.parse_known_args()
+    originals = providers.__dict__["StepLoader"], providers.__dict__["count_multiple"]
     if own.replay is not None:
         ReplayLoader.records = read_log(own.replay)
         setattr(providers, "StepLoader", ReplayLoader)  # noqa: B010
     if own.count_multiple is not None:
         setattr(providers, "count_multiple", lambda _args: own.count_multiple)  # noqa: B010
+    try:
+        _pretrain()
+    finally:
+        setattr(providers, "StepLoader", originals[0])  # noqa: B010
+        setattr(providers, "count_multiple", originals[1])  # noqa: B010
+
+
+def _pretrain() -> None:
     args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
     model_config = gpt_config_from_args(args)
     with run.OdbRun(args) as odb:

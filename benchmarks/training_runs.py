@@ -26,6 +26,8 @@ __all__ = [
     "ModelSize",
     "TrainingRun",
     "data_flags",
+    "read_steps",
+    "run_batch",
     "run_training",
     "write_json",
 ]
@@ -151,7 +153,7 @@ def run_training(launch: Launch) -> TrainingRun:
         if problem is not None:
             shown = "".join(printed.splitlines(keepends=True)[-_SHOWN_LINES:])
             raise RuntimeError(f"the run {launch.name} {problem}; its output ends with:\n{shown}")
-        steps = tuple(_read_steps(log_dir, replica) for replica in range(launch.num_replicas))
+        steps = tuple(read_steps(log_dir, replica) for replica in range(launch.num_replicas))
     print(f"  {launch.name}: {len(steps[0])} steps, {wall_s:.0f} s in all", flush=True)
     return TrainingRun(
         name=launch.name,
@@ -163,6 +165,39 @@ def run_training(launch: Launch) -> TrainingRun:
     )
 
 
+def run_batch(
+    runs: Sequence[Sequence[str]], *, script: Path, num_processes: int, timeout_s: float
+) -> None:
+    """Run a script that takes `--batch FILE` on a list of command lines, one after the other.
+
+    Args:
+        runs: flags of each run.
+        script: runs them all in the same processes, which saves starting them anew.
+        num_processes: how many.
+        timeout_s: for all runs together.
+
+    Raises:
+        RuntimeError: one failed, or it took too long; the end of the output is in the message.
+    """
+    with tempfile.TemporaryDirectory(prefix="odb-bench-") as folder:
+        file, output = Path(folder) / "runs.json", os.path.join(folder, "output.txt")
+        file.write_text(json.dumps([list(run) for run in runs]), encoding="utf-8")
+        command = [sys.executable, "-m", "odb_megatron.launch", "--device", "cpu"]
+        command += ["--nproc-per-node", str(num_processes), "--", str(script), "--batch", str(file)]
+        environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+        started = time.perf_counter()
+        problem = _run(command, environment, output=output, timeout_s=timeout_s)
+        printed = Path(output).read_text(encoding="utf-8", errors="replace")
+        if problem is not None:
+            shown = "".join(printed.splitlines(keepends=True)[-_SHOWN_LINES:])
+            raise RuntimeError(f"{len(runs)} runs in {num_processes} processes {problem}:\n{shown}")
+        print(
+            f"  {len(runs)} runs in {num_processes} processes: "
+            f"{time.perf_counter() - started:.0f} s",
+            flush=True,
+        )
+
+
 def write_json(path: Path | None, values: Mapping[str, object]) -> None:
     """Write `values`; None writes nothing."""
     if path is None:
@@ -172,7 +207,8 @@ def write_json(path: Path | None, values: Mapping[str, object]) -> None:
     print(f"wrote {path}", flush=True)
 
 
-def _read_steps(log_dir: str, replica: int) -> tuple[StepRecord, ...]:
+def read_steps(log_dir: str, replica: int) -> tuple[StepRecord, ...]:
+    """Read the step log of one replica."""
     path = Path(log_dir) / f"steps-{replica:05d}.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines()
     return tuple(StepRecord(**json.loads(line)) for line in lines)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import gc
 import io
 import json
 import sys
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from odb_megatron.testing.runs_again import forget_run
 
 __all__ = ["Case", "Outcome", "serve"]
 
@@ -126,7 +127,7 @@ def run_case(case: Case) -> Outcome:
     finally:
         sys.argv = argv
         outcome.final = _final_values()
-        _forget_run()
+        forget_run()
         faulthandler.cancel_dump_traceback_later()
     outcome.output = printed.getvalue()
     outcome.steps = _read_steps(case)
@@ -284,26 +285,6 @@ def _final_values() -> dict[str, Any]:
         return {}
     names = ("train_iters", "consumed_train_samples", "consumed_valid_samples", "iteration")
     return {name: getattr(args, name, None) for name in names}
-
-
-def _forget_run() -> None:
-    """Drop every global of a run, so that the next one starts as in a fresh process."""
-    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
-    from megatron.training import checkpointing, global_vars, training
-
-    global_vars.unset_global_variables()
-    num_microbatches_calculator.destroy_num_microbatches_calculator()
-    rerun_state_machine.destroy_rerun_state_machine()
-    parallel_state.destroy_model_parallel()
-    training.num_checkpoints_memory_reported = 0
-    training._seqlen_stats_in_iteration = None
-    training._seqlen_stats_active = False
-    checkpointing._LOADED_ITERATION = None
-    gc.collect()
-    distributed = torch.distributed
-    for group in list(distributed.distributed_c10d._world.pg_map):
-        if group is not distributed.group.WORLD:
-            distributed.destroy_process_group(group)
 
 
 def _read_steps(case: Case) -> list[dict[str, Any]]:

@@ -248,7 +248,9 @@ class OdbRun:
         """Build the streams, and on leaders what goes with them."""
         args = self._args
         datasets = None
-        if self._datasets is not None and reads_data:
+        if self._datasets is not None:
+            if not reads_data:  # and nothing of Megatron's is built, which would wait for all ranks
+                return [None] * len(sizes)
             datasets = self._datasets(sizes)
         streams = build_streams(args, self.config, sizes, datasets=datasets, reads_data=reads_data)
         if not reads_data:

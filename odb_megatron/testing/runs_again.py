@@ -1,0 +1,32 @@
+"""Lets one process call Megatron's `pretrain()` again and again.
+
+Must not touch the world's process group: starting processes is what this saves.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+__all__ = ["forget_run"]
+
+
+def forget_run() -> None:
+    """Drop every global of a run, so that the next one starts as in a fresh process."""
+    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    from megatron.training import checkpointing, global_vars, training
+
+    global_vars.unset_global_variables()
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    parallel_state.destroy_model_parallel()
+    training.num_checkpoints_memory_reported = 0
+    training._seqlen_stats_in_iteration = None
+    training._seqlen_stats_active = False
+    checkpointing._LOADED_ITERATION = None
+    gc.collect()
+    distributed = torch.distributed
+    for group in list(distributed.distributed_c10d._world.pg_map):
+        if group is not distributed.group.WORLD:
+            distributed.destroy_process_group(group)
