@@ -261,6 +261,11 @@ def compare(found: Steps, reference: Steps) -> dict[str, Any]:
 def find_problems(name: str, result: Mapping[str, Any]) -> list[str]:
     """What makes a case fail, in words."""
     problems = []
+    if result["steps"] != result["reference_steps"]:
+        problems.append(
+            f"{name}: the case has {result['steps']} steps, its reference "
+            f"{result['reference_steps']}"
+        )
     for key, limit in (
         ("max_abs_loss_diff", MAX_LOSS_DIFF),
         ("max_rel_grad_diff", MAX_REL_GRAD_DIFF),
@@ -348,11 +353,11 @@ def _parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=7, help="optimizer steps (policy samples)")
     parser.add_argument("--seed", type=int, default=50, help="of model and data order")
     parser.add_argument("--data", default="chitchat", help="chitchat (default), chat-mix or a file")
-    parser.add_argument("--quick", action="store_true", help="one case, policy samples, 4 steps")
+    parser.add_argument("--quick", action="store_true", help="one case, policy cost")
     parser.add_argument("--json", type=Path, help="write the result here")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.cases, options.policies, options.steps = "dp2_tp2", "samples", 4
+        options.cases, options.policies = "dp2_tp2", "cost"
     options.cases, options.policies = options.cases.split(","), options.policies.split(",")
     for name, known in (("cases", CASES), ("policies", POLICIES)):
         unknown = sorted(set(getattr(options, name)) - set(known))

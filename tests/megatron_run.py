@@ -173,7 +173,8 @@ def _merged() -> Iterator[None]:
             name: value[[0, -1]] if name.startswith("cu_seqlens") else value
             for name, value in values.items()
         }
-        return original(**whole)
+        length = int(whole["cu_seqlens_q_padded"][-1])
+        return original(**{**whole, "max_seqlen_q": length, "max_seqlen_kv": length})
 
     forward_step.packed_seq_params = one_sample
     try:

@@ -18,6 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from odb_megatron.report.step_record import StepRecord
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
@@ -282,6 +284,74 @@ def test_the_throughput_benchmark_measures_every_variant(tmp_path: Path) -> None
     for name in ("standard", "standard_mean", "odb_samples"):
         assert variants[name]["samples_per_step"] == batch
     assert {"cost_over_samples", "samples_over_sorted", "cost_over_sorted"} <= set(result["ratios"])
+
+
+# --- every parallelism -------------------------------------------------------------------------
+
+
+def _step(**values: Any) -> StepRecord:
+    shared: dict[str, Any] = {
+        "iteration": 1, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-3,
+        "consumed_samples": 2, "samples": 2, "left_out": 0, "tokens": 5, "computed_tokens": 5,
+        "loss_tokens": 5, "num_micro_batches": 2, "idle": 1, "split": 0, "fill": 1.0,
+        "balance": 1.0, "balance_before": None, "moved": 0, "bytes_moved": 0, "wait_s": 0.0,
+        "step_s": 0.1, "ids": (("0:1@0",), ("0:2@0",)), "lengths": ((2,), (3,)),
+        "collectives": 2, "bytes_delivered": 100,
+    }  # fmt: skip
+    return StepRecord(**{**shared, **values})
+
+
+def test_what_the_comparison_of_topologies_finds() -> None:
+    parity = _module("parallel_parity")
+    counts = (1, 2, 3)
+    steps = (tuple(_step(num_micro_batches=count) for count in counts),)
+    same = parity.compare(steps, steps)
+    assert parity.find_problems("case", same) == []
+    assert (same["m_values"], same["idle_microbatches"]) == ([1, 2, 3], 3)
+    assert (same["collectives_per_step"], same["bytes_per_step"]) == (2, 100)
+    other = _step(loss=2.1, grad_norm=1.01, ids=(("0:1@0",),), collectives=3, idle=0)
+    found = parity.find_problems("case", parity.compare(((other,),), steps))
+    assert [problem.partition(": ")[2][:20] for problem in found] == [
+        "the case has 1 steps",
+        "max_abs_loss_diff is",
+        "max_rel_grad_diff is",
+        "the runs trained dif",
+        "3 collectives in a s",
+        "M took only the valu",
+        "no micro-batch was i",
+    ]
+    missing = parity.compare(((_step(loss=None), *steps[0][1:]),), steps)
+    assert math.isnan(missing["max_abs_loss_diff"])
+    assert len(parity.find_problems("case", missing)) == 2  # and M 1 is gone with that step
+
+
+def test_two_replicas_have_the_samples_of_one() -> None:
+    parity = _module("parallel_parity")
+    one = ((_step(),),)
+    two = ((_step(ids=(("0:2@0",), ())),), (_step(ids=((), ("0:1@0",))),))
+    assert parity.compare(two, one)["ids_equal"] is True
+
+
+def test_every_promised_topology_is_a_case() -> None:
+    parity = _module("parallel_parity")
+    promised = "dp2 tp2 tp2_sp pp2 pp4 vpp2x2 cp2 ep2 dp2_tp2 dp2_pp2 dp2_cp2 tp2_pp2 mtp"
+    assert set(promised.split()) <= set(parity.CASES)
+    assert all(case.model in parity.MODELS for case in parity.CASES.values())
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_a_topology_trains_as_one_process(tmp_path: Path) -> None:
+    result, output = _run("parallel_parity.py", "--quick", folder=tmp_path)
+    ((name, policies),) = result["cases"].items()
+    assert (name, list(policies)) == ("dp2_tp2", ["cost"])
+    case = policies["cost"]
+    assert case["max_abs_loss_diff"] <= 1e-5
+    assert case["max_rel_grad_diff"] <= 1e-4
+    assert case["ids_equal"] is True
+    assert case["collectives_per_step"] == 2
+    assert "--replay" in case["reference_command"]
+    assert "dp2_tp2, cost: loss" in output
 
 
 # --- the simulator's table ---------------------------------------------------------------------

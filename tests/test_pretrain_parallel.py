@@ -169,8 +169,7 @@ def test_resume(
     flags += ("--ckpt-format", "torch", *shlex.split(topology))
     save = ("--save", tmp_path, "--save-interval", 2)
     whole = megatron.train(*flags, *save, replicas=num_ranks)
-    states = sorted(path.name for path in tmp_path.glob("iter_0000002/**/odb*"))
-    assert len([path for path in states if path.endswith(".json")]) == num_states, states
+    assert len(list(tmp_path.glob("iter_0000002/odb/*.json"))) == num_states
     rest = megatron.train(*flags, "--load", tmp_path, "--ckpt-step", 2, replicas=num_ranks)
     assert [step.ids for step in rest.steps] == [step.ids for step in whole.steps[2:]]
     assert rest.losses == pytest.approx(whole.losses[2:], abs=1e-6)

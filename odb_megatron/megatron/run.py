@@ -18,7 +18,7 @@ from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.step_loader import StepHeader, StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron.attention import registry
-from odb_megatron.megatron.attention.spec import layer_spec
+from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
 from odb_megatron.megatron.compat import describe_megatron
 from odb_megatron.megatron.cost_model import RunCost
 from odb_megatron.megatron.counters import StepCalculator
@@ -86,12 +86,14 @@ class OdbRun:
         self._hooks = Hooks(
             self, packed=self.config.enabled, has_experts=args.num_experts is not None
         )
+        self._prediction = PredictionLayers(self._backend) if args.mtp_num_layers else None
         self._calculator: StepCalculator | None = None
         self._loader: StepLoader | None = None
         self._replica: ReplicaData | None = None
         self._exchange: ControlGroup | None = None  # on leaders
         self._groups: list[ControlGroup] = []
         self._stream: SampleStream | None = None
+        self._padded: Sequence[SampleStream | None] = ()
         self._recorder: StepRecorder | None = None
         self._report: LiveReport | None = None
         self._cost: RunCost | None = None
@@ -143,6 +145,8 @@ class OdbRun:
 
     def __enter__(self) -> OdbRun:
         self._hooks.install()
+        if self._prediction is not None:
+            self._prediction.install()
         return self
 
     def __exit__(
@@ -152,6 +156,8 @@ class OdbRun:
         trace: TracebackType | None,
     ) -> None:
         self._hooks.remove()
+        if self._prediction is not None:
+            self._prediction.remove()
         if self._calculator is not None:
             self._calculator.remove()
         try:
@@ -232,11 +238,14 @@ class OdbRun:
         def provider(sizes: Sequence[int | None], vp_stage: int | None = None) -> Any:
             if not vp_stage:
                 require_agreement(self._args, self._place)
-            if not self.config.enabled:
-                return tuple(build_padded(self._args, self._build_streams(sizes)))
             if self._replica is None:  # else another chunk of a virtual pipeline asks
                 self._replica = ReplicaData(self._args, self._place)
-                self._build_packed(self._replica, sizes)
+                if self.config.enabled:
+                    self._build_packed(self._replica, sizes)
+                else:
+                    self._padded = self._build_streams(sizes)
+            if not self.config.enabled:
+                return tuple(build_padded(self._args, self._padded))
             return self._replica.iterators(vp_stage or 0)
 
         provider.is_distributed = True  # type: ignore[attr-defined]  # every rank builds its data
@@ -371,7 +380,7 @@ class OdbRun:
     def _start(self, streams: Sequence[SampleStream | None], exchange: ControlGroup) -> None:
         args = self._args
         stream = streams[0]
-        if stream is None:
+        if stream is None or not self._place.is_leader:  # padded, every rank has its data
             return
         self._stream = stream
         self._recorder = StepRecorder(args, self.config, stream, exchange=exchange)

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from odb_megatron.megatron.attention.registry import AttentionBackend
 
-__all__ = ["layer_spec"]
+__all__ = ["PredictionLayers", "layer_spec"]
 
 
 def layer_spec(
@@ -71,6 +71,45 @@ def layer_spec(
         _self_attention_of(layer).core_attention = core_attention
     built: ModuleSpec | TransformerBlockSubmodules = spec
     return built
+
+
+class PredictionLayers:
+    """Puts the backend's attention into the layers of multi-token prediction during a run.
+
+    Megatron builds their spec by itself, whatever layer spec the model was given (`mtp_block_spec`,
+    megatron/training/models/gpt.py 387, 0.19.2).
+
+    Args:
+        backend: from `registry.select`.
+    """
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+        self._original: Any = None
+
+    def install(self) -> None:
+        """Replace `mtp_block_spec`."""
+        from megatron.training.models import gpt
+
+        original = self._original = gpt.mtp_block_spec
+
+        def mtp_block_spec(*args: Any, **kwargs: Any) -> Any:
+            spec = original(*args, **kwargs)
+            for layer in [] if spec is None else spec.layer_specs:
+                inner = layer.submodules.mtp_model_layer
+                _self_attention_of(inner).core_attention = self._backend.load()
+            return spec
+
+        gpt.mtp_block_spec = mtp_block_spec
+
+    def remove(self) -> None:
+        """Put the original back; harmless when called twice."""
+        if self._original is None:
+            return
+        from megatron.training.models import gpt
+
+        gpt.mtp_block_spec = self._original
+        self._original = None
 
 
 def _refuse_other_shapes(config: TransformerConfig) -> None:
