@@ -17,6 +17,7 @@ from torch import Tensor
 from odb_megatron.data.context_parallel import padding_mask
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
 from odb_megatron.megatron.compat import packed_seq_params, seqlen_stats_updater
+from odb_megatron.plan.padding import padded_length
 
 __all__ = ["Batch", "RouterMask", "loss_func", "make_forward_step", "packed_batch", "padded_batch"]
 
@@ -89,10 +90,15 @@ def packed_batch(item: MicroBatchLayout) -> Batch:
     )
 
 
-def padded_batch(item: dict[str, Tensor]) -> Batch:
-    """Move a padded micro-batch to the device, without the columns that pad every row."""
+def padded_batch(item: dict[str, Tensor], *, multiple: int = 1) -> Batch:
+    """Move a padded micro-batch to the device, without the columns that pad every row.
+
+    Args:
+        item: from Megatron's own loader.
+        multiple: columns that are left are a multiple of this, as sequence parallelism needs.
+    """
     device = torch.cuda.current_device()
-    width = max(1, int(item["length"].max()))
+    width = padded_length(max(1, int(item["length"].max())), multiple)
     names = ("tokens", "labels", "loss_mask", "position_ids")
     tensors = {
         name: item[name][:, :width].contiguous().to(device, non_blocking=True) for name in names

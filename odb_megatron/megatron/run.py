@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -40,7 +41,7 @@ from odb_megatron.megatron.recorder import StepRecorder
 from odb_megatron.megatron.replica_data import ReplicaData, require_agreement
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.setup import odb_config, total_samples
-from odb_megatron.megatron.topology import balance_scope
+from odb_megatron.megatron.topology import balance_scope, padding_multiple
 from odb_megatron.plan.policy import ExchangeMode, PolicyName
 from odb_megatron.report.live import LiveReport, SourceTotals
 from odb_megatron.report.step_record import StepLog
@@ -103,7 +104,9 @@ class OdbRun:
         self._eval_left_out = self._eval_truncated = 0
         self._place = replica_ranks(args, rank=args.rank)
         self.forward_step = make_forward_step(
-            packed_batch if self.config.enabled else padded_batch,
+            packed_batch
+            if self.config.enabled
+            else partial(padded_batch, multiple=padding_multiple(args)),
             on_batch=self._on_batch,
             router_mask=self._router_mask(),
         )
@@ -116,9 +119,9 @@ class OdbRun:
         return layer_spec(config.transformer, backend=self._backend, vp_stage=vp_stage)
 
     def prepare_model(self, model_config: Any) -> None:
-        """Put the layer spec, and what packed micro-batches need, into the model's configuration.
+        """Put the layer spec, and what micro-batches of varied size need, into the configuration.
 
-        Pipeline stages learn the length of each micro-batch from each other
+        Padded ones are cut to their longest sample. Pipeline stages learn the length of each micro-batch from each other
         (`variable_seq_lengths`), for which Megatron demands the alltoall token dispatcher, also
         of dense models (transformer_config.py, 0.16.1 to 0.19.2).
 
@@ -126,7 +129,7 @@ class OdbRun:
             model_config: from `megatron.training.argument_utils.gpt_config_from_args`.
         """
         model_config.transformer_layer_spec = self.layer_spec
-        if self.config.enabled and self._args.pipeline_model_parallel_size > 1:
+        if self._args.pipeline_model_parallel_size > 1:
             transformer = model_config.transformer
             transformer.variable_seq_lengths = self._args.variable_seq_lengths = True
             if transformer.num_moe_experts is None:
