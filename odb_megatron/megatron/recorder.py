@@ -20,6 +20,7 @@ from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatch
 from odb_megatron.megatron.arguments import OdbConfig
 from odb_megatron.megatron.topology import padding_multiple
+from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.step import StepTotals
 from odb_megatron.report.step_record import StepRecord
 
@@ -55,7 +56,7 @@ class StepRecorder:
         self._stream = stream
         self._exchange = exchange
         self.source_counts = [SourceCounts() for _ in stream.source_names]
-        self._idle_tokens = padding_multiple(args)
+        self._multiple = padding_multiple(args)
         self._header: StepHeader | None = None
         self._started: float | None = None
         self._clear()
@@ -83,7 +84,8 @@ class StepRecorder:
             lengths = tuple(length for _, length in present)
             self._count_sources(item)
             self._left_out += len(item["length"]) - len(present)
-            self._computed += len(item["length"]) * max(1, int(item["length"].max()))
+            width = padded_length(max(1, int(item["length"].max())), self._multiple)
+            self._computed += len(item["length"]) * width
             self._loss_tokens += int(item["loss_mask"].sum())
         self._ids.append(tuple(self._name(position) for position in positions))
         self._lengths.append(lengths)

@@ -121,9 +121,9 @@ class OdbRun:
     def prepare_model(self, model_config: Any) -> None:
         """Put the layer spec, and what micro-batches of varied size need, into the configuration.
 
-        Padded ones are cut to their longest sample. Pipeline stages learn the length of each micro-batch from each other
-        (`variable_seq_lengths`), for which Megatron demands the alltoall token dispatcher, also
-        of dense models (transformer_config.py, 0.16.1 to 0.19.2).
+        Padded ones are cut to their longest sample. Pipeline stages learn the length of each
+        micro-batch from each other (`variable_seq_lengths`), for which Megatron demands the
+        alltoall token dispatcher, also of dense models (transformer_config.py, 0.16.1 to 0.19.2).
 
         Args:
             model_config: from `megatron.training.argument_utils.gpt_config_from_args`.
