@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from odb_megatron.comm.control import ControlGroup
-from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.step_loader import StepHeader, StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron.attention import registry
@@ -23,7 +22,7 @@ from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
 from odb_megatron.megatron.compat import describe_megatron
 from odb_megatron.megatron.cost_model import RunCost
 from odb_megatron.megatron.counters import StepCalculator
-from odb_megatron.megatron.data_state import read_state, state_path, write_state
+from odb_megatron.megatron.data_state import state_path, write_state
 from odb_megatron.megatron.forward_step import (
     RouterMask,
     make_forward_step,
@@ -40,19 +39,15 @@ from odb_megatron.megatron.providers import (
 from odb_megatron.megatron.recorder import StepRecorder
 from odb_megatron.megatron.replica_data import ReplicaData, require_agreement
 from odb_megatron.megatron.replica_ranks import replica_ranks
+from odb_megatron.megatron.resume import resume_data
 from odb_megatron.megatron.setup import odb_config, total_samples
+from odb_megatron.megatron.source_totals import source_totals
 from odb_megatron.megatron.topology import balance_scope, padding_multiple
-from odb_megatron.plan.policy import ExchangeMode, PolicyName
+from odb_megatron.plan.policy import ExchangeMode
 from odb_megatron.report.live import LiveReport, SourceTotals
 from odb_megatron.report.step_record import StepLog
 
 __all__ = ["OdbRun"]
-
-_MESSAGE_BYTES = 1024
-_LOST_WINDOW = (
-    ". That is right after a run without --odb or with --odb-policy samples; after --odb-policy "
-    "cost its windows are lost, so samples are left out and others come twice"
-)
 
 
 class OdbRun:
@@ -328,55 +323,15 @@ class OdbRun:
         return {**values, "loss_dict": {**values["loss_dict"], "lm loss": found}}
 
     def _resume(self) -> dict[str, Any] | None:
-        """Continue the data where the loaded checkpoint left it; return the planner's state.
-
-        Under `samples` that is Megatron's own consumed-samples count, at any data-parallel size;
-        under `cost` it is the replica's window, so topology and policy must be the same.
-        """
-        args = self._args
-        if self._loader is None or self._exchange is None or not args.iteration:
+        """Continue the data where the loaded checkpoint left it; return the planner's state."""
+        if self._loader is None or self._exchange is None:
             return None
-        if args.finetune or args.skip_train:
+        found = resume_data(self._args, self.config, self._loader, exchange=self._exchange)
+        if found is None:
             return None
-        is_cost = self.config.policy is PolicyName.COST
-        replica = self._exchange.replica if is_cost else 0
-        path = state_path(args.load, iteration=args.iteration, replica=replica)
-        state = read_state(path)
-        found = self._exchange.gather_counts([int(state is not None)])
-        if [0] in found and [1] in found:
-            missing = state_path(args.load, iteration=args.iteration, replica=found.index([0]))
-            raise ValueError(
-                f"data state {missing} is missing and those of other replicas are not: restore it, "
-                "use the data-parallel size that saved, or start the data anew (--finetune)"
-            )
-        if state is None:
-            if args.rank == 0:
-                print(
-                    f"odb: no data state in the checkpoint of iteration {args.iteration}; the data "
-                    f"goes on at sample {args.consumed_train_samples} of the stream"
-                    + (_LOST_WINDOW if is_cost else ""),
-                    flush=True,
-                )
-            return None
-        if state["data"] != self._loader.stream.data_digest():
-            raise ValueError(
-                f"data state {path} was saved with other data: the files, their order, --split or "
-                "--seed have changed, so samples would be lost or repeated; restore them, or start "
-                "the data anew (--finetune)"
-            )
-        self._tokens_before = state["tokens_so_far"]
-        planner = state["planner"]
-        if planner["consumed"] != args.consumed_train_samples:
-            raise ValueError(
-                f"data state {path} was saved after {planner['consumed']} samples, the checkpoint "
-                f"after {args.consumed_train_samples}: restore the file that belongs to it"
-            )
-        if is_cost or planner["policy"] != PolicyName.SAMPLES.value:
-            self._loader.load_state_dict(planner)
-        else:
-            self._loader.load_cost(planner)
-        loaded: dict[str, Any] = planner
-        return loaded
+        self._tokens_before = found["tokens_so_far"]
+        planner: dict[str, Any] = found["planner"]
+        return planner
 
     # --- reports -------------------------------------------------------------------------------
 
@@ -457,29 +412,6 @@ class OdbRun:
         if self._stream is None or self._recorder is None or self._exchange is None:
             return []
         counted = (self._loader or self._recorder).source_counts
-        names = SourceCounts.names()
-        numbers = [getattr(counts, name) for counts in counted for name in names]
-        messages = [counts.first_message for counts in counted]
-        if together:
-            gathered = self._exchange.gather_counts(numbers)
-            numbers = [sum(values) for values in zip(*gathered, strict=True)]
-            messages = _first_messages(messages, self._exchange)
-        return [
-            SourceTotals(
-                name=source,
-                first_message=message,
-                **dict(zip(names, numbers[at * len(names) :], strict=False)),
-            )
-            for at, (source, message) in enumerate(
-                zip(self._stream.source_names, messages, strict=True)
-            )
-        ]
-
-
-def _first_messages(own: Sequence[str], exchange: ControlGroup) -> list[str]:
-    """Return, for each source, the message of the first replica that has one, cut to fit."""
-    sent = b"".join(text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0") for text in own)
-    found = exchange.exchange(sent)
-    places = [slice(at, at + _MESSAGE_BYTES) for at in range(0, len(sent), _MESSAGE_BYTES)]
-    texts = [[part[at].rstrip(b"\0").decode("utf-8", "ignore") for part in found] for at in places]
-    return [next(filter(None, replicas), "") for replicas in texts]
+        return source_totals(
+            self._stream.source_names, counted, exchange=self._exchange if together else None
+        )
