@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from odb_megatron.plan.alignment import needed_count
+from odb_megatron.plan.alignment import meet_count, needed_count
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.draw import Holdings
@@ -125,6 +125,13 @@ class Holding:
             cost_large=selection.cost_large,
         )
         return replace(record, **token_counts(rows))  # type: ignore[arg-type]
+
+    def micro_batches(
+        self, selection: Selection, *, count: int, caps: Caps, by_cost: bool
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the positions of `selection` in `count` micro-batches; see `meet_count`."""
+        rows = self.window.rows(len(selection.chosen))
+        return meet_count(selection, rows, count=count, caps=caps, by_cost=by_cost)
 
     def emit(self, selection: Selection, *, step: int) -> None:
         """Remove what a step emits from the window, and note what is due after it."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from odb_megatron.plan.alignment import meet_count
+from odb_megatron.plan.agreement import agreed_table, check_none_lost
 from odb_megatron.plan.calibration import CostFit, MicroBatchTime, calibration_record, fit_cost
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
@@ -23,20 +23,13 @@ from odb_megatron.plan.holding import Holding
 from odb_megatron.plan.packing import Caps
 from odb_megatron.plan.policies import build_policy
 from odb_megatron.plan.policy import BalanceScope, PolicyName, StepState
-from odb_megatron.plan.records import (
-    CalibrationRecord,
-    PlanRecord,
-    RecordTable,
-    ReplicaFailedError,
-    WindowRecord,
-    check_agreement,
-)
+from odb_megatron.plan.records import CalibrationRecord, PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.sample_list import pack_list
 from odb_megatron.plan.selection import Selection
 from odb_megatron.plan.state import NOT_CALIBRATED, STATE_VERSION, check_state, saved_cost
 from odb_megatron.plan.step import StepPlan, StepTotals, parcels
 from odb_megatron.plan.target import StepTarget
-from odb_megatron.plan.termination import LoaderClosedError, Phase, Termination
+from odb_megatron.plan.termination import Phase, Termination
 
 __all__ = ["ReplicaPlanner"]
 
@@ -296,20 +289,14 @@ class ReplicaPlanner:
         by_cost = self.config.balance is BalanceScope.MICROBATCH
         if assignment is None or assignment.is_local:
             assert self._selection is not None, "plan_record comes before commit"
-            micro_batches = meet_count(
-                self._selection,
-                self._holding.window.rows(len(self._selection.chosen)),
-                count=count,
-                caps=self._caps,
-                by_cost=by_cost,
+            own = self._holding.micro_batches(
+                self._selection, count=count, caps=self._caps, by_cost=by_cost
             )
-            plan = StepPlan(totals=totals, micro_batches=micro_batches)
+            plan = StepPlan(totals=totals, micro_batches=own)
         else:
             sends, receives = parcels(assignment, self.replica)
-            micro_batches = assignment.micro_batches(self.replica, caps=self._caps, by_cost=by_cost)
-            plan = StepPlan(
-                totals=totals, micro_batches=micro_batches, sends=sends, receives=receives
-            )
+            own = assignment.micro_batches(self.replica, caps=self._caps, by_cost=by_cost)
+            plan = StepPlan(totals=totals, micro_batches=own, sends=sends, receives=receives)
         self._advance(table, totals)
         return plan
 
@@ -378,19 +365,7 @@ class ReplicaPlanner:
         return self._target
 
     def _agreed(self, records: Any, *, names: Sequence[str]) -> RecordTable[Any]:
-        """Return the records as a table; an error beats closing, and closing beats a mismatch."""
-        if not isinstance(records, RecordTable):
-            records = RecordTable.from_records(records)
-        check_agreement(records, names=())
-        closing = records.column("closing")
-        if closing.any():
-            self._termination.close()
-            raise LoaderClosedError(
-                f"replica {int(closing.argmax())} closed its loader in step {self._step}"
-            )
-        check_agreement(records, names=names)
-        table: RecordTable[Any] = records
-        return table
+        return agreed_table(records, names=names, step=self._step, termination=self._termination)
 
     def _totals(self, table: RecordTable[PlanRecord], count: int) -> StepTotals:
         unassigned = self._holding.shard.num_unassigned
@@ -403,13 +378,7 @@ class ReplicaPlanner:
             fixed=self.config.cost.fixed,
         )
         remaining = table.total("num_remaining") + unassigned
-        if self._consumed + totals.num_consumed + remaining != self.config.total:
-            raise ReplicaFailedError(
-                f"step {self._step} loses samples: {self._consumed} consumed before, "
-                f"{totals.num_samples} emitted, {totals.num_left_out} left out and {remaining} "
-                f"remaining are not the {self.config.total} of the run; this is a defect of "
-                "odb_megatron, please report"
-            )
+        check_none_lost(totals, remaining=remaining, total=self.config.total)
         return totals
 
     def _advance(self, table: RecordTable[PlanRecord], totals: StepTotals) -> None:
@@ -418,8 +387,7 @@ class ReplicaPlanner:
         self._consumed += totals.num_consumed
         self._termination.end_step(consumed=self._consumed)
         self._step += 1
-        self._target = None
-        self._selection = None
+        self._target = self._selection = None
         kept = table.column("num_kept")
         self._holding.shard.top_up(
             Holdings(
