@@ -249,6 +249,10 @@ inline enter_plan_exchange(r) {
    before all have entered the second exchange, and none is left undecided when the next begins. */
 #ifdef THIRD
 inline decide_third(r) {
+#ifdef REPLAY
+    third = replayed_third[committed[r]];
+    assert(third == NO_THIRD || SUM(p_samples) > 0)
+#else
     if
     :: third == UNDECIDED ->
         if
@@ -257,6 +261,7 @@ inline decide_third(r) {
         fi
     :: else
     fi
+#endif
 }
 #endif
 

@@ -282,8 +282,8 @@ class ReplicaPlanner:
         table = self._agreed(records, names=("target",))
         count = self._exchange.local_count(table)
         totals = self._totals(table, count)
-        self._policy.learn(table, target=self._require_target(), count=count)
         assignment = self._exchange.assign(table, lists) if lists else None
+        self._policy.learn(table, target=self._require_target(), count=count)
         if assignment is not None:
             totals = totals.exchanged(assignment, fixed=self.config.cost.fixed)
         by_cost = self.config.balance is BalanceScope.MICROBATCH
