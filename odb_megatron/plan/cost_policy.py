@@ -27,6 +27,7 @@ from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.selection import Aim, Selection, select
 from odb_megatron.plan.target import (
     Knowledge,
+    LargeHold,
     StepTarget,
     StepWish,
     squared_tokens,
@@ -40,7 +41,8 @@ _VIEW_STEPS = 8
 _LEAST_VIEW = 1024
 _RESERVE = 6  # quarters of a step's standard deviation of excess cost to hold in reserve ...
 _RESERVE_PER_DOUBLING = 2  # ... and more for more replicas, since the poorest window limits all
-_LARGE_HOLD = 1  # steps beyond first-in-first-out that large samples are held, on average
+_LARGE_HOLD = 1, 2  # of the steps a window holds: how long large samples are held, on average
+_LARGE_SPARE = 2  # steps before they are due that large samples have to be released
 _RETURN = 4  # a window returns to its reserve by this part of the difference per step
 _MAX_FILL = (127, 128)
 _REACH_SHARE = 2, 5  # of the way from the oldest samples' rate to the longest samples' rate
@@ -160,8 +162,9 @@ class CostPolicy(StepPolicy):
         )
         found = None
         if self._is_aligned and aim.num_micro_batches is not None:
-            heights = target.heights
-            found = select_aligned(rows, due, aim=aim, heights=heights, caps=self._caps)
+            pressing = self._due(rows, state.step + _LARGE_SPARE)
+            aligned = replace(aim, heights=target.heights)
+            found = select_aligned(rows, due, pressing=pressing, aim=aligned, caps=self._caps)
         found = found or select(rows, due, aim=aim, caps=self._caps)
         if found.chosen.any():
             return found
@@ -242,11 +245,15 @@ class CostPolicy(StepPolicy):
     def _share(self, state: StepState) -> int:
         return -(-self._wanted(state) // self._config.num_replicas)
 
-    def _large_hold(self, state: StepState) -> tuple[int, int]:
-        """Return for how many steps a large sample is held, and the wait that ends it at once."""
+    def _large_hold(self, state: StepState) -> LargeHold:
         share = self._share(state)
-        longest = (self._config.max_delay_steps - 2) * share
-        return self._config.window // share + _LARGE_HOLD, longest
+        longest = (self._config.max_delay_steps - _LARGE_SPARE) * share
+        held, whole = _LARGE_HOLD
+        return LargeHold(
+            num_steps=max(1, held * (self._config.window // share) // whole),
+            longest=longest,
+            life=self._config.window + longest,
+        )
 
     def _due(self, rows: npt.NDArray[np.int64], step: int) -> npt.NDArray[np.bool_]:
         since = rows[Column.DUE]
