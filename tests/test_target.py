@@ -243,8 +243,10 @@ class TestCostModel:
                 huge.sample(length, num_patches=patches)
             with pytest.raises(ValueError, match="lower the quadratic or patch cost"):
                 huge.samples(np.array([length]), np.array([patches]))
-        with pytest.raises(ValueError, match="fixed price .* lower it"):
+        with pytest.raises(ValueError, match="price of a micro-batch is .* lower it"):
             CostModel(fixed=MAX_SAMPLE_COST)
+        with pytest.raises(ValueError, match="price of a patch is .* lower it"):
+            CostModel(per_patch=MAX_SAMPLE_COST)
         with pytest.raises(ValueError, match="per_patch=-1"):
             CostModel(per_patch=-1)
 

@@ -17,7 +17,6 @@ from odb_megatron.plan.cost import COST_UNIT, CostModel
 from odb_megatron.plan.packing import Caps, pack
 from odb_megatron.plan.policy import (
     BalanceScope,
-    ExchangeMode,
     StepPolicy,
     StepState,
     select_all,
@@ -109,7 +108,6 @@ class CostPolicy(StepPolicy):
             "tokens_observed": tokens,
             "cost_observed": cost,
             "spread_observed": squared_tokens(excess, unit=COST_UNIT),
-            "cost_over": self._over(fresh),
             "cost_due": int(due[Column.COST].sum()),
             "micro_batches_due": self._needs(due),
             "cost_per_token": self._rate(rows, state),
@@ -273,15 +271,6 @@ class CostPolicy(StepPolicy):
             found[f"large_wait_{index}"] = num_emitted - arrival
             found[f"large_cost_{index}"] = cost
         return found
-
-    def _over(self, fresh: npt.NDArray[np.int64]) -> int:
-        """Return what samples cost beyond a replica's share of a step, for mode `auto`."""
-        if self._config.exchange is not ExchangeMode.AUTO or self._knowledge.num_samples:
-            return 0
-        costs = fresh[Column.COST]
-        batch, num = self._config.global_batch_size, self._config.num_replicas
-        share = int(costs.sum()) * batch // (max(1, len(costs)) * num)
-        return int(np.maximum(costs - share, 0).sum())
 
     def _needs(self, rows: npt.NDArray[np.int64]) -> int:
         bins = pack(
