@@ -242,21 +242,16 @@ class TestAuto:
         cost=CostModel.from_ratios(quadratic=0, fixed_tokens=0),
     )  # fmt: skip
 
-    @pytest.mark.parametrize(
-        ("over", "window", "exchanges"),
-        [(0, 40, False), (0, 39, True), (100, 40, False), (300, 40, True)],
-    )
-    def test_for_a_run(self, over: int, window: int, exchanges: bool) -> None:
+    @pytest.mark.parametrize(("window", "exchanges"), [(40, False), (39, True)])
+    def test_for_a_run(self, window: int, exchanges: bool) -> None:
         record = WindowRecord(
-            config=0, step=0, position=0, num_observed=20, tokens_observed=200,
-            cost_observed=2000, cost_over=over,
-        )  # fmt: skip
+            config=0, step=0, position=0, num_observed=20, tokens_observed=200, cost_observed=2000
+        )
         config = replace(self.CONFIG, window=window)
         found = choose_for_run(RecordTable.from_records([record, record]), config)
         assert found.exchanges is exchanges
-        # A step of 40 samples has a share of 20 samples, which cost 2000.
-        assert found.over == 40 * 2 * over * 1_000_000 // (40 * 2000)
-        assert found.num_micro_batches == 100 * 200 // 64
+        # A step of 40 samples has a share of 20 samples, of 10 tokens each.
+        assert (found.share, found.num_micro_batches) == (20, 100 * 200 // 64)
         mode = "tokens" if exchanges else "none"
         assert found.reason().startswith(f"exchange {mode}: 3.1 micro-batches per step")
         assert found.reason().endswith(f"--odb-exchange {mode} reproduces it")

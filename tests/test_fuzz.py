@@ -207,8 +207,20 @@ class TestCommand:
     def test_a_run_without_the_cases_does_not_pass(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert fuzz.main(["--worlds", "1", "--processes", "1"]) == 1
-        assert "never occurred in 1 worlds" in capsys.readouterr().err
+        with mock.patch.object(fuzz, "_run_all", return_value=(Tally(idle=1), [])):
+            assert fuzz.main(["--worlds", "100"]) == 1
+        text = capsys.readouterr().err
+        assert "never occurred in 100 worlds: split, drained_early, moved" in text
+
+    def test_one_world_can_be_repeated(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert fuzz.main(["--first", "7", "--worlds", "1", "--processes", "1"]) == 0
+
+    def test_a_result_without_a_folder(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            fuzz.main(["--json", str(tmp_path / "absent" / "out.json")])
+        assert "there is no folder" in capsys.readouterr().err
 
     def test_a_defect_is_named(self) -> None:
         with mock.patch.object(fuzz, "plan_step", side_effect=AssertionError("spoilt")):

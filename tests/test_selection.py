@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,8 @@ class TestAligned:
         if wanted.num_micro_batches is None or len(raised) >= wanted.num_micro_batches:
             return
         heights = tuple(sorted(raised, reverse=True))
-        found = select_aligned(window, due, aim=wanted, heights=heights, caps=caps)
+        aligned = replace(wanted, heights=heights)
+        found = select_aligned(window, due, pressing=due, aim=aligned, caps=caps)
         if found is None:
             assert due.any()
             return
@@ -155,9 +157,25 @@ class TestAligned:
         window = rows([10] * 30 + [60, 50] + [10] * 10)
         height = 64 * 60 + 3600
         wanted = aim(window, cost=height + 3 * 4440, tokens=60 + 180)
-        found = select_aligned(window, none_due(window), aim=wanted, heights=(height,), caps=CAPS)
+        none = none_due(window)
+        wanted = replace(wanted, heights=(height,))
+        found = select_aligned(window, none, pressing=none, aim=wanted, caps=CAPS)
         assert found is not None
         assert found.micro_batches is not None
         costs = [int(window[Column.COST][slots].sum()) for slots in found.micro_batches]
         assert costs == [height] + [4440] * 3
         assert (found.num_large, found.cost_large, found.missing) == (1, height, 0)
+
+    def test_what_presses_goes_first(self) -> None:
+        """It takes the least height that fits; the largest of the others takes what is left."""
+        window = rows([10] * 60 + [50, 60, 64])
+        small, tall = (64 * length + length * length for length in (60, 64))
+        none = none_due(window)
+        for slots, chosen in (((), [False, True, True]), ((60,), [True, False, True])):
+            pressing = none.copy()
+            pressing[list(slots)] = True
+            wanted = aim(window, cost=tall + small + 2 * 4440, tokens=250)
+            wanted = replace(wanted, heights=(tall, small))
+            found = select_aligned(window, none, pressing=pressing, aim=wanted, caps=CAPS)
+            assert found is not None
+            assert found.chosen[60:].tolist() == chosen

@@ -23,7 +23,7 @@ from odb_megatron.plan.records import (
 from odb_megatron.plan.step import StepPlan
 from odb_megatron.plan.termination import LoaderClosedError, Phase
 from odb_megatron.plan.window import Column, SampleWindow
-from odb_megatron.testing.worlds import World, observe_drawn, plan_step
+from odb_megatron.testing.worlds import World, observe_drawn, plan_step, wire_size
 
 STEEP = CostModel.from_ratios(quadratic=1.0, fixed_tokens=100, patch_tokens=7)
 COST_WORLD = World(
@@ -54,6 +54,7 @@ def _restored(world: World, planners: list[ReplicaPlanner]) -> list[ReplicaPlann
                 world.lengths[p] // 2,
                 False,
                 world.patches[p] if world.patches else 0,
+                wire_size(world, p),
             )
             for p, _, _ in state["window"]
         }

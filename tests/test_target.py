@@ -15,7 +15,7 @@ from odb_megatron.plan.cost import COST_UNIT, MAX_SAMPLE_COST, CostModel
 from odb_megatron.plan.policy import BalanceScope, PolicyName
 from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.step import StepPlan
-from odb_megatron.plan.target import Knowledge, StepWish, wanted_samples
+from odb_megatron.plan.target import Knowledge, LargeHold, StepWish, wanted_samples
 from odb_megatron.testing.worlds import World
 
 BUDGET = 512
@@ -113,18 +113,40 @@ class TestChooseStep:
         records = table(window(cost_per_token=10, cost_due=5200, micro_batches_due=7), window())
         assert self.knowledge().choose_step(self.WISH, records) == (7, 5200, ())
 
-    def test_heights(self) -> None:
-        """Those that waited longest are released; so many as hold the rest for `hold` steps."""
+    @pytest.mark.parametrize(
+        ("num_steps", "longest", "life", "heights"),
+        [
+            (3, 99, 5, (3000,)),  # the oldest
+            (3, 99, 6, (4000,)),  # raised to the younger one: 3000 * 4 <= 2000 * 6
+            (1, 99, 5, (4000, 3000)),
+            (1, 99, 6, (4000,)),  # one height serves both
+            (99, 99, 5, ()),
+            (99, 9, 5, (3000,)),  # has waited for the longest
+            (99, 5, 5, (4000, 3000)),
+        ],
+    )
+    def test_heights(
+        self, num_steps: int, longest: int, life: int, heights: tuple[int, ...]
+    ) -> None:
         records = table(
             window(cost_per_token=10, num_large=2, large_wait_0=5, large_cost_0=4000),
             window(cost_per_token=10, num_large=4, large_wait_0=9, large_cost_0=3000),
         )
         knowledge = self.knowledge()
-        for hold, heights in (((3, 99), (3000,)), ((1, 99), (4000, 3000)), ((99, 99), ())):
-            wish = replace(self.WISH, hold=hold)
-            assert knowledge.choose_step(wish, records)[2] == heights
-        assert knowledge.choose_step(replace(self.WISH, hold=(99, 9)), records)[2] == (3000,)
+        hold = LargeHold(num_steps=num_steps, longest=longest, life=life)
+        assert knowledge.choose_step(replace(self.WISH, hold=hold), records)[2] == heights
         assert knowledge.level == 1000
+
+    def test_heights_at_the_largest_costs(self) -> None:
+        """The least and the largest numbers that records hold are compared exactly."""
+        most, life = MAX_SAMPLE_COST - 1, 2 * MAX_WINDOW
+        records = table(
+            window(cost_per_token=10, num_large=1, large_wait_0=life, large_cost_0=most),
+            window(num_large=1, large_wait_0=-life, large_cost_0=most - 1),
+        )
+        hold = LargeHold(num_steps=1, longest=1, life=life)
+        wish = replace(self.WISH, hold=hold)
+        assert self.knowledge().choose_step(wish, records)[2] == (most,)
 
     @given(
         st.integers(1, 10**6),
@@ -221,8 +243,10 @@ class TestCostModel:
                 huge.sample(length, num_patches=patches)
             with pytest.raises(ValueError, match="lower the quadratic or patch cost"):
                 huge.samples(np.array([length]), np.array([patches]))
-        with pytest.raises(ValueError, match="fixed price .* lower it"):
+        with pytest.raises(ValueError, match="price of a micro-batch is .* lower it"):
             CostModel(fixed=MAX_SAMPLE_COST)
+        with pytest.raises(ValueError, match="price of a patch is .* lower it"):
+            CostModel(per_patch=MAX_SAMPLE_COST)
         with pytest.raises(ValueError, match="per_patch=-1"):
             CostModel(per_patch=-1)
 

@@ -19,13 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from odb_megatron.plan.alignment import common_count
 from odb_megatron.plan.config import PlanConfig
-from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.policy import ExchangeMode, PolicyName
 from odb_megatron.plan.records import PlanRecord, ReplicaFailedError, WindowRecord
+from odb_megatron.plan.sample_list import failed_list
 from odb_megatron.plan.step import StepPlan
 from odb_megatron.plan.termination import LoaderClosedError
 from odb_megatron.testing.worlds import World, observe_drawn, plan_step
@@ -33,6 +35,8 @@ from odb_megatron.testing.worlds import World, observe_drawn, plan_step
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "verification" / "odb.pml"
 BUDGET = 2
+
+AnyRecord = TypeVar("AnyRecord", WindowRecord, PlanRecord)
 
 needs_spin = pytest.mark.skipif(
     shutil.which("spin") is None, reason="spin is not installed (Debian package spin)"
@@ -147,9 +151,11 @@ def shards(sizes: Sequence[int], *, length: Callable[[int], int], epochs: int) -
     return rows * epochs
 
 
-def small_worlds(replicas: int, policy: PolicyName) -> Iterator[World]:
+def small_worlds(
+    replicas: int, policy: PolicyName, *, batches: Sequence[int] = (1, 2, 3)
+) -> Iterator[World]:
     for sizes in itertools.product(range(4), repeat=replicas):
-        for batch, epochs in itertools.product((1, 2, 3), (1, 2)):
+        for batch, epochs in itertools.product(batches, (1, 2)):
             for length in (lambda p: 1, lambda p: 1 + p % 2):
                 for slack in (0, 1) if policy is PolicyName.COST else (0,):
                     yield world(
@@ -177,6 +183,25 @@ class TestSmallWorlds:
         assert seen["drained before the final step"] > 0 or policy is PolicyName.SAMPLES
 
     @pytest.mark.parametrize("policy", PolicyName)
+    @pytest.mark.parametrize("replicas", [2, 3])
+    def test_so_does_every_world_with_a_third_exchange(
+        self, replicas: int, policy: PolicyName
+    ) -> None:
+        """Under `samples` each step takes the same samples as without one."""
+        moved = 0
+        cases = small_worlds(replicas, policy, batches=(replicas, replicas + 2))
+        for case in itertools.islice(cases, 0, None, 3):
+            _, steps = check(exchanging(case))
+            moved += sum(plans[0].totals.num_moved for plans in steps)
+            if policy is PolicyName.SAMPLES:
+                _, alone = check(case)
+                assert len(alone) == len(steps)
+                for one, other in zip(alone, steps, strict=True):
+                    assert sorted(emitted_by(one)) == sorted(emitted_by(other))
+                    assert other[0].totals.num_micro_batches <= one[0].totals.num_micro_batches
+        assert moved > 0
+
+    @pytest.mark.parametrize("policy", PolicyName)
     def test_nothing_to_do(self, policy: PolicyName) -> None:
         rules, _ = check(world([], policy=policy, replicas=3, batch=2))
         assert rules.num_steps == 0
@@ -196,6 +221,15 @@ class TestSmallWorlds:
         twice.emitted = [0, 0, 1, 2, 3, 4]
         with pytest.raises(AssertionError):
             twice.end()
+
+
+def exchanging(case: World) -> World:
+    """The same world where replicas hand samples to each other in every step."""
+    return replace(case, config=replace(case.config, exchange=ExchangeMode.TOKENS))
+
+
+def emitted_by(plans: Sequence[StepPlan]) -> list[int]:
+    return [p for plan in plans for m in plan.micro_batches for p in m]
 
 
 def check_strict_order(case: World, steps: Sequence[Sequence[StepPlan]]) -> None:
@@ -253,6 +287,33 @@ class TestEnds:
         if policy is PolicyName.COST:
             check_kept(states, emitted, total=case.config.total)
 
+    @pytest.mark.parametrize("policy", PolicyName)
+    @pytest.mark.parametrize("num_steps", [0, 1, 2])
+    def test_a_failed_list_ends_all_and_drops_the_step(
+        self, num_steps: int, policy: PolicyName
+    ) -> None:
+        """The model's FAULT=ERROR in the third exchange."""
+        case = exchanging(world([1] * 12, policy=policy, replicas=3, batch=3, window=2))
+        planners = case.planners()
+        for _ in range(num_steps):
+            plan_step(planners, case.lengths)
+        for planner in planners:
+            observe_drawn(planner, case.lengths)
+        windows = [planner.window_record() for planner in planners]
+        for planner in planners:
+            planner.set_target(wire(windows))
+            observe_drawn(planner, case.lengths)
+        plans = wire([planner.plan_record() for planner in planners])
+        states = [planner.state_dict() for planner in planners]
+        assert all(planner.wants_exchange(plans) for planner in planners)
+        lists = [planner.sample_list(plans) for planner in planners]
+        lists[1] = failed_list(room=max(plan.num_samples for plan in plans))
+        assert len({len(own) for own in lists}) == 1
+        for planner, state in zip(planners, states, strict=True):
+            with pytest.raises(ReplicaFailedError, match="replica 1"):
+                planner.commit(plans, lists)
+            assert planner.state_dict() == state
+
 
 def check_kept(states: Sequence[dict[str, object]], emitted: list[int], *, total: int) -> None:
     """What was not emitted is in a window, assigned, or not assigned yet: once."""
@@ -266,7 +327,7 @@ def check_kept(states: Sequence[dict[str, object]], emitted: list[int], *, total
     assert sorted(kept) == list(range(total))
 
 
-def wire(records: Sequence[WindowRecord | PlanRecord]) -> list[WindowRecord | PlanRecord]:
+def wire(records: Sequence[AnyRecord]) -> list[AnyRecord]:
     """Records as they arrive."""
     return [type(record).from_bytes(record.to_bytes()) for record in records]
 
@@ -369,6 +430,31 @@ class TestTraces:
                 for replica in range(replicas):
                     assert trace.counts[step, replica] == plans[0].totals.num_micro_batches
 
+    @pytest.mark.parametrize("replicas", [2, 3])
+    def test_the_model_accepts_a_third_exchange(self, replicas: int, tmp_path: Path) -> None:
+        """Steps that replicas even out: the model finds the planner's M."""
+        fewer = 0
+        for rows, sizes in itertools.product((1, 2, 3), ([3, 0, 1], [1, 3, 2], [2, 2, 2])):
+            alone = world(
+                shards(sizes[:replicas], length=lambda p: 1, epochs=1),
+                policy=PolicyName.SAMPLES,
+                replicas=replicas,
+                batch=rows * replicas,  # so that each step emits
+                token_budget=1,
+            )
+            _, steps = check(exchanging(alone))
+            third = [bool(plans[0].totals.costs_before) for plans in steps]
+            text = replay(alone.run(), replicas=replicas, third=third)
+            path = tmp_path / f"third-{rows}-{sizes[0]}.pml"
+            path.write_text(text, encoding="utf-8")
+            trace = read_trace(simulate(path, seed=rows))
+            assert len(trace.counts) == len(steps) * replicas
+            for step, plans in enumerate(steps):
+                count = plans[0].totals.num_micro_batches
+                assert {trace.counts[step, replica] for replica in range(replicas)} == {count}
+                fewer += count < max(len(trace.samples[step, r]) for r in range(replicas))
+        assert fewer > 0
+
     def test_the_model_refuses_a_sample_twice(self, tmp_path: Path) -> None:
         case = world([1] * 4, policy=PolicyName.SAMPLES, replicas=2, batch=2, token_budget=1)
         text = replay(case.run(), replicas=2).replace("replayed[2] = 2;", "replayed[2] = 1;")
@@ -378,8 +464,13 @@ class TestTraces:
             simulate(path)
 
 
-def replay(steps: Sequence[Sequence[StepPlan]], *, replicas: int) -> str:
-    """A model of one world: shards are what each replica emitted, with its selections."""
+def replay(
+    steps: Sequence[Sequence[StepPlan]], *, replicas: int, third: Sequence[bool] = ()
+) -> str:
+    """A model of one world: shards are what each replica emitted, with its selections.
+
+    Where `third` says so, a step has a third exchange; `steps` are then those without.
+    """
     own = [
         sorted(p for plans in steps for m in plans[replica].micro_batches for p in m)
         for replica in range(replicas)
@@ -391,10 +482,12 @@ def replay(steps: Sequence[Sequence[StepPlan]], *, replicas: int) -> str:
             slots = [own[replica].index(p) for m in plan.micro_batches for p in m]
             mask = sum(1 << (firsts[replica] + slot) for slot in slots)
             lines.append(f"replayed[{step * replicas + replica}] = {mask};")
+    lines += [f"replayed_third[{step}] = {1 + has};" for step, has in enumerate(third)]
     body = "\n    ".join(["window = 12;", *lines, "skip"])
     return (
         f"#define N {replicas}\n#define REPLAY\n#define RULE SOME\n"
-        f"byte shard[{replicas}];\nshort replayed[{len(steps) * replicas}];\n"
+        + (f"#define THIRD\nbyte replayed_third[{len(steps)}];\n" if third else "")
+        + f"byte shard[{replicas}];\nshort replayed[{len(steps) * replicas}];\n"
         f'inline given_world() {{\n    {body}\n}}\n#include "{MODEL}"\n'
     )
 

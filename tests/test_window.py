@@ -42,7 +42,9 @@ def test_against_a_list(rounds: list[tuple[int, int, bool]]) -> None:
         plain = kept + plain[len(chosen) :]
         window.mark_due(num_emitted=emitted, step=step)
         plain = [
-            (*row[:-1], step) if row[Column.DUE] < 0 and row[Column.ARRIVAL] < emitted else row
+            (*row[: Column.DUE], step, *row[Column.DUE + 1 :])
+            if row[Column.DUE] < 0 and row[Column.ARRIVAL] < emitted
+            else row
             for row in plain
         ]
         assert len(window) == len(plain)

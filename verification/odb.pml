@@ -1,7 +1,7 @@
 /*
  * The protocol that aligns the steps of N replicas, for SPIN; docs/dgap.md explains it.
  *
- * Per replica a planner (two exchanges per step, ahead of the trainer) and a trainer (takes a
+ * Per replica a planner (two exchanges per step or three, ahead of the trainer) and a trainer (takes a
  * planned step from a queue, then meets the other trainers in the step's device collective).
  * Here: state, processes, faults. rules.pml: what a planner decides. world.pml: the worlds that are
  * tried and what must hold at the end.
@@ -25,6 +25,7 @@
  *   FIT        samples that fit a micro-batch
  *   MULTIPLE   the micro-batch count is a multiple of this
  *   HOLES      defined: any drawn position may turn out to emit nothing (FIXED)
+ *   THIRD      defined: any step that emits may have a third exchange, of sample lists
  *   PUT_AFTER  defined: back-pressure after a step is planned instead of before
  *   REPLAY     defined: one given world and its selections (tests/test_verification.py)
  *   MUTATE_*   defined: one rule is broken, to see that the check notices
@@ -112,6 +113,11 @@ byte p_samples[N];
 byte p_remaining[N]; /* not emitted after this step */
 bit p_closing[N];
 bit p_failed[N];
+#ifdef THIRD
+byte third;       /* of this step, equal for all: UNDECIDED | NO_THIRD | HAS_THIRD */
+bit listed[N];    /* has entered this step's third exchange */
+bit l_failed[N];
+#endif
 
 /* ---- between planner and trainer ---- */
 chan steps[N] = [AHEAD] of { byte, bit }; /* M, whether it is the final step */
@@ -151,6 +157,9 @@ hidden byte num, rest, cursor, at, each, common;
 #define LATEST_STOP 7
 #define LATEST_END 8
 #define ALL_IDLE_STEP 9
+#define EMPTY_LIST 10
+#define FAILED_LIST 11
+#define ASKED_IN_THIRD 12
 
 #define BIT(x) (1 << (x))
 #define HAS(x, k) (((x) >> (k)) & 1)
@@ -171,13 +180,18 @@ hidden byte num, rest, cursor, at, each, common;
 /* All have entered the exchange that r waits in; they are never more than one apart. */
 #define MET(r) NONE_BEHIND(entered, r)
 
+#define UNDECIDED 0
+#define NO_THIRD 1
+#define HAS_THIRD 2
+#define ALL_LISTED (listed[0] && listed[1] && listed[N-1])
+
 /* An exchange with a dead process may complete or not: gloo promises neither. With a process that
    lives and does not answer, the deadline runs while the own trainer waits for a step. */
 #define WAITS(r) (empty(steps[r]) && in_step[r] == trained[r] && !closed[r] && !ended[r])
 #ifdef MUTATE_NO_DEADLINE
-#define DEADLINE(r) false
+#define DEADLINE(r, is_met) false
 #else
-#define DEADLINE(r) (ANY(gone) || (FAULT == HANG && struck && !MET(r) && WAITS(r)))
+#define DEADLINE(r, is_met) (ANY(gone) || (FAULT == HANG && struck && !(is_met) && WAITS(r)))
 #endif
 
 /* The watchdog ends a process whose trainer waits in a collective for a trainer that has left. */
@@ -219,17 +233,34 @@ again:
             enter_window_exchange(r)
         };
         atomic {
-            leave_unless_met(r, ANY(w_failed), ANY(w_closing));
+            leave_unless_met(r, MET(r), ANY(w_failed), ANY(w_closing));
             forget(p_need[r], p_samples[r], p_remaining[r]);
+#ifdef THIRD
+            listed[r] = 0; third = UNDECIDED;
+#endif
             assert(ANY_LEFT); /* no step is planned past the final one */
             select_samples(r);
             enter_plan_exchange(r)
         };
         atomic {
 #ifdef MUTATE_PLAN_BIT_UNSEEN
-            leave_unless_met(r, ANY(p_failed), p_closing[r]);
+            leave_unless_met(r, MET(r), ANY(p_failed), p_closing[r]);
 #else
-            leave_unless_met(r, ANY(p_failed), ANY(p_closing));
+            leave_unless_met(r, MET(r), ANY(p_failed), ANY(p_closing));
+#endif
+#ifdef THIRD
+            decide_third(r);
+            if
+            :: IN_THIRD(r) -> enter_third_exchange(r)
+            :: else
+            fi
+        };
+        atomic {
+            if
+            :: !IN_THIRD(r)
+            :: IN_THIRD(r) && (ALL_LISTED || DEADLINE(r, ALL_LISTED)) ->
+                leave_unless_met(r, ALL_LISTED, ANY(l_failed), false)
+            fi;
 #endif
             common_count(r);
             commit(r);

@@ -7,10 +7,10 @@
 #define LEAVE_AS(r, how) result[r] = how; goto out
 
 /* Wait for the exchange; leave when it fails, when a record reports an error, when one closes. */
-inline leave_unless_met(r, is_failed, is_closing) {
+inline leave_unless_met(r, is_met, is_failed, is_closing) {
     if
-    :: MET(r)
-    :: DEADLINE(r) -> NEVER(PEERS_DEADLINE, true); LEAVE_AS(r, failed)
+    :: is_met
+    :: DEADLINE(r, is_met) -> NEVER(PEERS_DEADLINE, true); LEAVE_AS(r, failed)
     fi;
     if
     :: is_failed -> LEAVE_AS(r, failed)
@@ -243,7 +243,47 @@ inline enter_plan_exchange(r) {
     enter_exchange(r)
 }
 
-/* common = M. */
+/* ---- third exchange ---- */
+
+/* Which steps have one is left open, but it is the same for all: whoever comes first decides. Not
+   before all have entered the second exchange, and none is left undecided when the next begins. */
+#ifdef THIRD
+inline decide_third(r) {
+#ifdef REPLAY
+    third = replayed_third[committed[r]];
+    assert(third == NO_THIRD || SUM(p_samples) > 0)
+#else
+    if
+    :: third == UNDECIDED ->
+        if
+        :: SUM(p_samples) > 0 -> third = HAS_THIRD
+        :: third = NO_THIRD
+        fi
+    :: else
+    fi
+#endif
+}
+#endif
+
+#ifdef MUTATE_SKIP_EMPTY_LIST
+#define IN_THIRD(r) (third == HAS_THIRD && p_samples[r] > 0)
+#elif defined(MUTATE_SKIP_WHEN_DRAINED)
+#define IN_THIRD(r) (third == HAS_THIRD && p_remaining[r] > 0)
+#else
+#define IN_THIRD(r) (third == HAS_THIRD)
+#endif
+
+/* A list has no closing bit, and nobody enters who has seen one. */
+inline enter_third_exchange(r) {
+    build_maybe(r, l_failed[r]);
+    listed[r] = 1;
+    assert(closing_at == 255);
+    NEVER(EMPTY_LIST, p_samples[r] == 0);
+    NEVER(FAILED_LIST, l_failed[r]);
+    NEVER(ASKED_IN_THIRD, CLOSING(r))
+}
+
+/* common = M. After a third exchange any replica may train any sample. */
 inline common_count(r) {
 #ifdef MUTATE_COUNT_MIN
     common = MIN(p_need);
@@ -252,11 +292,19 @@ inline common_count(r) {
 #else
     common = MAX(p_need);
 #endif
+#ifdef THIRD
+    common = (IN_THIRD(r) -> CEIL(SUM(p_samples), N * FIT) : common);
+#endif
     common = CEIL(MAX2(1, common), MULTIPLE) * MULTIPLE;
 #ifdef MUTATE_COUNT_NOT_MULTIPLE
     common = MAX2(1, MAX(p_need));
 #endif
+#ifdef THIRD
+    assert(IN_THIRD(r) || common >= p_need[r]);
+    assert(common * N * FIT >= SUM(p_samples));
+#else
     assert(common >= p_need[r]);
+#endif
     assert(common % MULTIPLE == 0)
 }
 

@@ -225,12 +225,29 @@ def _worlds() -> list[Check]:
         ("a process dies, stop requests", (*two, "TOTAL=3", "FAULT=CRASH", "STOPS")),
         ("a trainer raises, stop requests", (*two, "TOTAL=3", "FAULT=RAISE", "STOPS")),
     ]
+    worlds += [
+        (f"third exchange{name}", ("THIRD", *macros))
+        for name, macros in (
+            ("", (*two, "MOST=4", "FIT=2", "MULTIPLE=2")),
+            ("", (*three, "MOST=2", "TOTAL=4")),
+            (", some replica emits", (*two, "MOST=3", "RULE=SOME")),
+            (", policy samples", (*two, "DRAW=BATCH", "TOTAL=9")),
+            (", trainers leave", (*two, "MOST=3", "TOTAL=4", "FAULT=LEAVE")),
+            (", an error", (*two, "MOST=3", "TOTAL=4", "FAULT=ERROR")),
+            (", an error", (*short_three, "FAULT=ERROR")),
+            (", a planner hangs", (*two, "MOST=3", "TOTAL=4", "FAULT=HANG")),
+            (", a process dies", (*two, "TOTAL=3", "FAULT=CRASH")),
+            (", a trainer raises", (*two, "TOTAL=3", "FAULT=RAISE")),
+            (", stop requests", (*two, "MOST=3", "TOTAL=3", "STOPS")),
+            (", stop requests", (*three, "MOST=2", "TOTAL=2", "WINDOW=1", "STOPS")),
+        )
+    ]
     return [
         Check(
-            name=f"{macros[0][2:]} replicas, {name}{': ends' if liveness else ''}",
+            name=f"{3 if 'N=3' in macros else 2} replicas, {name}{': ends' if liveness else ''}",
             macros=macros,
             liveness=liveness,
-            quick=macros[0] == "N=2" and not liveness and not name.count(","),
+            quick="N=2" in macros and not liveness and not name.count(","),
         )
         for name, macros in worlds
         for liveness in (False, True)
@@ -261,6 +278,8 @@ def _mutations() -> list[Check]:
         ("NO_DEADLINE", DEADLOCK, ("FAULT=CRASH",)),
         ("NO_WATCHDOG", DEADLOCK, ("FAULT=CRASH",)),
         ("CLOSE_WAITS_FOREVER", DEADLOCK, ("FAULT=RAISE", "MOST=4", "TOTAL=4")),
+        ("SKIP_EMPTY_LIST", DEADLOCK, ("THIRD",)),
+        ("SKIP_WHEN_DRAINED", DEADLOCK, ("THIRD",)),
     ]
     return [
         Check(
@@ -285,6 +304,9 @@ def _cases() -> list[Check]:
         ("LATEST_STOP", ("STOPS", "MOST=4", "TOTAL=5")),
         ("PEERS_DEADLINE", ("FAULT=HANG",)),
         ("WATCHDOG_NEEDED", ("FAULT=CRASH",)),
+        ("EMPTY_LIST", ("THIRD",)),
+        ("FAILED_LIST", ("THIRD", "FAULT=ERROR")),
+        ("ASKED_IN_THIRD", ("THIRD", "STOPS")),
     ]
     return [
         Check(

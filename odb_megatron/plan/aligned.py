@@ -28,26 +28,26 @@ _CLOSE_ENOUGH = 1000  # a gap below 1/1000 of a micro-batch's height is left
 
 
 def select_aligned(
-    rows: Integers, due: Flags, *, aim: Aim, heights: tuple[int, ...], caps: Caps
+    rows: Integers, due: Flags, *, pressing: Flags, aim: Aim, caps: Caps
 ) -> Selection | None:
     """Select samples and pack them into micro-batches of given costs.
 
     Args:
         rows: the window's oldest samples, int64 [len(Column), samples].
         due: which of them must go.
-        aim: what to reach; needs a micro-batch count above `len(heights)`.
-        heights: costs of the micro-batches that take large samples, descending.
+        pressing: which of the large ones go before larger ones, those due among them.
+        aim: what to reach; needs a micro-batch count above the number of heights.
         caps: limits of a micro-batch.
 
     Returns:
         The selection, micro-batches by falling target; None where what must go does not fit so.
     """
-    count = aim.num_micro_batches
+    count, heights = aim.num_micro_batches, aim.heights
     assert count is not None
     assert count > len(heights)
     level = max(1, (aim.cost - sum(heights)) // (count - len(heights)))
     bins = _Bins(rows, caps, [*heights, *[level] * (count - len(heights))])
-    _place_large(bins, due, heights, level)
+    _place_large(bins, pressing, heights, level)
     for slot in _falling(rows[Column.COST], np.flatnonzero(due & ~bins.chosen)):
         if not bins.place(slot, must=True):
             return None
@@ -181,17 +181,18 @@ class _Bins:
         self._used[index] += sign * self._patches[slot]
 
 
-def _place_large(bins: _Bins, due: Flags, heights: tuple[int, ...], level: int) -> None:
-    """Put the largest sample that fits each height into its micro-batch, what is due first."""
+def _place_large(bins: _Bins, pressing: Flags, heights: tuple[int, ...], level: int) -> None:
+    """Put samples that press into the least heights that fit them, then the largest into others."""
     costs = bins._rows[Column.COST]
     large = np.flatnonzero(costs > level)
-    for index, height in enumerate(heights):
-        free = large[~bins.chosen[large] & (costs[large] <= height)]
-        if not len(free):
-            continue
-        pressing = free[due[free]]
-        among = pressing if len(pressing) else free
-        bins.put(int(among[int(costs[among].argmax())]), index)
+    free = list(range(len(heights)))
+    for is_pressing in (True, False):
+        for slot in _falling(costs, large[pressing[large] == is_pressing]):
+            fitting = [index for index in free if costs[slot] <= heights[index]]
+            if fitting:
+                index = fitting[-1 if is_pressing else 0]
+                bins.put(slot, index)
+                free.remove(index)
 
 
 def _slack(padded: Integers, token_budget: int) -> int:

@@ -79,11 +79,13 @@ class CostModel:
                 f"costs must not be negative; got quadratic={self.quadratic}, fixed={self.fixed}, "
                 f"per_patch={self.per_patch}"
             )
-        if self.fixed >= MAX_SAMPLE_COST:
-            raise ValueError(
-                f"a micro-batch's fixed price {self.fixed} does not fit below {MAX_SAMPLE_COST}: "
-                "lower it"
-            )
+        for name, price in (("micro-batch", self.fixed), ("patch", self.per_patch)):
+            if price >= MAX_SAMPLE_COST:
+                raise ValueError(
+                    f"the price of a {name} is {price / COST_UNIT:.3g} times that of a token; it "
+                    f"must stay below {MAX_SAMPLE_COST // COST_UNIT}: lower it, or raise the "
+                    "price of a token"
+                )
 
     @classmethod
     def from_ratios(

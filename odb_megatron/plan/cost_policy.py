@@ -17,7 +17,6 @@ from odb_megatron.plan.cost import COST_UNIT, CostModel
 from odb_megatron.plan.packing import Caps, pack
 from odb_megatron.plan.policy import (
     BalanceScope,
-    ExchangeMode,
     StepPolicy,
     StepState,
     select_all,
@@ -27,6 +26,7 @@ from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.selection import Aim, Selection, select
 from odb_megatron.plan.target import (
     Knowledge,
+    LargeHold,
     StepTarget,
     StepWish,
     squared_tokens,
@@ -40,7 +40,8 @@ _VIEW_STEPS = 8
 _LEAST_VIEW = 1024
 _RESERVE = 6  # quarters of a step's standard deviation of excess cost to hold in reserve ...
 _RESERVE_PER_DOUBLING = 2  # ... and more for more replicas, since the poorest window limits all
-_LARGE_HOLD = 1  # steps beyond first-in-first-out that large samples are held, on average
+_LARGE_HOLD = 1, 2  # of the steps a window holds: how long large samples are held, on average
+_LARGE_SPARE = 2  # steps before they are due that large samples have to be released
 _RETURN = 4  # a window returns to its reserve by this part of the difference per step
 _MAX_FILL = (127, 128)
 _REACH_SHARE = 2, 5  # of the way from the oldest samples' rate to the longest samples' rate
@@ -107,7 +108,6 @@ class CostPolicy(StepPolicy):
             "tokens_observed": tokens,
             "cost_observed": cost,
             "spread_observed": squared_tokens(excess, unit=COST_UNIT),
-            "cost_over": self._over(fresh),
             "cost_due": int(due[Column.COST].sum()),
             "micro_batches_due": self._needs(due),
             "cost_per_token": self._rate(rows, state),
@@ -160,8 +160,9 @@ class CostPolicy(StepPolicy):
         )
         found = None
         if self._is_aligned and aim.num_micro_batches is not None:
-            heights = target.heights
-            found = select_aligned(rows, due, aim=aim, heights=heights, caps=self._caps)
+            pressing = self._due(rows, state.step + _LARGE_SPARE)
+            aligned = replace(aim, heights=target.heights)
+            found = select_aligned(rows, due, pressing=pressing, aim=aligned, caps=self._caps)
         found = found or select(rows, due, aim=aim, caps=self._caps)
         if found.chosen.any():
             return found
@@ -242,11 +243,15 @@ class CostPolicy(StepPolicy):
     def _share(self, state: StepState) -> int:
         return -(-self._wanted(state) // self._config.num_replicas)
 
-    def _large_hold(self, state: StepState) -> tuple[int, int]:
-        """Return for how many steps a large sample is held, and the wait that ends it at once."""
+    def _large_hold(self, state: StepState) -> LargeHold:
         share = self._share(state)
-        longest = (self._config.max_delay_steps - 2) * share
-        return self._config.window // share + _LARGE_HOLD, longest
+        longest = (self._config.max_delay_steps - _LARGE_SPARE) * share
+        held, whole = _LARGE_HOLD
+        return LargeHold(
+            num_steps=max(1, held * (self._config.window // share) // whole),
+            longest=longest,
+            life=self._config.window + longest,
+        )
 
     def _due(self, rows: npt.NDArray[np.int64], step: int) -> npt.NDArray[np.bool_]:
         since = rows[Column.DUE]
@@ -266,15 +271,6 @@ class CostPolicy(StepPolicy):
             found[f"large_wait_{index}"] = num_emitted - arrival
             found[f"large_cost_{index}"] = cost
         return found
-
-    def _over(self, fresh: npt.NDArray[np.int64]) -> int:
-        """Return what samples cost beyond a replica's share of a step, for mode `auto`."""
-        if self._config.exchange is not ExchangeMode.AUTO or self._knowledge.num_samples:
-            return 0
-        costs = fresh[Column.COST]
-        batch, num = self._config.global_batch_size, self._config.num_replicas
-        share = int(costs.sum()) * batch // (max(1, len(costs)) * num)
-        return int(np.maximum(costs - share, 0).sum())
 
     def _needs(self, rows: npt.NDArray[np.int64]) -> int:
         bins = pack(

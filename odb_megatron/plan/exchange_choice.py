@@ -17,7 +17,6 @@ __all__ = ["ExchangeChoice", "choose_for_run", "is_worth_it"]
 
 _PPM = 1_000_000
 _LEAST_GAIN = 10_000
-_MOST_OVER = 250_000
 _LEAST_STEPS = 2  # a window below two steps' share balances little
 _LEAST_SHARE = 16  # samples; of fewer a step cannot be composed without drifting off the batch size
 
@@ -28,14 +27,12 @@ class ExchangeChoice:
 
     Attributes:
         exchanges: whether replicas hand samples to each other.
-        over: parts per million by which samples are expected to lift a step above its share.
-        num_micro_batches: micro-batches expected per step and replica, in hundredths.
+            num_micro_batches: micro-batches expected per step and replica, in hundredths.
         window: samples each replica looks ahead.
         share: samples of a replica's share of a step.
     """
 
     exchanges: bool
-    over: int
     num_micro_batches: int
     window: int
     share: int
@@ -45,10 +42,10 @@ class ExchangeChoice:
         mode = "tokens" if self.exchanges else "none"
         return (
             f"exchange {mode}: {self.num_micro_batches / 100:.1f} micro-batches per step and "
-            f"replica; window {self.window} for a share of {self.share} samples; samples costlier "
-            f"than a share add {self.over / 10_000:.1f} % to a step (an exchange pays above "
-            f"{_MOST_OVER // 10_000} %, with a window below {_LEAST_STEPS} shares, or a share "
-            f"below {_LEAST_SHARE} samples); "
+            f"replica; window {self.window} for a share of {self.share} samples (with a window "
+            f"below {_LEAST_STEPS} shares replicas differ, with a share below {_LEAST_SHARE} "
+            "samples steps can be even only by varying much in size: then samples are exchanged, "
+            "and a step takes as long as its costliest sample); "
             f"--odb-exchange {mode} reproduces it"
         )
 
@@ -56,26 +53,22 @@ class ExchangeChoice:
 def choose_for_run(table: RecordTable[WindowRecord], config: PlanConfig) -> ExchangeChoice:
     """Choose for policy `cost`, when the windows have been filled for the first time.
 
-    A window of some steps evens out all but samples that alone cost more than a replica's share of
-    a step. Without an exchange all replicas then do more in that step; where such samples are so
-    frequent that the batch size cannot be kept, where a share has too few samples for that, or
-    where the window holds less than two steps, an exchange is used (measured, see `docs/dgap.md`).
+    A window of two steps or more evens replicas out, because in a step with a costly sample all of
+    them do more. With few samples per share that takes steps of so unequal size that the batch
+    size cannot be kept (measured, see `docs/dgap.md`): then, and with a short window, samples are
+    exchanged.
 
     Args:
         table: first records of the step.
         config: batch size, replicas, budget, window.
     """
     observed = max(1, table.total("num_observed"))
-    cost = max(1, table.total("cost_observed"))
     batch, num = config.global_batch_size, config.num_replicas
-    share_cost = max(1, batch * cost // (observed * num))
-    over = _PPM * batch * table.total("cost_over") // (observed * share_cost)
     tokens = 100 * batch * table.total("tokens_observed") // (observed * num)
     is_short = config.window * num < _LEAST_STEPS * batch
     is_small = batch < _LEAST_SHARE * num
     return ExchangeChoice(
-        exchanges=num > 1 and (is_short or is_small or over > _MOST_OVER),
-        over=over,
+        exchanges=num > 1 and (is_short or is_small),
         num_micro_batches=tokens // config.token_budget,
         window=config.window,
         share=-(-batch // num),

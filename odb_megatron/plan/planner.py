@@ -12,45 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from odb_megatron.plan.alignment import meet_count, needed_count
+from odb_megatron.plan.agreement import agreed_table, check_none_lost
 from odb_megatron.plan.calibration import CostFit, MicroBatchTime, calibration_record, fit_cost
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.draw import Holdings
 from odb_megatron.plan.exchange_choice import ExchangeChoice
 from odb_megatron.plan.exchange_phase import ExchangePhase
+from odb_megatron.plan.holding import Holding
 from odb_megatron.plan.packing import Caps
 from odb_megatron.plan.policies import build_policy
-from odb_megatron.plan.policy import (
-    BalanceScope,
-    PolicyName,
-    StepState,
-)
-from odb_megatron.plan.records import (
-    CalibrationRecord,
-    PlanRecord,
-    RecordTable,
-    ReplicaFailedError,
-    WindowRecord,
-    check_agreement,
-)
+from odb_megatron.plan.policy import BalanceScope, PolicyName, StepState
+from odb_megatron.plan.records import CalibrationRecord, PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.sample_list import pack_list
 from odb_megatron.plan.selection import Selection
-from odb_megatron.plan.shard import make_shard
-from odb_megatron.plan.state import (
-    NOT_CALIBRATED,
-    STATE_VERSION,
-    check_state,
-    restored_window,
-    saved_cost,
-    window_row,
-)
+from odb_megatron.plan.state import NOT_CALIBRATED, STATE_VERSION, check_state, saved_cost
 from odb_megatron.plan.step import StepPlan, StepTotals, parcels
 from odb_megatron.plan.target import StepTarget
-from odb_megatron.plan.termination import LoaderClosedError, Phase, Termination
-from odb_megatron.plan.window import Column, SampleWindow, token_counts
+from odb_megatron.plan.termination import Phase, Termination
 
 __all__ = ["ReplicaPlanner"]
 
@@ -79,11 +58,7 @@ class ReplicaPlanner:
         self._start = consumed
         self._step = 0
         self._consumed = consumed  # positions, all replicas
-        self._window = SampleWindow()
-        self._num_arrived = 0
-        self._num_recorded = 0  # arrivals that are in a window record
-        self._num_emitted = 0
-        self._left_out = 0  # since the last step
+        self._holding = Holding(config, replica=replica, consumed=consumed)
         self._target: StepTarget | None = None
         self._selection: Selection | None = None
         self._is_closing = False
@@ -94,9 +69,6 @@ class ReplicaPlanner:
             consumed=consumed,
             rounds_up=config.policy is PolicyName.SAMPLES,
         )
-        self._shard = make_shard(config, replica=replica, cursor=self._first_position(consumed))
-        none = np.zeros(config.num_replicas, dtype=np.int64)
-        self._shard.top_up(Holdings(num_held=none, cost_held=none, num_upcoming=none), each=1)
 
     @property
     def consumed(self) -> int:
@@ -135,8 +107,7 @@ class ReplicaPlanner:
             if self._target.steps_left == 1:
                 most = self.config.total
         is_late = self._target is not None and self._target.steps_left > 1
-        room = max(0, most - len(self._window))
-        return self._shard.draw(room, end=end, is_late=is_late)
+        return self._holding.draw(most, end=end, is_late=is_late)
 
     def upcoming(self) -> list[int]:
         """Return positions assigned since the last call, in the order `draw` will return them.
@@ -144,7 +115,7 @@ class ReplicaPlanner:
         For prefetching with online assignment; fixed shards return nothing, their order being
         known.
         """
-        return self._shard.take_announced()
+        return self._holding.shard.take_announced()
 
     def observe(
         self,
@@ -169,12 +140,8 @@ class ReplicaPlanner:
         Raises:
             ValueError: a cost beyond the records.
         """
-        if num_tokens == 0:
-            self._left_out += 1
-            return
         sample = (num_tokens, num_loss_tokens, truncated, num_patches, num_bytes)
-        self._window.append(window_row(self.config, position, self._num_arrived, -1, sample))
-        self._num_arrived += 1
+        self._holding.observe(position, sample)
 
     def calibration_record(self, times: Sequence[MicroBatchTime]) -> CalibrationRecord:
         """Return this replica's sums of measured times, to be exchanged between two steps."""
@@ -211,31 +178,30 @@ class ReplicaPlanner:
         self._linear_ps = linear_ps
         if cost == self.config.cost:
             return
-        self._window.reprice(cost)
+        self._holding.set_cost(cost)
         self._policy.set_cost(cost)
         self._exchange.set_cost(cost)
         self.config = replace(self.config, cost=cost)
         self._digest = self.config.digest()
-        self._num_recorded = 0
 
     def window_record(self) -> WindowRecord:
         """Return this replica's first record of the step."""
         assert not self._termination.is_over, "a planner never plans past the final step"
-        window = self._window
+        held = self._holding
         report = self._policy.describe(
-            window,
+            held.window,
             state=self._state(),
-            first_new=self._num_recorded,
-            num_emitted=self._num_emitted,
+            first_new=held.num_recorded,
+            num_emitted=held.num_emitted,
         )
-        self._num_recorded = self._num_arrived
+        held.mark_recorded()
         record = WindowRecord(
             config=self._digest,
             step=self._step,
             position=self._consumed,
-            num_held=len(window),
-            cost_held=window.cost,
-            num_undrawn=self._shard.num_undrawn,
+            num_held=len(held.window),
+            cost_held=held.window.cost,
+            num_undrawn=held.shard.num_undrawn,
             closing=self._is_closing,
         )
         return replace(record, **report)  # type: ignore[arg-type]
@@ -250,14 +216,14 @@ class ReplicaPlanner:
         table = self._agreed(records, names=("config", "step", "position"))
         undrawn = table.column("num_undrawn")
         self._rebuild_policy(self._exchange.choose(table))
-        drained = self._shard.is_drained(undrawn)
+        drained = self._holding.shard.is_drained(undrawn)
         left = self._termination.begin_step(
             step=self._step, consumed=self._consumed, is_drained=drained
         )
         self._target = self._policy.target(
             table, state=self._state(), steps_left=left, drained=drained
         )
-        self._shard.top_up(
+        self._holding.shard.top_up(
             Holdings(
                 num_held=table.column("num_held"),
                 cost_held=table.column("cost_held"),
@@ -271,33 +237,15 @@ class ReplicaPlanner:
     def plan_record(self, *, wait_us: int = 0) -> PlanRecord:
         """Select and pack this replica's share; return its second record of the step."""
         target = self._require_target()
-        undrawn = self._shard.num_undrawn
-        found = self._policy.select(
-            self._window,
+        shard = self._holding.shard
+        self._selection = self._policy.select(
+            self._holding.window,
             target=target,
             state=self._state(),
-            num_to_come=undrawn if self._shard.is_own_known else None,
+            num_to_come=shard.num_undrawn if shard.is_own_known else None,
         )
-        rows = self._window.rows(len(found.chosen))[:, found.chosen]
-        self._selection = found
-        num, cost = rows.shape[1], int(rows[Column.COST].sum())
-        record = PlanRecord(
-            target=target.digest(),
-            num_micro_batches=needed_count(found, rows, caps=self._caps),
-            num_samples=num,
-            num_left_out=self._left_out,
-            cost=cost,
-            cost_largest=int(rows[Column.COST].max()) if num else 0,
-            num_remaining=undrawn + len(self._window) - num,
-            num_kept=len(self._window) - num,
-            cost_kept=self._window.cost - cost,
-            cost_missing=found.missing,
-            num_large=found.num_large,
-            cost_large=found.cost_large,
-            wait_us=wait_us,
-            closing=self._is_closing,
-        )
-        return replace(record, **token_counts(rows))  # type: ignore[arg-type]
+        record = self._holding.plan_record(self._selection, target=target.digest(), caps=self._caps)
+        return replace(record, wait_us=wait_us, closing=self._is_closing)
 
     def wants_exchange(self, records: PlanRecords) -> bool:
         """Whether this step has a third exchange, of `sample_list`; equal on all replicas.
@@ -316,7 +264,9 @@ class ReplicaPlanner:
         """
         if not isinstance(records, RecordTable):
             records = RecordTable.from_records(records)
-        return pack_list(self._selected_rows(), room=records.largest("num_samples"))
+        assert self._selection is not None, "plan_record comes before sample_list"
+        rows = self._holding.selected(self._selection)
+        return pack_list(rows, room=records.largest("num_samples"))
 
     def commit(self, records: PlanRecords, lists: Sequence[bytes] = ()) -> StepPlan:
         """Fix the step from all replicas' second records and move on to the next.
@@ -332,27 +282,21 @@ class ReplicaPlanner:
         table = self._agreed(records, names=("target",))
         count = self._exchange.local_count(table)
         totals = self._totals(table, count)
-        self._policy.learn(table, target=self._require_target(), count=count)
         assignment = self._exchange.assign(table, lists) if lists else None
+        self._policy.learn(table, target=self._require_target(), count=count)
         if assignment is not None:
             totals = totals.exchanged(assignment, fixed=self.config.cost.fixed)
         by_cost = self.config.balance is BalanceScope.MICROBATCH
         if assignment is None or assignment.is_local:
             assert self._selection is not None, "plan_record comes before commit"
-            micro_batches = meet_count(
-                self._selection,
-                self._window.rows(len(self._selection.chosen)),
-                count=count,
-                caps=self._caps,
-                by_cost=by_cost,
+            own = self._holding.micro_batches(
+                self._selection, count=count, caps=self._caps, by_cost=by_cost
             )
-            plan = StepPlan(totals=totals, micro_batches=micro_batches)
+            plan = StepPlan(totals=totals, micro_batches=own)
         else:
             sends, receives = parcels(assignment, self.replica)
-            micro_batches = assignment.micro_batches(self.replica, caps=self._caps, by_cost=by_cost)
-            plan = StepPlan(
-                totals=totals, micro_batches=micro_batches, sends=sends, receives=receives
-            )
+            own = assignment.micro_batches(self.replica, caps=self._caps, by_cost=by_cost)
+            plan = StepPlan(totals=totals, micro_batches=own, sends=sends, receives=receives)
         self._advance(table, totals)
         return plan
 
@@ -363,9 +307,7 @@ class ReplicaPlanner:
         the positions assigned and not drawn, `cost` the model's integers and what
         `linear_ps` of `set_cost` was.
         """
-        assert not self._left_out, "the state is that between two steps: take it after commit"
         cost = self.config.cost
-        rows = self._window.rows()[[Column.POSITION, Column.ARRIVAL, Column.DUE]]
         return {
             "version": STATE_VERSION,
             "policy": self.config.policy.value,
@@ -375,15 +317,11 @@ class ReplicaPlanner:
             "start": self._start,
             "step": self._step,
             "consumed": self._consumed,
-            "cursor": self._shard.cursor,
-            "upcoming": list(self._shard.upcoming),
-            "num_emitted": self._num_emitted,
-            "num_recorded": self._num_recorded,
             "deadline": self._termination.state(),
             "cost": [cost.quadratic, cost.fixed, cost.per_patch, self._linear_ps],
             "knowledge": self._policy.knowledge(),
             "exchanges": self._exchange.state(),
-            "window": rows.T.tolist(),
+            **self._holding.state(),
         }
 
     def load_state_dict(
@@ -407,15 +345,10 @@ class ReplicaPlanner:
         self._target = self._selection = None
         cost, linear_ps = saved_cost(state)
         self.set_cost(cost, linear_ps=linear_ps)
-        self._window, self._left_out = restored_window(self.config, state, fetched), 0
-        self._num_emitted, self._num_recorded = state["num_emitted"], state["num_recorded"]
+        self._holding.restore(state, fetched=fetched)
         self._termination.restore(state["deadline"], consumed=self._consumed)
         self._rebuild_policy(self._exchange.restore(state["exchanges"]))
         self._policy.restore(list(state["knowledge"]))
-        self._shard = make_shard(
-            self.config, replica=self.replica, cursor=state["cursor"], upcoming=state["upcoming"]
-        )
-        self._num_arrived = self._num_emitted + len(self._window)
 
     def _rebuild_policy(self, exchanges: bool | None) -> None:
         """Mode `auto` has chosen; go on with the policy that goes with it, nothing forgotten."""
@@ -424,11 +357,6 @@ class ReplicaPlanner:
             self._policy = build_policy(self.config, exchanges=exchanges)
             self._policy.restore(knowledge)
 
-    def _selected_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        assert self._selection is not None, "plan_record comes before sample_list"
-        chosen = self._selection.chosen
-        return self._window.rows(len(chosen))[:, chosen]
-
     def _state(self) -> StepState:
         return StepState(step=self._step, consumed=self._consumed, start=self._start)
 
@@ -436,37 +364,11 @@ class ReplicaPlanner:
         assert self._target is not None, "set_target comes before plan_record"
         return self._target
 
-    def _first_position(self, consumed: int) -> int:
-        """Return the shard's cursor when so many positions have been consumed."""
-        if self.config.is_online:
-            return consumed
-        own = self.config.own_positions(self.replica)
-        if self.config.shards:
-            if consumed:
-                raise ValueError(
-                    f"a run with shards of its own cannot begin at sample {consumed}: the saved "
-                    "state alone tells which samples those were; restore it"
-                )
-            return own.start
-        return consumed + (own.start - consumed) % own.step
-
     def _agreed(self, records: Any, *, names: Sequence[str]) -> RecordTable[Any]:
-        """Return the records as a table; an error beats closing, and closing beats a mismatch."""
-        if not isinstance(records, RecordTable):
-            records = RecordTable.from_records(records)
-        check_agreement(records, names=())
-        closing = records.column("closing")
-        if closing.any():
-            self._termination.close()
-            raise LoaderClosedError(
-                f"replica {int(closing.argmax())} closed its loader in step {self._step}"
-            )
-        check_agreement(records, names=names)
-        table: RecordTable[Any] = records
-        return table
+        return agreed_table(records, names=names, step=self._step, termination=self._termination)
 
     def _totals(self, table: RecordTable[PlanRecord], count: int) -> StepTotals:
-        unassigned = self._shard.num_unassigned
+        unassigned = self._holding.shard.num_unassigned
         totals = StepTotals.add_up(
             table,
             step=self._step,
@@ -476,28 +378,18 @@ class ReplicaPlanner:
             fixed=self.config.cost.fixed,
         )
         remaining = table.total("num_remaining") + unassigned
-        if self._consumed + totals.num_consumed + remaining != self.config.total:
-            raise ReplicaFailedError(
-                f"step {self._step} loses samples: {self._consumed} consumed before, "
-                f"{totals.num_samples} emitted, {totals.num_left_out} left out and {remaining} "
-                f"remaining are not the {self.config.total} of the run; this is a defect of "
-                "odb_megatron, please report"
-            )
+        check_none_lost(totals, remaining=remaining, total=self.config.total)
         return totals
 
     def _advance(self, table: RecordTable[PlanRecord], totals: StepTotals) -> None:
         assert self._selection is not None
-        self._num_emitted += int(self._selection.chosen.sum())
-        self._window.remove(self._selection.chosen)
-        self._window.mark_due(num_emitted=self._num_emitted, step=self._step)
+        self._holding.emit(self._selection, step=self._step)
         self._consumed += totals.num_consumed
         self._termination.end_step(consumed=self._consumed)
         self._step += 1
-        self._left_out = 0
-        self._target = None
-        self._selection = None
+        self._target = self._selection = None
         kept = table.column("num_kept")
-        self._shard.top_up(
+        self._holding.shard.top_up(
             Holdings(
                 num_held=kept,
                 cost_held=table.column("cost_kept"),

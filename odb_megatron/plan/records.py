@@ -53,8 +53,6 @@ class WindowRecord:
         tokens_observed: their padded tokens.
         cost_observed: their cost.
         spread_observed: sum of their squared excess cost (`target.excess`), in tokens squared.
-        cost_over: by how much samples observed cost more than a replica's share of a step, summed
-            (exchange mode `auto`, first step).
         cost_due: cost of the samples that must be emitted in this step.
         micro_batches_due: micro-batches they need.
         cost_per_token: cost per padded token that this replica can sustain in this step.
@@ -77,7 +75,6 @@ class WindowRecord:
     tokens_observed: int = 0
     cost_observed: int = 0
     spread_observed: int = 0
-    cost_over: int = 0
     cost_due: int = 0
     micro_batches_due: int = 0
     cost_per_token: int = 0

@@ -39,6 +39,8 @@ class Aim:
         cost_per_token: what an average token costs; a sample's *excess* is its cost beyond that.
         num_micro_batches: pack into at most so many; None for as many as needed.
         hold: ranks by which a sample of excess `cost` may be held back or brought forward.
+        heights: costs of the micro-batches that take large samples, descending (scope
+            `microbatch`).
     """
 
     cost: int
@@ -46,6 +48,7 @@ class Aim:
     cost_per_token: int
     num_micro_batches: int | None
     hold: int
+    heights: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

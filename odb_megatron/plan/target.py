@@ -14,7 +14,14 @@ import numpy as np
 
 from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 
-__all__ = ["Knowledge", "StepTarget", "StepWish", "squared_tokens", "wanted_samples"]
+__all__ = [
+    "Knowledge",
+    "LargeHold",
+    "StepTarget",
+    "StepWish",
+    "squared_tokens",
+    "wanted_samples",
+]
 
 _PPM = 1_000_000
 _MOST_SAMPLES = 1 << 22
@@ -24,7 +31,8 @@ _GAIN = 4
 _LARGEST_CHANGE = 10_000
 _BALANCE_PER_PRICE = 100
 _MOST_STRETCH = 8
-_MOST_HEIGHTS = 2
+_MOST_HEIGHTS = 4
+_MOST_PRODUCT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +206,21 @@ class Knowledge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LargeHold:
+    """How long samples wait that cost more than an ordinary micro-batch (scope `microbatch`).
+
+    Attributes:
+        num_steps: steps they are held on average.
+        longest: wait (`WindowRecord.large_wait_0`) that ends it at once.
+        life: samples a replica emits from a sample's entry into the window to that wait.
+    """
+
+    num_steps: int
+    longest: int
+    life: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepWish:
     """What a step should be, before the replicas' reach is looked at.
 
@@ -205,36 +228,47 @@ class StepWish:
         samples: samples wanted of all replicas.
         token_budget: most tokens of a micro-batch.
         count_multiple: the micro-batch count is a multiple of this.
-        hold: large samples get micro-batches of agreed heights (scope `microbatch`): for how many
-            steps they are held, and the wait (`WindowRecord.large_wait_0`) that ends it at once.
+        hold: how long large samples wait for micro-batches of agreed heights; None where there are
+            none (scope `step`).
     """
 
     samples: int
     token_budget: int
     count_multiple: int
-    hold: tuple[int, int] | None = None
+    hold: LargeHold | None = None
 
 
-def _heights(
-    table: RecordTable[WindowRecord], hold: tuple[int, int], *, above: int
-) -> tuple[int, ...]:
+def _heights(table: RecordTable[WindowRecord], hold: LargeHold, *, above: int) -> tuple[int, ...]:
     """Return the costs of the large samples that are released in this step, descending.
 
-    So many per replica that they are held for `hold[0]` steps on average; which ones, those say
-    that have waited longest on any replica. The other replicas release their nearest below.
+    So many per replica that they are held for `hold.num_steps` on average, and all that have
+    waited for `hold.longest`. Each time the oldest asks for a height; every replica releases the
+    largest that fits, so what is taller and has to go soon had better go along: the height is
+    raised to it where releasing it early loses less than a release of its own later. With a life
+    of T that is where (its cost - level) * (what it could wait longer) <= (cost asked for - level)
+    * T. Without that, replicas ask for one tall height after the other.
     """
-    num, steps = len(table), hold[0]
-    count = (2 * table.total("num_large") + num * steps) // (2 * num * steps)
-    waits, costs = [], []
-    for index in (0, 1):
-        waits += table.column(f"large_wait_{index}").tolist()
-        costs += table.column(f"large_cost_{index}").tolist()
-    waiting = sorted(
-        ((-wait, -cost) for wait, cost in zip(waits, costs, strict=True) if cost > above)
-    )
-    pressing = sum(-wait >= hold[1] for wait, _ in waiting)
-    chosen = waiting[: min(_MOST_HEIGHTS, max(count, pressing))]
-    return tuple(sorted((-cost for _, cost in chosen), reverse=True))
+    num = len(table)
+    divisor = 2 * num * hold.num_steps
+    count = (2 * table.total("num_large") + divisor // 2) // divisor
+    waits = np.stack([table.column(f"large_wait_{index}") for index in (0, 1)])
+    costs = np.stack([table.column(f"large_cost_{index}") for index in (0, 1)])
+    is_held = costs > above
+    heights: list[int] = []
+    while len(heights) < _MOST_HEIGHTS and is_held.any():
+        longest = int(waits[is_held].max())
+        if len(heights) >= count and longest < hold.longest:
+            break
+        asked = int(costs[is_held & (waits == longest)].max())
+        most = min(_MOST_PRODUCT, (asked - above) * hold.life) // np.maximum(1, longest - waits)
+        height = int(costs[is_held & (costs - above <= np.maximum(most, asked - above))].max())
+        heights.append(height)
+        fits = is_held & (costs <= height)
+        pressing = fits & (waits >= hold.longest)
+        fits = np.where(pressing.any(axis=0), pressing, fits)
+        taken = np.where(fits, costs, 0).argmax(axis=0)
+        is_held[taken, np.arange(num)] &= ~fits.any(axis=0)
+    return tuple(sorted(heights, reverse=True))
 
 
 def _nearest_count(wanted: int, reach: int, multiple: int) -> tuple[int, int]:

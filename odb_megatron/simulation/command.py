@@ -43,6 +43,9 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     table = sys.stderr if options.json == "-" else sys.stdout
+    folder = Path(options.json or ".").parent
+    if not folder.is_dir():
+        parser.error(f"--json {options.json}: there is no folder {str(folder)!r}; make it first")
     try:
         report, text = simulate(options)
     except ValueError as error:
@@ -96,6 +99,11 @@ def simulate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     }
     lines = [_headline(options, setting, lengths), render_table(found.policies)]
     lines += [f"{name} is left out: {reason}" for name, reason in found.left_out.items()]
+    lines += [
+        f"{name}: {figures['exchange']}"
+        for name, figures in found.policies.items()
+        if figures.get("exchange")
+    ]
     return report, "\n".join(lines)
 
 

@@ -144,8 +144,11 @@ class _Runs:
                 found[is_steady] = None
                 continue
             figures: Figures = score(schedule, times, stream, setting, steps=steps)
-            reachable = self._reachable(schedule, steps)
-            figures["fraction_of_reachable"] = figures["fraction_of_bound"] / reachable
+            ideal = self._reachable(schedule, steps, same_samples=False)
+            figures["fraction_of_ideal"] = figures["fraction_of_bound"] / ideal
+            if schedule.keeps_order:
+                ideal = self._reachable(schedule, steps, same_samples=True)
+            figures["fraction_of_reachable"] = figures["fraction_of_bound"] / ideal
             own, base = _rates(times, steps), self._baseline[is_steady]
             for name, key in _RELATIVE.items():
                 if name in own:
@@ -153,7 +156,8 @@ class _Runs:
             found[is_steady] = figures
         whole = found[False]
         assert whole is not None, "a run has steps"
-        return {**whole, "steady": found[True]}
+        chosen = {"exchange": schedule.exchange} if schedule.exchange else {}
+        return {**whole, **chosen, "steady": found[True]}
 
     def bound(self, *, is_online: bool) -> Figures:
         """Return a bound's figures; it has no steps, so most are not defined."""
@@ -162,25 +166,31 @@ class _Runs:
         least = time = bound_time(work=work, tokens=tokens, setting=self._setting)
         if is_online:
             time = online_time(self._stream, self._setting)
-        figures: Figures = {
-            "fraction_of_bound": least / time,
-            "samples_per_s_rel": work / time / self._baseline[False]["step"],
+        found: dict[bool, Figures | None] = {
+            is_steady: {
+                "fraction_of_bound": least / time,
+                "samples_per_s_rel": work / time / base["step"] if base else None,
+            }
+            for is_steady, base in self._baseline.items()
         }
-        return {**figures, "steady": None if is_online else dict(figures)}
+        return {**(found[False] or {}), "steady": None if is_online else found[True]}
 
-    def _reachable(self, schedule: Schedule, steps: tuple[int, int]) -> float:
+    def _reachable(
+        self, schedule: Schedule, steps: tuple[int, int], *, same_samples: bool
+    ) -> float:
         """Return which fraction of the bound the ideal reaches in steps of these sizes.
 
-        Where the ideal has not run on these sizes anyway, it runs on some of the steps, evenly
-        spaced: the fraction varies little from step to step.
+        With `same_samples` in the very steps of the schedule; else it composes its own. Where it
+        has not run on these sizes anyway, it runs on some of the steps, evenly spaced: the
+        fraction varies little from step to step.
         """
         (first, last), sizes = steps, schedule.step_samples
-        known = None if schedule.keeps_order else self._ideals.get(sizes.tobytes())
+        known = None if same_samples else self._ideals.get(sizes.tobytes())
         if known is not None:
             return self._fraction(known, slice(first, last))
         stride = max(1, min(int(sizes[first:last].sum()) // _ENOUGH, (last - first) // _FEW_STEPS))
         only = range(first + (last - first - 1) % stride // 2, last, stride)
-        if schedule.keeps_order:
+        if same_samples:
             chosen = np.split(schedule.positions, schedule.step_starts[1:-1])
         else:
             chosen = hold_outliers(self._stream, self._setting, sizes=sizes.tolist())

@@ -102,7 +102,11 @@ def run_planners(policy: PolicyName, stream: Stream, setting: Setting) -> Schedu
     )
     choice = planners[0].exchange_choice
     exchanges = setting.exchange is ExchangeMode.TOKENS or (choice is not None and choice.exchanges)
-    return replace(schedule, keeps_order=policy is PolicyName.SAMPLES or exchanges)
+    return replace(
+        schedule,
+        keeps_order=policy is PolicyName.SAMPLES or exchanges,
+        exchange="" if choice is None else choice.reason(),
+    )
 
 
 def check_plannable(policy: PolicyName, stream: Stream, setting: Setting) -> None:

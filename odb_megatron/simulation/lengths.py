@@ -59,6 +59,11 @@ class SampleLengths:
         }
 
 
+_LIMITS = {
+    "mean": (1, 1e9), "cv": (0, 100.0), "max": (1, 1e9), "n": (1, 1e9), "seed": (0, 2**32 - 1),
+}  # fmt: skip
+
+
 def read_lengths(
     spec: str, *, token_budget: int, tokenizer: str | None = None, seed: int = 0
 ) -> SampleLengths:
@@ -109,11 +114,10 @@ def _lognormal(spec: str) -> Integers:
     missing = [name for name in _REQUIRED if name not in values]
     if missing:
         raise ValueError(f"--lengths {spec!r} lacks {', '.join(missing)}: expected {FORMS}")
-    limits = {"mean": 1, "cv": 0, "max": 1, "n": 1, "seed": 0}
-    for name, least in limits.items():
-        if not (math.isfinite(values[name]) and values[name] >= least):
+    for name, (least, most) in _LIMITS.items():
+        if not least <= values[name] <= most:
             raise ValueError(
-                f"--lengths {spec!r}: {name}={values[name]:g} must be at least {least}"
+                f"--lengths {spec!r}: {name}={values[name]:g} must be from {least} to {most:g}"
             )
     sigma2 = math.log(1 + values["cv"] ** 2)
     drawn = np.random.RandomState(int(values["seed"])).lognormal(
@@ -147,16 +151,23 @@ def _from_json(path: str, key: str, spec: str) -> object:
             found: object = json.load(file)
     except (ValueError, OSError) as error:
         raise ValueError(f"--lengths {spec!r}: not a readable JSON file ({error})") from error
-    if not key:
-        if isinstance(found, dict):
+    for part in key.split("/") if key else ():
+        if not isinstance(found, dict) or part not in found:
             raise ValueError(
-                f"--lengths {spec!r}: the file holds an object; append '#KEY' with one of "
-                f"{', '.join(map(str, found))}"
+                f"--lengths {spec!r}: the file has no key {part!r} there; {_keys(found)}"
             )
-        return found
-    if not isinstance(found, dict) or key not in found:
-        raise ValueError(f"--lengths {spec!r}: the file has no key {key!r}")
-    return found[key]
+        found = found[part]
+    if isinstance(found, dict):
+        raise ValueError(
+            f"--lengths {spec!r} names an object: append '{'/' if key else '#'}KEY'; {_keys(found)}"
+        )
+    return found
+
+
+def _keys(found: object) -> str:
+    if isinstance(found, dict):
+        return f"its keys are {', '.join(map(str, found))}"
+    return f"it is a {type(found).__name__}"
 
 
 def _checked(found: object, spec: str) -> Integers:
@@ -164,7 +175,9 @@ def _checked(found: object, spec: str) -> Integers:
         values = np.asarray(found)
     except ValueError:
         values = np.array("ragged")
-    if values.ndim != 1 or values.dtype.kind not in "iu" or not len(values):
+    if values.ndim == 1 and not len(values):
+        raise ValueError(f"--lengths {spec!r} is an empty list: there must be a sample")
+    if values.ndim != 1 or values.dtype.kind not in "iu":
         raise ValueError(
             f"--lengths {spec!r}: expected a list of whole numbers, got {values.dtype} of shape "
             f"{values.shape}"
@@ -172,6 +185,11 @@ def _checked(found: object, spec: str) -> Integers:
     if int(values.min()) < 1:
         at = int(values.argmin())
         raise ValueError(f"--lengths {spec!r}: length {values[at]} at index {at} is below 1")
+    if int(values.max()) > _LIMITS["max"][1]:
+        at = int(values.argmax())
+        raise ValueError(
+            f"--lengths {spec!r}: length {values[at]} at index {at} is above {_LIMITS['max'][1]:g}"
+        )
     return values.astype(np.int64)
 
 

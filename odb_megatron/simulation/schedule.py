@@ -32,6 +32,7 @@ class Schedule:
         bytes_moved: payload bytes that replicas handed to each other.
         keeps_order: which samples a step has follows from the stream's order; the policy places
             them only.
+        exchange: what `--exchange auto` chose for the run and why, where it did.
     """
 
     num_replicas: int
@@ -42,6 +43,7 @@ class Schedule:
     arrivals: Sequence[Integers] | None = None
     bytes_moved: int = 0
     keeps_order: bool = False
+    exchange: str = ""
 
     @classmethod
     def build(

@@ -103,8 +103,8 @@ def online_time(stream: Stream, setting: Setting) -> float:
     """Return the time of a run in which replicas wait for each other at its end alone.
 
     Each position goes to the replica with the least cost so far, before its length is known, and
-    stays there: what online assignment without exchange of samples comes to at best. A costly
-    sample among the last ones is what it cannot make up for.
+    stays there: an estimate of what online assignment without exchange can come to, by one greedy
+    assignment. A costly sample among the last ones is what it cannot make up for.
     """
     loads = [(0, replica) for replica in range(setting.num_replicas)]
     for cost in stream.costs.tolist():
