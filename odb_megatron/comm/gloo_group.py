@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,6 +23,16 @@ __all__ = ["GlooGroup", "numbered"]
 
 _made: Counter[str] = Counter()
 """How often `numbered` was asked for a name."""
+
+
+_groups: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
+"""All groups; a group nobody holds any more closes by itself, with its thread."""
+
+
+@atexit.register
+def _close_all() -> None:
+    for group in list(_groups):
+        group.close()
 
 
 def numbered(name: str, ranks: Sequence[int]) -> str:
@@ -59,7 +70,7 @@ class GlooGroup:
         )
         # Joins gloo's threads while there is an interpreter: one that still frees the tensors of
         # the last operation as Python ends aborts the process (exit code 134 after a good run).
-        atexit.register(self.close)
+        _groups.add(self)
 
     @property
     def rank(self) -> int:
