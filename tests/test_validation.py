@@ -94,7 +94,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"odb_cost_linear": 1e-12, "odb_cost_quadratic": 1.0},
         "--odb-cost-linear, -quadratic, -fixed: a sample of 128 tokens and 0 patches costs",
     ),
-    ({"odb_cost_linear": 1e-12, "odb_cost_fixed": 1.0}, "a micro-batch's fixed price"),
+    ({"odb_cost_linear": 1e-12, "odb_cost_fixed": 1.0}, "the price of a micro-batch is"),
     (
         {"num_experts": 8, "moe_router_load_balancing_type": "quantile_balancing"},
         "--moe-router-load-balancing-type quantile_balancing",
