@@ -130,12 +130,6 @@ CASES = {
         num_ranks=2,
         model="experts",
     ),
-    "ep2_cp2": Case(
-        flags=f"{_EP2} {_CP2} {_balanced('aux_loss')}",
-        num_replicas=2,
-        num_ranks=2,
-        model="experts",
-    ),
     "mtp": Case(num_replicas=2, model="multi_token"),
     "mtp_pp2": Case(flags=_PP2, num_replicas=2, num_ranks=2, model="multi_token"),
 }

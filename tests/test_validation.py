@@ -105,6 +105,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"num_experts": 8, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
     (
+        {"num_experts": 8, "context_parallel_size": 2},
+        "--num-experts with --context-parallel-size above 1",
+    ),
+    (
         {
             "num_experts": 8,
             "moe_token_dispatcher_type": "allgather",
