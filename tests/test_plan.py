@@ -151,16 +151,7 @@ class TestResume:
         resumed = world.planners()
         for planner, state in zip(resumed, states, strict=True):
             before = repr(state)
-            fetched = {
-                position: (
-                    world.lengths[position],
-                    world.lengths[position] // 2,
-                    False,
-                    world.patches[position] if world.patches else 0,
-                )
-                for position, _, _ in state["window"]  # type: ignore[attr-defined]
-            }
-            planner.load_state_dict(state, fetched=fetched)
+            planner.load_state_dict(state, fetched=world.fetched(state))
             assert repr(state) == before
         rest = []
         while not resumed[0].is_finished:

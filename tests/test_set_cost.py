@@ -23,7 +23,7 @@ from odb_megatron.plan.records import (
 from odb_megatron.plan.step import StepPlan
 from odb_megatron.plan.termination import LoaderClosedError, Phase
 from odb_megatron.plan.window import Column, SampleWindow
-from odb_megatron.testing.worlds import World, observe_drawn, plan_step, wire_size
+from odb_megatron.testing.worlds import World, observe_drawn, plan_step
 
 STEEP = CostModel.from_ratios(quadratic=1.0, fixed_tokens=100, patch_tokens=7)
 COST_WORLD = World(
@@ -48,17 +48,7 @@ def _restored(world: World, planners: list[ReplicaPlanner]) -> list[ReplicaPlann
     fresh = world.planners()
     for planner, old in zip(fresh, planners, strict=True):
         state: Any = old.state_dict()
-        fetched = {
-            p: (
-                world.lengths[p],
-                world.lengths[p] // 2,
-                False,
-                world.patches[p] if world.patches else 0,
-                wire_size(world, p),
-            )
-            for p, _, _ in state["window"]
-        }
-        planner.load_state_dict(state, fetched=fetched)
+        planner.load_state_dict(state, fetched=world.fetched(state))
         assert planner.state_dict() == state
     return fresh
 

@@ -31,7 +31,7 @@ from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 from odb_megatron.plan.step import StepPlan
 from odb_megatron.plan.termination import LoaderClosedError, Phase
 from odb_megatron.testing.invariants import Tally, tally_run
-from odb_megatron.testing.worlds import World, plan_step, wire_size
+from odb_megatron.testing.worlds import World, plan_step
 
 __all__ = ["Stop", "main", "random_world", "run_world"]
 
@@ -216,17 +216,7 @@ def _resume(states: Sequence[dict[str, object]], world: World) -> list[ReplicaPl
     resumed = world.planners()
     for planner, saved in zip(resumed, states, strict=True):
         state = json.loads(json.dumps(saved))
-        fetched = {
-            position: (
-                world.lengths[position],
-                world.lengths[position] // 2,
-                False,
-                world.patches[position] if world.patches else 0,
-                wire_size(world, position),
-            )
-            for position, _, _ in state["window"]
-        }
-        planner.load_state_dict(state, fetched=fetched)
+        planner.load_state_dict(state, fetched=world.fetched(state))
     return resumed
 
 

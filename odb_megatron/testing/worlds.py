@@ -6,8 +6,9 @@ emits nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.planner import ReplicaPlanner
@@ -34,6 +35,19 @@ class World:
     consumed: int = 0
     patches: Sequence[int] = ()
     epochs: Sequence[int] = ()
+
+    def fetched(self, state: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
+        """Return what `ReplicaPlanner.load_state_dict` wants to know of a state's samples."""
+        return {
+            position: (
+                self.lengths[position],
+                self.lengths[position] // 2,
+                0,
+                self.patches[position] if self.patches else 0,
+                wire_size(self, position),
+            )
+            for position, _, _ in state["window"]
+        }
 
     def planners(self) -> list[ReplicaPlanner]:
         """Return one planner per replica."""
