@@ -111,7 +111,7 @@ def main() -> int:
     mean = mean_length(data, seq_length=model.seq_length)
     batching = Batching.choose(options, seq_length=model.seq_length, mean=mean)
     print(f"{model}\n{batching}", flush=True)
-    variants = all_variants(batching)
+    variants = all_variants(batching, exchange=options.exchange)
     shared = _shared_flags(model, data, batching)
     runs = _run_all(variants, shared, options)
     result = summarize(variants, runs)
@@ -124,10 +124,10 @@ def main() -> int:
     return 0
 
 
-def all_variants(batching: Batching) -> dict[str, Variant]:
+def all_variants(batching: Batching, *, exchange: str) -> dict[str, Variant]:
     """The variants by name; `standard` is what speed-ups are relative to."""
-    budget = batching.token_budget
-    micro_batch, odb = "--micro-batch-size", ("--odb", "--odb-token-budget", str(budget))
+    budget, micro_batch = batching.token_budget, "--micro-batch-size"
+    odb = ("--odb", "--odb-token-budget", str(budget), "--odb-exchange", exchange)
     return {
         "standard": Variant(
             description=f"padded, {batching.standard} samples per micro-batch: the most whose "
@@ -271,6 +271,7 @@ def _setting(
     return {
         "data": options.data,
         "repeats": options.repeats,
+        "exchange": options.exchange,
         "num_replicas": options.dp,
         "threads_per_replica": 1,
         "num_warm_up_steps": NUM_WARM_UP_STEPS,
@@ -313,6 +314,7 @@ def _parse() -> argparse.Namespace:
     add("--token-budget", type=int, help="tokens of a micro-batch; default twice the context")
     add("--global-batch-size", type=int, default=32, help="rounded to the micro-batch sizes")
     add("--dp", type=int, default=2, help="data-parallel replicas")
+    add("--exchange", default="auto", help="--odb-exchange of the ODB variants")
     add("--quick", action="store_true", help="tiny model, few steps, one repeat: for the tests")
     add("--json", type=Path, help="write the result here")
     options = parser.parse_args()
