@@ -45,17 +45,22 @@ TRAIN_FLAGS = shlex.split("""
 
 def main() -> int:
     """Prepare, launch, return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, usage="%(prog)s [options] [flags of the script]", allow_abbrev=False
+    )
     parser.add_argument("--data", type=Path, help="JSON or JSONL chat file; default: chitchat")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache", help="prepared files")
     parser.add_argument("--nproc-per-node", type=int, default=2, help="data-parallel replicas")
     parser.add_argument("--device", choices=("cpu", "auto"), default="cpu")
     options, flags = parser.parse_known_args()
-    data = options.data.resolve() if options.data else chitchat(options.cache)
-    tokenizer = tokenizer_for(data, options.cache)
     script = [str(ROOT / "examples" / "pretrain_gpt_odb.py"), *TRAIN_FLAGS]
-    script += ["--tokenizer-model", str(tokenizer), "--data-path", str(data)]
-    script += default_flags(flags, num_records=len(JsonRecords(data)))
+    try:
+        data = options.data.resolve() if options.data else chitchat(options.cache)
+        tokenizer = tokenizer_for(data, options.cache)
+        script += ["--tokenizer-model", str(tokenizer), "--data-path", str(data)]
+        script += default_flags(flags, num_records=len(JsonRecords(data)))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     device = ["--device", options.device, "--nproc-per-node", str(options.nproc_per_node)]
     return launch([*device, "--", *script, *flags])
 

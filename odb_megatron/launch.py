@@ -18,6 +18,7 @@ from types import FrameType
 __all__ = ["build_command", "build_environment", "main"]
 
 _RUNNER = "odb_megatron.testing.run_script"
+_ELASTIC = "odb_megatron.comm.elastic"
 
 # Options of torchrun that say where the rendezvous is: they exclude --standalone.
 _RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--standalone")
@@ -27,13 +28,14 @@ def main(argv: Sequence[str]) -> int:
     """Launch a script and wait for it.
 
     SIGTERM and SIGINT are passed to torch's launcher, which ends its workers (SIGTERM, then SIGKILL
-    after 30 s).
+    after 30 s). Where a rank fails, the reason it left is printed last, and once.
 
     Args:
         argv: arguments behind `odb-megatron launch`.
 
     Returns:
-        The launcher's exit code; 128 + signal number if a signal killed it.
+        The exit code of the rank that failed first (2 for flags that cannot be used), else 0; 128 +
+        signal number if a signal ended it or the launcher.
 
     Raises:
         SystemExit: arguments that do not parse (2), or `--help` (0).
@@ -60,7 +62,7 @@ def build_command(
         script: the script's path, then its arguments.
         device: `"cpu"` runs the script under the CPU device layer, `"auto"` as it is.
         num_processes: processes on this node.
-        torchrun_args: further options of `torch.distributed.run`; `--standalone` is left out where
+        torchrun_args: further options of torchrun; `--standalone` is left out where
             they say where the rendezvous is.
 
     Returns:
@@ -70,7 +72,7 @@ def build_command(
     return [
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        _ELASTIC,
         *([] if elsewhere else ["--standalone"]),
         f"--nproc-per-node={num_processes}",
         *torchrun_args,

@@ -141,9 +141,9 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
     from megatron.training import argument_utils, training
 
     from odb_megatron.megatron.run import OdbRun
-    from odb_megatron.megatron.setup import parse_and_validate_args
+    from odb_megatron.megatron.setup import read_args
 
-    args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
+    args = read_args({"tokenizer_type": "HuggingFaceTokenizer"})
     model_config = argument_utils.gpt_config_from_args(args)
     datasets = None if case.items is None else _datasets(case.items)
     with _observed(training, outcome):

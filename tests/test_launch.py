@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from odb_megatron import launch
+from odb_megatron.comm import elastic
 from odb_megatron.launch import build_command, build_environment
 from odb_megatron.testing import run_script
 
@@ -79,7 +81,7 @@ def test_command(device: str, torchrun_args: list[str], expected: list[str]) -> 
     command = build_command(
         ["s.py", "--x"], device=device, num_processes=2, torchrun_args=torchrun_args
     )
-    assert command == [sys.executable, "-m", "torch.distributed.run", *expected]
+    assert command == [sys.executable, "-m", "odb_megatron.comm.elastic", *expected]
 
 
 @pytest.mark.parametrize(
@@ -166,10 +168,91 @@ def test_two_processes_all_reduce_on_the_cpu(tmp_path: Path) -> None:
     assert done.stdout.count("Megatron runs on CPU with gloo") == 1
 
 
-def test_a_failing_script_fails_the_launch(tmp_path: Path) -> None:
+FAILURES = """
+import os, signal, sys, time
+from odb_megatron.comm.elastic import leave_reason
+from odb_megatron.megatron.usage import usage_errors
+rank, how = int(os.environ["RANK"]), sys.argv[1]
+if how == "code":
+    sys.exit(3)
+if how == "signal" and rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+if how == "signal":
+    leave_reason("a peer is gone", is_told=True)
+    time.sleep(600)
+if how == "usage":
+    with usage_errors():
+        raise ValueError("--odb-window 2 is too small: raise it")
+if rank == 1:
+    leave_reason("BadRecordError: chats.jsonl:7: not JSON")
+    leave_reason("and a consequence of it")
+    time.sleep(600)
+time.sleep(1)
+leave_reason("ReplicaFailedError: replica 1 failed: BadRec...", is_told=True)
+raise RuntimeError("replica 1 failed")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        (
+            "code",
+            3,
+            r"rank \d ended with exit code 3 and left no reason: see what it printed above",
+        ),
+        (
+            "signal",
+            128 + signal.SIGKILL,
+            r"rank 0 was ended by SIGKILL and left no reason: see what it printed above, and "
+            "whether the machine ran out of memory",
+        ),
+        ("usage", 2, r"error: --odb-window 2 is too small: raise it"),
+        (
+            "told",
+            1,
+            r"rank 1 failed, its traceback is above: BadRecordError: chats\.jsonl:7: not JSON",
+        ),
+    ],
+)
+def test_the_last_line_is_the_first_failures_reason(
+    tmp_path: Path, how: str, code: int, last: str
+) -> None:
+    """Both ranks fail; the reason of one is printed, once and last, without torch's traceback."""
     script = tmp_path / "script.py"
-    script.write_text("import sys; sys.exit(3)")
-    assert _launch(str(script)).returncode == 1
+    script.write_text(FAILURES)
+    done = _launch("--nproc-per-node", "2", str(script), how)
+    assert done.returncode == code, done.stderr
+    assert re.fullmatch(f"odb: {last}", done.stderr.splitlines()[-1]), done.stderr
+    assert done.stderr.count("odb: ") == 1
+    assert "ChildFailedError" not in done.stderr
+    assert ("Traceback" in done.stderr) == (how == "told")
+
+
+def test_without_a_launcher_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (None, os.devnull, "/nowhere/error.json"):
+        if value is None:
+            monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+        else:
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", value)
+        assert not elastic.leave_reason("why")
+
+
+def test_files_of_others_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / str(rank) / "error.json" for rank in range(4)]
+    for file in files:
+        file.parent.mkdir()
+    assert elastic.first_reason(str(files[0])) is None
+    files[0].write_text("{")
+    files[1].write_text('{"message": {"message": "torch\'s", "extraInfo": {"timestamp": "1"}}}')
+    assert elastic.first_reason(str(files[0])) is None
+    for rank in (3, 2):
+        monkeypatch.setenv("RANK", str(8 + rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(files[rank]))
+        assert elastic.leave_reason(f"of {rank}", is_told=rank == 3)
+    found = elastic.first_reason(str(files[0]))
+    assert found is not None
+    assert (found.rank, found.text, found.is_told) == (10, "of 2", False)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from odb_megatron.report.live import LiveReport, SourceTotals
-from odb_megatron.report.step_record import StepLog, StepRecord
+from odb_megatron.report.step_record import StepLog, StepRecord, write_run
 
 FIRST = StepRecord(
     iteration=1, loss=2.5, grad_norm=1.0, learning_rate=1e-3, consumed_samples=8, samples=7,
@@ -180,17 +180,32 @@ def test_solo_and_unlabelled_samples_are_named() -> None:
     assert "truncated: 2 (1 kept no loss token); over the budget or patch cap, alone: 3\n" in text
 
 
-def test_the_cost_model_is_shown_when_there_is_one() -> None:
+def test_what_the_run_chose_is_shown() -> None:
     stream = io.StringIO()
-    for cost in ("", "--odb-cost-linear 1.0 (as given)"):
+    chosen = {"cost model": "--odb-cost-linear 1.0 (as given)", "exchange auto": "exchange none"}
+    for choices in (None, chosen):
         report = LiveReport(
             total_samples=1, global_batch_size=1, sequence_length=8, title="t", stream=stream
         )
-        report.finish([], cost=cost)
-    lines = stream.getvalue().splitlines()
-    shown = [line for line in lines if "cost model" in line]
-    assert shown == ["  cost model          --odb-cost-linear 1.0 (as given)"]
-    assert lines[-2:] == [*shown, "  not reached         1 requested samples"]
+        report.finish([], chosen=choices)
+    assert stream.getvalue().splitlines() == [
+        "t: no optimizer step was run",
+        "  not reached         1 requested samples",
+        "t: no optimizer step was run",
+        "  cost model          --odb-cost-linear 1.0 (as given)",
+        "  exchange auto       exchange none",
+        "  not reached         1 requested samples",
+    ]
+
+
+def test_what_is_kept_of_the_whole_run(tmp_path: Path) -> None:
+    for ended_cleanly in (False, True):
+        write_run(str(tmp_path), {"flags": "--odb", "ended_cleanly": ended_cleanly})
+    assert json.loads((tmp_path / "run.json").read_text()) == {
+        "flags": "--odb",
+        "ended_cleanly": True,
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_an_exchange_is_shown() -> None:

@@ -78,6 +78,8 @@ def test_the_real_script_exits_promptly(megatron: Megatron, bad: BadFile, tmp_pa
     assert time.monotonic() - started < 90
     assert f"BadRecordError: {bad.path}:{bad.lines[0]}: " in done.stderr
     assert "ReplicaFailedError: replica 1 failed: BadRecordError" in done.stderr
+    last = f"rank 1 failed, its traceback is above: BadRecordError: {bad.path}:{bad.lines[0]}: "
+    assert done.stderr.splitlines()[-1].startswith(f"odb: {last}")
     assert "odb step 1 " in done.stdout
     assert "odb step 2 " not in done.stdout
 
@@ -87,10 +89,23 @@ def test_the_real_script_refuses_before_training(megatron: Megatron, chats: Chat
     flags = megatron.command_line("--odb", *_training(chats.path, 40))
     flags = [flag for flag in map(str, flags) if flag != "--calculate-per-token-loss"]
     done = _script([*flags, "--micro-batch-size", "2"], num_processes=1)
-    assert done.returncode == 1
-    assert "ValueError: --odb needs --calculate-per-token-loss" in done.stderr
-    assert "\n--odb needs --micro-batch-size 1" in done.stderr
+    assert done.returncode == 2
+    *_, first, second = done.stderr.splitlines()
+    assert first.startswith("odb: error: --odb needs --calculate-per-token-loss: without it ")
+    assert second.startswith("--odb needs --micro-batch-size 1: ")
+    assert "Traceback" not in done.stderr
     assert "odb step" not in done.stdout
+
+
+@pytest.mark.slow
+def test_the_real_script_refuses_a_wrong_flag_once(megatron: Megatron, chats: ChatFile) -> None:
+    flags = [str(flag) for flag in megatron.command_line("--odb", *_training(chats.path, 40))]
+    done = _script([*flags, "--odb-polcy", "cost"], num_processes=2)
+    assert done.returncode == 2
+    text = "unrecognized arguments: --odb-polcy cost: did you mean --odb-policy? "
+    assert done.stderr.splitlines()[-1] == f"odb: error: {text}(--help lists all flags)"
+    assert (done.stdout + done.stderr).count("--odb-polcy") == 1
+    assert "usage:" not in done.stdout + done.stderr
 
 
 @pytest.mark.slow

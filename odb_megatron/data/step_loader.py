@@ -202,6 +202,12 @@ class StepLoader:
         """See `ReplicaPlanner.exchange_choice`."""
         return self._planner.exchange_choice
 
+    @property
+    def exchanges(self) -> bool | None:
+        """Whether replicas hand samples to each other; None while `auto` may choose otherwise."""
+        state: Mapping[str, Any] = self._planner.state_dict()
+        return None if state["exchanges"] < 0 else bool(state["exchanges"])
+
     def state_dict(self) -> dict[str, object]:
         """Planner state after the last step handed out; see `ReplicaPlanner.state_dict`."""
         return self._planner.state_dict()

@@ -1,6 +1,7 @@
-"""A run under Megatron: what a pretrain script passes to `pretrain()`, and its bookkeeping.
+"""A run under Megatron: what a pretrain script passes to `pretrain()`, and what its hooks do.
 
-Holds no policy: planning is in `plan`, flags in `arguments`, refusals in `validation`.
+Holds no policy: planning is in `plan`, flags in `arguments`, refusals in `validation`. Prints
+nothing: that is `run_report`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 import torch
 
 from odb_megatron.comm.control import ControlGroup
+from odb_megatron.comm.elastic import leave_reason
 from odb_megatron.data.step_loader import StepHeader, StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
-from odb_megatron.megatron.compat import describe_megatron
 from odb_megatron.megatron.cost_model import RunCost
 from odb_megatron.megatron.counters import StepCalculator
 from odb_megatron.megatron.data_state import state_path, write_state
@@ -36,16 +37,14 @@ from odb_megatron.megatron.providers import (
     build_streams,
     control_group,
 )
-from odb_megatron.megatron.recorder import StepRecorder
 from odb_megatron.megatron.replica_data import ReplicaData, require_agreement
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.resume import resume_data
-from odb_megatron.megatron.setup import odb_config, total_samples
-from odb_megatron.megatron.source_totals import source_totals
-from odb_megatron.megatron.topology import balance_scope, padding_multiple
+from odb_megatron.megatron.run_report import RunReport
+from odb_megatron.megatron.setup import device_type, odb_config, total_samples
+from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.plan.policy import ExchangeMode
-from odb_megatron.report.live import LiveReport, SourceTotals
-from odb_megatron.report.step_record import StepLog
+from odb_megatron.plan.records import ReplicaFailedError
 
 __all__ = ["OdbRun"]
 
@@ -77,8 +76,7 @@ class OdbRun:
         self._args = args
         self._datasets = datasets
         self._total = total_samples(args)
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        self._backend = registry.select(self.config.attention, device_type=device_type)
+        self._backend = registry.select(self.config.attention, device_type=device_type())
         self._hooks = Hooks(
             self, packed=self.config.enabled, has_experts=args.num_experts is not None
         )
@@ -88,15 +86,10 @@ class OdbRun:
         self._replica: ReplicaData | None = None
         self._exchange: ControlGroup | None = None  # on leaders
         self._groups: list[ControlGroup] = []
-        self._stream: SampleStream | None = None
         self._padded: Sequence[SampleStream | None] = ()
-        self._recorder: StepRecorder | None = None
-        self._report: LiveReport | None = None
+        self._report = RunReport(args, self.config, backend=self._backend)
         self._cost: RunCost | None = None
-        self._log: StepLog | None = None
         self._tokens_before = 0
-        self._choice_printed = False
-        self._eval_left_out = self._eval_truncated = 0
         self._place = replica_ranks(args, rank=args.rank)
         self.forward_step = make_forward_step(
             packed_batch
@@ -106,8 +99,6 @@ class OdbRun:
             router_mask=self._router_mask(),
         )
         self.datasets_provider = self._make_provider()
-        if args.rank == 0:
-            self._print_start()
 
     def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
         """Layer spec with the chosen attention backend; set as the model's layer spec."""
@@ -153,38 +144,35 @@ class OdbRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if isinstance(error, Exception):
+            is_told = isinstance(error, ReplicaFailedError)
+            leave_reason(f"{type(error).__name__}: {error}", is_told=is_told)
         self._hooks.remove()
         if self._prediction is not None:
             self._prediction.remove()
         if self._calculator is not None:
             self._calculator.remove()
-        try:
-            clean = kind is None or (isinstance(error, SystemExit) and not error.code)
-            self._finish(together=clean)
-        finally:
-            if self._log is not None:
-                self._log.close()
+        clean = kind is None or (isinstance(error, SystemExit) and not error.code)
+        self._report.finish(self._loader, together=clean)
 
     # --- what the hooks tell -------------------------------------------------------------------
 
     def on_schedule(self, *, training: bool) -> None:
         """See `hooks.RunListener`."""
-        if training and self._recorder is not None:
-            self._recorder.start_clock()
+        if training and self._report.recorder is not None:
+            self._report.recorder.start_clock()
 
     def on_header(self, header: StepHeader, *, training: bool) -> None:
         """See `hooks.RunListener`: fix the loop's end and the step's sample count."""
         if not training:
-            self._eval_left_out += header.totals.num_left_out
-            self._eval_truncated += header.totals.num_truncated
+            totals = header.totals
+            self._report.evaluated(left_out=totals.num_left_out, truncated=totals.num_truncated)
             return
         assert self._calculator is not None
         self._calculator.begin_step(header.totals)
-        if self._recorder is not None:
-            self._recorder.begin_step(header)
+        self._report.begin_step(header, self._loader)
         if self._cost is not None:
             self._cost.begin_step(header)
-        self._print_choice()
         done = self._args.curr_iteration + 1
         if header.totals.is_final:
             self._args.train_iters = done
@@ -203,14 +191,10 @@ class OdbRun:
     def on_logged(self, values: dict[str, Any]) -> None:
         """See `hooks.RunListener`: record the step and show it."""
         values = self._with_loss(values)
-        if self._recorder is None:
+        if self._report.recorder is None:
             return
         delivered = (0, 0, 0) if self._replica is None else self._replica.delivered()
-        record = self._recorder.end_step(values, delivered=delivered)
-        if self._log is not None:
-            self._log.write(record)
-        if self._report is not None:
-            self._report.step(record)
+        self._report.end_step(values, delivered=delivered)
 
     def on_saved(self, iteration: int) -> None:
         """See `hooks.RunListener`: write the loader's state beside the checkpoint."""
@@ -226,9 +210,9 @@ class OdbRun:
 
     def tokens_so_far(self) -> int | None:
         """See `hooks.RunListener`."""
-        if self._recorder is None:
+        if self._report.recorder is None:
             return None
-        return self._tokens_before + self._recorder.num_tokens
+        return self._tokens_before + self._report.recorder.num_tokens
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -283,7 +267,8 @@ class OdbRun:
             for name in ("train", "valid", "test")
         ]
         self._exchange = self._groups[0]
-        self._start(streams, self._exchange)
+        if streams[0] is not None and self._place.is_leader:  # padded, every rank has its data
+            self._report.open(streams[0], self._exchange)
         return streams
 
     def _build_packed(self, replica: ReplicaData, sizes: Sequence[int | None]) -> None:
@@ -308,7 +293,7 @@ class OdbRun:
         ]
         self._loader = loaders[0]
         if self._loader is not None:
-            self._cost = RunCost(self._args, self.config, self._loader)
+            self._cost = self._report.cost = RunCost(self._args, self.config, self._loader)
             self._cost.start(self._resume())
         return loaders
 
@@ -333,85 +318,11 @@ class OdbRun:
         planner: dict[str, Any] = found["planner"]
         return planner
 
-    # --- reports -------------------------------------------------------------------------------
-
-    def _start(self, streams: Sequence[SampleStream | None], exchange: ControlGroup) -> None:
-        args = self._args
-        stream = streams[0]
-        if stream is None or not self._place.is_leader:  # padded, every rank has its data
-            return
-        self._stream = stream
-        self._recorder = StepRecorder(args, self.config, stream, exchange=exchange)
-        if args.rank == 0:
-            self._report = LiveReport(
-                total_samples=self._total,
-                consumed_before=args.consumed_train_samples,
-                global_batch_size=args.global_batch_size,
-                sequence_length=args.seq_length,
-                title=f"odb, policy {self.config.policy.value}"
-                if self.config.enabled
-                else "padded baseline",
-            )
-        if self.config.log_dir is not None:
-            self._log = StepLog(
-                self.config.log_dir, replica=exchange.replica, is_new=args.iteration == 0
-            )
-
     def _on_batch(self, item: Any) -> None:
         if torch.is_grad_enabled():
-            if self._recorder is not None:
-                self._recorder.on_batch(item)
+            self._report.on_batch(item)
             if self._cost is not None:
                 self._cost.begin_micro_batch(item)
         elif not self.config.enabled:
-            self._eval_left_out += sum(map(bool, item["hole"]))
-            self._eval_truncated += int(item["truncated"].sum())
-
-    def _print_start(self) -> None:
-        print(f"odb: {describe_megatron()}", flush=True)
-        print(f"odb: attention backend {self._backend.name}: {self._backend.reason}", flush=True)
-        if self.config.enabled:
-            seed = self._args.seed
-            print(f"odb: reproduce with {self.config.describe()} --seed {seed}", flush=True)
-            scope, reason = balance_scope(self._args)
-            print(f"odb: balance scope {scope.value}: {reason}", flush=True)
-        else:
-            print("odb: --odb is off: padded baseline", flush=True)
-
-    def _print_choice(self) -> None:
-        """Say once what `--odb-exchange auto` chose for the run."""
-        choice = None if self._loader is None else self._loader.exchange_choice
-        if choice is not None and not self._choice_printed and self._args.rank == 0:
-            self._choice_printed = True
-            print(f"odb: {choice.reason()}", flush=True)
-
-    def _finish(self, *, together: bool) -> None:
-        sources = self._source_totals(together=together)
-        if together and not self.config.enabled and self._exchange is not None:
-            own = [self._eval_left_out, self._eval_truncated]
-            sums = zip(*self._exchange.gather_counts(own), strict=True)
-            self._eval_left_out, self._eval_truncated = map(sum, sums)
-        if self._report is not None:
-            scope = "" if together else " (this replica only: the run did not end cleanly)"
-            cost = "" if self._cost is None else self._cost.describe()
-            self._report.finish(sources, scope=scope, cost=cost)
-            if self._eval_left_out or self._eval_truncated:
-                print(
-                    f"odb: evaluations left out {self._eval_left_out} samples and truncated "
-                    f"{self._eval_truncated}",
-                    flush=True,
-                )
-        left_out = sum(source.bad_records + source.overlong for source in sources)
-        if together and left_out and not any(source.samples for source in sources):
-            raise ValueError(
-                f"nothing was trained: all {left_out} samples were left out, the first because of "
-                f"{next(filter(None, (source.first_message for source in sources)), '?')}"
-            )
-
-    def _source_totals(self, *, together: bool) -> list[SourceTotals]:
-        if self._stream is None or self._recorder is None or self._exchange is None:
-            return []
-        counted = (self._loader or self._recorder).source_counts
-        return source_totals(
-            self._stream.source_names, counted, exchange=self._exchange if together else None
-        )
+            left_out, truncated = sum(map(bool, item["hole"])), int(item["truncated"].sum())
+            self._report.evaluated(left_out=left_out, truncated=truncated)

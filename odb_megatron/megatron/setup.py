@@ -10,16 +10,40 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from odb_megatron.data.megatron_dataset import SampleDatasetConfig, count_epoch
 from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.tokenizer import tokenizer_folder
 from odb_megatron.megatron.arguments import OdbConfig, add_odb_arguments
+from odb_megatron.megatron.attention import registry
+from odb_megatron.megatron.usage import raise_usage_errors, usage_errors
 from odb_megatron.megatron.validation import refuse_unsupported
 
-__all__ = ["dataset_config", "odb_config", "parse_and_validate_args", "total_samples"]
+__all__ = [
+    "dataset_config",
+    "device_type",
+    "odb_config",
+    "parse_and_validate_args",
+    "read_args",
+    "total_samples",
+]
 
 
 def parse_and_validate_args(args_defaults: dict[str, Any] | None = None) -> argparse.Namespace:
+    """Return `read_args`; flags that cannot be used end the process with one message.
+
+    Args:
+        args_defaults: as upstream.
+
+    Raises:
+        SystemExit: flags that cannot be used (2), or `--help` (0).
+    """
+    with usage_errors():
+        return read_args(args_defaults)
+
+
+def read_args(args_defaults: dict[str, Any] | None = None) -> argparse.Namespace:
     """Parse `sys.argv`, validate, and set Megatron's global variables.
 
     Follows `megatron.training.arguments.parse_and_validate_args` (0.19.2), with three steps of its
@@ -30,7 +54,7 @@ def parse_and_validate_args(args_defaults: dict[str, Any] | None = None) -> argp
         args_defaults: as upstream.
 
     Raises:
-        ValueError: flags that do not fit together, each named.
+        ValueError: flags that are not known or do not fit together, each named.
     """
     from megatron.training import arguments as megatron_arguments
     from megatron.training.checkpointing import load_args_from_checkpoint
@@ -47,9 +71,16 @@ def parse_and_validate_args(args_defaults: dict[str, Any] | None = None) -> argp
     _check_length(args)
     _resolve_epochs(args)
     megatron_arguments.validate_args(args, args_defaults or {})
-    refuse_unsupported(args, odb_config(args))
+    config = odb_config(args)
+    refuse_unsupported(args, config)
+    registry.select(config.attention, device_type=device_type())
     set_global_variables(args)
     return args
+
+
+def device_type() -> str:
+    """Return what the model runs on: `cuda` or `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def odb_config(args: argparse.Namespace) -> OdbConfig:
@@ -93,7 +124,7 @@ def dataset_config(
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ODB's flags, and let `--help` print Megatron's.
+    """Add ODB's flags, let `--help` print Megatron's, and errors be raised.
 
     Some help texts of Megatron 0.19.2 hold a bare percent sign, on which argparse fails.
     """
@@ -103,6 +134,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             formatter._expand_help(action)
         except (KeyError, TypeError, ValueError):
             action.help = (action.help or "").replace("%", "%%")
+    raise_usage_errors(parser)
     return add_odb_arguments(parser)
 
 

@@ -6,7 +6,7 @@ Must not know Megatron or replicas; it prints what it is given, on one rank.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -148,17 +148,24 @@ class LiveReport:
             self._bar.set_postfix_str(line, refresh=False)
             self._bar.update(record.consumed_samples - self._bar.n)
 
-    def finish(self, sources: Sequence[SourceTotals], *, scope: str = "", cost: str = "") -> None:
+    def finish(
+        self,
+        sources: Sequence[SourceTotals],
+        *,
+        scope: str = "",
+        chosen: Mapping[str, str] | None = None,
+    ) -> None:
         """Print the summary.
 
         Args:
             sources: per data source; left out of the text when empty.
             scope: says what the per-source figures cover, when not the whole run.
-            cost: the cost model in force at the end; empty for none.
+            chosen: by name, what the run chose for itself, such as the cost model in force.
         """
         if self._bar is not None:
             self._bar.close()
-        lines = self._summary() + ([f"  cost model          {cost}"] if cost else [])
+        lines = self._summary()
+        lines += [f"  {name:<20}{text}" for name, text in (chosen or {}).items()]
         lines += self._not_reached() + _source_lines(sources, scope)
         print("\n".join(lines), file=self._stream, flush=True)
 

@@ -1,4 +1,4 @@
-"""The record of one optimizer step, and its JSON-lines file.
+"""The record of one optimizer step, its JSON-lines file, and what is kept of the whole run.
 
 Must not compute what a plan already knows; numbers are taken from `StepTotals`.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import IO
 
-__all__ = ["StepLog", "StepRecord"]
+__all__ = ["StepLog", "StepRecord", "write_run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,3 +110,12 @@ class StepLog:
     def close(self) -> None:
         """Close the file; later writes fail."""
         self._file.close()
+
+
+def write_run(folder: str, values: Mapping[str, object]) -> None:
+    """Write what holds for the whole run to `run.json`, beside the step logs."""
+    path = os.path.join(folder, "run.json")
+    with open(f"{path}.part", "w", encoding="utf-8") as file:
+        json.dump(values, file, indent=1)
+        file.write("\n")
+    os.replace(f"{path}.part", path)

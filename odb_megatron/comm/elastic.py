@@ -1,0 +1,145 @@
+"""Runs torch's elastic launcher; of a failed run it prints one reason, last and once.
+
+A rank that fails leaves its reason in the file that the launcher gives it
+(`TORCHELASTIC_ERROR_FILE`, torch/distributed/elastic/multiprocessing/errors). Must not interpret a
+script's arguments, and must not import torch before `main`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Reason", "leave_reason", "main"]
+
+USAGE_ERROR = 2
+"""Exit code of a process whose arguments cannot be used, as argparse has it."""
+
+_FILE = "TORCHELASTIC_ERROR_FILE"
+_KEY = "odb_megatron"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why a rank failed.
+
+    Attributes:
+        rank: global rank.
+        text: what was seen, expected, and the way out.
+        is_told: the rank only heard of another's failure, and `text` may be cut.
+        time_ns: when.
+    """
+
+    rank: int
+    text: str
+    is_told: bool
+    time_ns: int
+
+
+def leave_reason(text: str, *, is_told: bool = False) -> bool:
+    """Leave the reason of this rank's failure to the launcher; the first one left stays.
+
+    Args:
+        text: the reason.
+        is_told: see `Reason`.
+
+    Returns:
+        Whether there is a launcher that will print it: a caller prints it itself if not.
+    """
+    path = os.environ.get(_FILE)
+    if not path or path == os.devnull:
+        return False
+    now = time.time_ns()
+    reason = Reason(rank=int(os.environ.get("RANK", "0")), text=text, is_told=is_told, time_ns=now)
+    about = {"py_callstack": text, "timestamp": str(now // 1_000_000_000)}
+    about |= {_KEY: asdict(reason)}  # type: ignore[dict-item]
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": about}}, file)
+    except FileExistsError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `torch.distributed.run`; return the exit code of the rank that failed first.
+
+    Args:
+        argv: arguments of torchrun; those of this process by default.
+
+    Returns:
+        0; a failed rank's exit code; 128 + signal number where a signal ended it, or the launcher.
+
+    Raises:
+        SystemExit: arguments that torchrun does not know.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        torchrun.run(torchrun.parse_args(argv))  # type: ignore[no-untyped-call]
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    except ChildFailedError as failed:
+        first, failure = failed.get_first_failure()
+        reason = first_reason(failure.error_file)
+        code = failure.exitcode
+        if code < 0 and reason is not None and (code == -signal.SIGTERM or reason.rank == first):
+            code = 1  # it had failed, and was ended by the launcher before it had ended itself
+        print(f"\nodb: {describe(reason, rank=first, code=code)}", file=sys.stderr)
+        return code if code > 0 else 128 - code
+    return 0
+
+
+def describe(reason: Reason | None, *, rank: int, code: int) -> str:
+    """Return a failure in words.
+
+    Args:
+        reason: what was left, None for nothing.
+        rank: the rank that ended first.
+        code: its exit code, negative for a signal.
+    """
+    silent = "and left no reason: see what it printed above"
+    if code < 0:  # what others left is a consequence
+        name = signal.Signals(-code).name
+        memory = ", and whether the machine ran out of memory" if name == "SIGKILL" else ""
+        return f"rank {rank} was ended by {name} {silent}{memory}"
+    if reason is None:
+        return f"rank {rank} ended with exit code {code} {silent}"
+    if code == USAGE_ERROR:
+        return f"error: {reason.text}"
+    return f"rank {reason.rank} failed, its traceback is above: {reason.text}"
+
+
+def first_reason(error_file: str) -> Reason | None:
+    """Return the reason that came first on this node; one that was only told comes last.
+
+    Args:
+        error_file: of the rank that ended first: `ATTEMPT/LOCAL_RANK/error.json`. A rank that
+            failed before it, but is still ending, has left its reason beside.
+    """
+    files = Path(error_file).parent.parent.glob("*/error.json")
+    reasons = [reason for reason in map(_read, sorted(files)) if reason is not None]
+    return min(reasons, key=lambda reason: (reason.is_told, reason.time_ns), default=None)
+
+
+def _read(path: Path) -> Reason | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return Reason(**found["message"]["extraInfo"][_KEY])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # half written, or written by another than `leave_reason`
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""What a run tells: lines at its start, each step, the log folder, and the summary at the end.
+
+Must not decide anything. Counts are added up over replicas where the run has ended cleanly.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from odb_megatron.comm.control import ControlGroup
+from odb_megatron.data.step_loader import StepHeader, StepLoader
+from odb_megatron.data.stream import SampleStream
+from odb_megatron.megatron.arguments import OdbConfig
+from odb_megatron.megatron.attention.registry import AttentionBackend
+from odb_megatron.megatron.compat import describe_megatron
+from odb_megatron.megatron.cost_model import RunCost
+from odb_megatron.megatron.recorder import StepRecorder
+from odb_megatron.megatron.setup import total_samples
+from odb_megatron.megatron.source_totals import source_totals
+from odb_megatron.megatron.topology import balance_scope
+from odb_megatron.plan.policy import ExchangeMode, PolicyName
+from odb_megatron.report.live import LiveReport, SourceTotals
+from odb_megatron.report.step_record import StepLog, write_run
+
+__all__ = ["RunReport", "start_lines"]
+
+
+class RunReport:
+    """The reports of one rank; prints on rank 0 only.
+
+    Args:
+        args: Megatron's arguments.
+        config: ODB's.
+        backend: the attention backend chosen.
+
+    Attributes:
+        recorder: builds the step records; on leaders, once data is open.
+        cost: the cost model of the training loader, once there is one.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, config: OdbConfig, *, backend: AttentionBackend
+    ) -> None:
+        self.recorder: StepRecorder | None = None
+        self.cost: RunCost | None = None
+        self._args = args
+        self._config = config
+        self._stream: SampleStream | None = None
+        self._exchange: ControlGroup | None = None
+        self._live: LiveReport | None = None
+        self._log: StepLog | None = None
+        self._choice = ""  # what mode `auto` chose for the run
+        self._eval_left_out = self._eval_truncated = 0
+        if args.rank == 0:
+            reason = f"attention backend {backend.name}: {backend.reason}"
+            for line in (describe_megatron(), reason, *start_lines(args, config)):
+                print(f"odb: {line}", flush=True)
+
+    def open(self, stream: SampleStream, exchange: ControlGroup) -> None:
+        """Training data is there: begin to record. On leaders.
+
+        Args:
+            stream: names the samples.
+            exchange: to the other replicas.
+        """
+        args, config = self._args, self._config
+        self._stream, self._exchange = stream, exchange
+        self.recorder = StepRecorder(args, config, stream, exchange=exchange)
+        if args.rank == 0:
+            self._live = LiveReport(
+                total_samples=total_samples(args),
+                consumed_before=args.consumed_train_samples,
+                global_batch_size=args.global_batch_size,
+                sequence_length=args.seq_length,
+                title=f"odb, policy {config.policy.value}" if config.enabled else "padded baseline",
+            )
+        if config.log_dir is not None:
+            replica, is_new = exchange.replica, args.iteration == 0
+            self._log = StepLog(config.log_dir, replica=replica, is_new=is_new)
+
+    def begin_step(self, header: StepHeader, loader: StepLoader | None) -> None:
+        """A training step starts; say once what `--odb-exchange auto` chose for the run."""
+        if self.recorder is not None:
+            self.recorder.begin_step(header)
+        choice = None if loader is None else loader.exchange_choice
+        if choice is not None and not self._choice:
+            self._choice = choice.reason()
+            if self._args.rank == 0:
+                print(f"odb: {self._choice}", flush=True)
+
+    def on_batch(self, item: Any) -> None:
+        """A micro-batch was taken for training."""
+        if self.recorder is not None:
+            self.recorder.on_batch(item)
+
+    def end_step(self, values: dict[str, Any], *, delivered: tuple[int, int, int]) -> None:
+        """Record the step and show it; see `StepRecorder.end_step`."""
+        assert self.recorder is not None
+        record = self.recorder.end_step(values, delivered=delivered)
+        if self._log is not None:
+            self._log.write(record)
+        if self._live is not None:
+            self._live.step(record)
+
+    def evaluated(self, *, left_out: int, truncated: int) -> None:
+        """Count what an evaluation left out and truncated."""
+        self._eval_left_out += left_out
+        self._eval_truncated += truncated
+
+    def finish(self, loader: StepLoader | None, *, together: bool) -> None:
+        """Print the summary and close the log.
+
+        Args:
+            loader: the training loader, None for the padded baseline and on ranks that lead none.
+            together: the run ended cleanly, so that all replicas can add up their counts.
+
+        Raises:
+            ValueError: every sample was left out.
+        """
+        try:
+            sources = self._sources(loader, together=together)
+            if together and not self._config.enabled and self._exchange is not None:
+                own = [self._eval_left_out, self._eval_truncated]
+                sums = zip(*self._exchange.gather_counts(own), strict=True)
+                self._eval_left_out, self._eval_truncated = map(sum, sums)
+            if self._live is not None:
+                self._summarize(self._live, sources, loader, together=together)
+        finally:
+            if self._log is not None:
+                self._log.close()
+        left_out = sum(source.bad_records + source.overlong for source in sources)
+        if together and left_out and not any(source.samples for source in sources):
+            raise ValueError(
+                f"nothing was trained: all {left_out} samples were left out, the first because of "
+                f"{next(filter(None, (source.first_message for source in sources)), '?')}"
+            )
+
+    def _summarize(
+        self,
+        live: LiveReport,
+        sources: list[SourceTotals],
+        loader: StepLoader | None,
+        *,
+        together: bool,
+    ) -> None:
+        chosen = {}
+        if self.cost is not None:
+            chosen["cost model"] = self.cost.describe()
+        if self._config.exchange is ExchangeMode.AUTO and loader is not None:
+            chosen["exchange auto"] = self._choice or self._chosen_otherwise(live, loader)
+        scope = "" if together else " (this replica only: the run did not end cleanly)"
+        live.finish(sources, scope=scope, chosen=chosen)
+        if self._eval_left_out or self._eval_truncated:
+            print(
+                f"odb: evaluations left out {self._eval_left_out} samples and truncated "
+                f"{self._eval_truncated}",
+                flush=True,
+            )
+        if self._config.log_dir is not None:
+            flags = _flags(self._args, self._config)
+            write_run(self._config.log_dir, {"flags": flags, **chosen, "ended_cleanly": together})
+
+    def _chosen_otherwise(self, live: LiveReport, loader: StepLoader) -> str:
+        """Return what mode `auto` did where it made no choice for the run in this process."""
+        if loader.config.num_replicas == 1:
+            return "none: one replica has nobody to hand samples to"
+        if self._config.policy is PolicyName.SAMPLES:
+            totals = live.totals
+            return f"step by step: samples moved in {totals.exchanged} of {totals.steps} steps"
+        if loader.exchanges is None:
+            return "nothing chosen yet"
+        return f"{'tokens' if loader.exchanges else 'none'}, chosen before the resume"
+
+    def _sources(self, loader: StepLoader | None, *, together: bool) -> list[SourceTotals]:
+        if self._stream is None or self.recorder is None or self._exchange is None:
+            return []
+        counted = (loader or self.recorder).source_counts
+        return source_totals(
+            self._stream.source_names, counted, exchange=self._exchange if together else None
+        )
+
+
+def start_lines(args: argparse.Namespace, config: OdbConfig) -> list[str]:
+    """Return what is said of the flags when a run starts."""
+    if not config.enabled:
+        return ["--odb is off: padded baseline"]
+    scope, reason = balance_scope(args)
+    lines = [
+        f"reproduce with {_flags(args, config)}",
+        f"balance scope {scope.value}: {reason}",
+    ]
+    if config.exchange is not ExchangeMode.NONE and args.data_parallel_size == 1:
+        lines.append(
+            f"warning: --odb-exchange {config.exchange.value} does nothing with one data-parallel "
+            "replica, which has nobody to hand samples to: drop it, or train on more replicas"
+        )
+    return lines
+
+
+def _flags(args: argparse.Namespace, config: OdbConfig) -> str:
+    flags = f"{config.describe()} " if config.enabled else ""
+    return f"{flags}--seed {args.seed}"
