@@ -110,12 +110,38 @@ def test_lengths_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--policy", "best"], "unknown policy 'best'"),
+        (
+            ["--policy", "best"],
+            "--policy best: there is no policy 'best': expected all, or some of",
+        ),
+        (
+            ["--policy", "all,cost"],
+            "--policy all,cost: all stands for every policy, cost included: give all alone, or",
+        ),
+        (["--policy", "all,all"], "all stands for every policy, itself included"),
+        (["--policy", ","], "--policy ',' names no policy: expected all, or some of standard,"),
+        (["--seed", "-1"], "argument --seed: '-1' is not a whole number of at least 0"),
+        (["--seed", "x"], "argument --seed: 'x' is not a whole number of at least 0"),
+        (["--window", "99999"], "error: --window 99999 is not between 0 and 65536"),
+        (["--dp", "99999"], "--dp 99999 is above the 65536 that are simulated: lower it"),
+        (
+            ["--epochs", "999999999"],
+            "--epochs 999999999 of 3000 samples are more than the 268435456 samples that are",
+        ),
+        (
+            ["--global-batch-size", "1"],
+            "error: --global-batch-size 1 is below the 2 replicas, each of which trains at least "
+            "one sample per step under policy cost: raise it to 2 at least, or use --policy "
+            "samples, under which the others idle",
+        ),
+        (["--tokenizer", "t"], "--tokenizer 't' would do nothing: --lengths 'lognormal:"),
+        (["--json", "."], "--json . is a folder: name a file in it"),
+        (["--json", "none/out.json"], "--json none/out.json: there is no folder 'none'"),
         (["--dp", "0"], "--dp must be at least 1, got 0"),
         (["--token-budget", "0"], "the token budget is 0"),
         (["--token-budget", "500"], "tokens; the token budget is 500: raise --token-budget"),
         (["--window", "0"], "--window must be at least 1"),
-        (["--window", "8"], "window 8 is below the"),
+        (["--window", "8"], "error: --window 8 is below the"),
         (["--epochs", "0"], "--epochs must be at least 1"),
         (["--global-batch-size", "0"], "--global-batch-size must be at least 1"),
         (["--fixed-cost", "1"], "--fixed-cost 1.0 is not in [0, 1)"),
@@ -132,3 +158,40 @@ def test_a_wrong_argument(flags: list[str], text: str, capsys: pytest.CaptureFix
         main(["simulate", *FLAGS, *flags])
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_few_samples_per_replica_and_none_steady_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ("--policy", "cost,samples,bound", "--global-batch-size", "8")
+    _run(*few, "--lengths", "lognormal:mean=100,cv=1,max=999,n=400", folder=tmp_path)
+    out = capsys.readouterr().out
+    assert out.count("warning: ") == 2
+    assert (
+        "warning: --global-batch-size 8 gives each of 2 replicas 4 samples per step; with fewer "
+        "than 16, policy cost without an exchange may train many more samples per step than "
+        "asked: raise it, or use --exchange auto\n"
+    ) in out
+    assert (
+        "warning: no steady steps: 400 samples, and the first and last windows of 2 replicas are "
+        "512: give more samples or --epochs, or lower --window\n"
+    ) in out
+    for flags in (("--exchange", "auto"), ("--policy", "samples,bound")):
+        _run(*few, *flags, folder=tmp_path)
+        assert "warning: " not in capsys.readouterr().out
+
+
+def test_samples_holds_a_batch_below_the_replicas(tmp_path: Path) -> None:
+    flags = ("--policy", "samples", "--global-batch-size", "3", "--dp", "8", "--window", "16")
+    figures = _run(*flags, folder=tmp_path)["policies"]["samples"]
+    assert figures["samples_per_step"] == figures["steady"]["samples_per_step"] == 3
+    assert figures["num_steps"] == 1000
+
+
+def test_steady_bytes_are_those_of_the_steady_steps(tmp_path: Path) -> None:
+    flags = ("--policy", "cost,ffd", "--exchange", "tokens", "--global-batch-size", "32")
+    policies = _run(*flags, folder=tmp_path)["policies"]
+    whole, steady = policies["cost"], policies["cost"]["steady"]
+    assert 0 < steady["bytes_moved_per_step"] != whole["bytes_moved_per_step"] > 0
+    assert policies["ffd"]["bytes_moved_per_step"] == 0
+    assert policies["ffd"]["steady"]["bytes_moved_per_step"] == 0

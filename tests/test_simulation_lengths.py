@@ -121,8 +121,31 @@ def test_a_data_file_needs_a_tokenizer_that_loads(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs a tokenizer: pass --tokenizer FOLDER"):
         read_lengths(str(data), token_budget=8)
     pytest.importorskip("transformers")
-    with pytest.raises(ValueError, match="--tokenizer '.*none' cannot be loaded"):
-        read_lengths(str(data), token_budget=8, tokenizer=str(tmp_path / "none"))
+    for name, files in {
+        "none": None,
+        "empty": {},
+        "no JSON": {"tokenizer.json": "{"},
+        "other": {"tokenizer.json": '{"a": 1}'},
+        "unknown": {"tokenizer_config.json": '{"tokenizer_class": "No"}'},
+    }.items():
+        folder = tmp_path / name
+        if files is not None:
+            folder.mkdir()
+            for file, text in files.items():
+                (folder / file).write_text(text)
+        with pytest.raises(ValueError, match="(?s).*") as caught:
+            read_lengths(str(data), token_budget=8, tokenizer=str(folder))
+        assert str(caught.value).startswith(f"--tokenizer '{folder}' cannot be loaded (")
+        assert "): name the folder of a Hugging Face tokenizer (tokenizer.json" in str(caught.value)
+        assert len(str(caught.value)) < 400 + 2 * len(str(folder))
+    with pytest.raises(ValueError, match=r"cannot be loaded \(.*data.jsonl is no folder on this"):
+        read_lengths(str(data), token_budget=8, tokenizer=str(data))
+
+
+@pytest.mark.parametrize("spec", ["lognormal:mean=5,cv=0,max=20", "file:a.npy", "prefix"])
+def test_a_tokenizer_that_would_do_nothing(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"--tokenizer 't' would do nothing: --lengths '.*; drop"):
+        read_lengths(spec, token_budget=8, tokenizer="t")
 
 
 def test_a_data_file_without_a_sample(tmp_path: Path) -> None:
@@ -131,6 +154,9 @@ def test_a_data_file_without_a_sample(tmp_path: Path) -> None:
 
     folder = train_bpe(["a b c"], vocab_size=270, folder=tmp_path / "tokenizer")
     data = tmp_path / "data.jsonl"
-    data.write_text('{"neither": 1}\n')
-    with pytest.raises(ValueError, match=r"has no usable record \(1 left out\)"):
+    data.write_text('\n{"neither": 1}\nnot JSON\n')
+    with pytest.raises(ValueError, match="(?s).*") as caught:
         read_lengths(str(data), token_budget=8, tokenizer=str(folder))
+    expected = f"--lengths '{data}' has 2 records and none that can be used; the first: line 2: "
+    assert str(caught.value).startswith(f"{expected}columns neither fit no known layout")
+    assert "--odb" not in str(caught.value)

@@ -1,6 +1,6 @@
-"""The global batch size that steps of a given micro-batch count hold, from sample lengths.
+"""What a global batch size permits, and the one that steps of a given micro-batch count hold.
 
-Pure. For simulations and advice; a run's batch size is the user's.
+Pure. For refusals, simulations and advice; a run's batch size is the user's.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.plan.cost import COST_UNIT, CostModel
+from odb_megatron.plan.exchange_choice import LEAST_SHARE
+from odb_megatron.plan.policy import ExchangeMode, PolicyName
 from odb_megatron.plan.target import squared_tokens
 
-__all__ = ["batch_size_for"]
+__all__ = ["batch_size_for", "batch_size_warning", "check_batch_size"]
 
 _PPM = 1_000_000
 _ALWAYS_FREE = 10_000
@@ -53,3 +55,51 @@ def batch_size_for(
     free = _ALWAYS_FREE + relative * _FREE_PER_SPREAD[0] // _FREE_PER_SPREAD[1]
     fill = max(_LEAST_FILL, _PPM - free)
     return max(num_replicas, num_replicas * count * token_budget * num * fill // (tokens * _PPM))
+
+
+def check_batch_size(policy: PolicyName, *, global_batch_size: int, num_replicas: int) -> None:
+    """Refuse a batch size that the policy cannot hold.
+
+    Under `samples` a step has exactly the batch size, and replicas without a sample idle. Under
+    `cost` every replica that holds samples trains one at least.
+
+    Args:
+        policy: step policy.
+        global_batch_size: samples per step asked for.
+        num_replicas: data-parallel size.
+
+    Raises:
+        ValueError: fewer samples than replicas under `cost`.
+    """
+    if policy is PolicyName.COST and global_batch_size < num_replicas:
+        raise ValueError(
+            f"--global-batch-size {global_batch_size} is below the {num_replicas} replicas, each "
+            "of which trains at least one sample per step under policy cost: raise it to "
+            f"{num_replicas} at least, or use --odb-policy samples, under which the others idle"
+        )
+
+
+def batch_size_warning(
+    policy: PolicyName, mode: ExchangeMode, *, global_batch_size: int, num_replicas: int
+) -> str:
+    """Return why steps may be larger than the batch size asked for; empty where they are not.
+
+    Measured (8 replicas, lognormal lengths, CV 1, window 128): 42 samples per step for a batch
+    size of 8, 49 for 32, 64 for 64.
+
+    Args:
+        policy: step policy.
+        mode: whether replicas hand samples to each other.
+        global_batch_size: samples per step asked for.
+        num_replicas: data-parallel size.
+    """
+    share = global_batch_size / num_replicas
+    is_held = policy is PolicyName.SAMPLES or mode is not ExchangeMode.NONE or num_replicas == 1
+    if is_held or share >= LEAST_SHARE:
+        return ""
+    return (
+        f"--global-batch-size {global_batch_size} gives each of {num_replicas} replicas "
+        f"{share:.3g} samples per step; with fewer than {LEAST_SHARE}, policy cost without an "
+        "exchange may train many more samples per step than asked: raise it, or use "
+        "--odb-exchange auto"
+    )

@@ -13,12 +13,14 @@ from odb_megatron.plan.placement import step_cost_bound
 from odb_megatron.plan.policy import BalanceScope
 from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 
-__all__ = ["ExchangeChoice", "choose_for_run", "is_worth_it"]
+__all__ = ["LEAST_SHARE", "ExchangeChoice", "choose_for_run", "is_worth_it"]
+
+LEAST_SHARE = 16
+"""Samples per replica and step; of fewer no step is composed without drifting off the batch size"""
 
 _PPM = 1_000_000
 _LEAST_GAIN = 10_000
 _LEAST_STEPS = 2  # a window below two steps' share balances little
-_LEAST_SHARE = 16  # samples; of fewer a step cannot be composed without drifting off the batch size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,7 @@ class ExchangeChoice:
 
     Attributes:
         exchanges: whether replicas hand samples to each other.
-            num_micro_batches: micro-batches expected per step and replica, in hundredths.
+        num_micro_batches: micro-batches expected per step and replica, in hundredths.
         window: samples each replica looks ahead.
         share: samples of a replica's share of a step.
     """
@@ -43,7 +45,7 @@ class ExchangeChoice:
         return (
             f"exchange {mode}: {self.num_micro_batches / 100:.1f} micro-batches per step and "
             f"replica; window {self.window} for a share of {self.share} samples (with a window "
-            f"below {_LEAST_STEPS} shares replicas differ, with a share below {_LEAST_SHARE} "
+            f"below {_LEAST_STEPS} shares replicas differ, with a share below {LEAST_SHARE} "
             "samples steps can be even only by varying much in size: then samples are exchanged, "
             "and a step takes as long as its costliest sample); "
             f"--odb-exchange {mode} reproduces it"
@@ -66,7 +68,7 @@ def choose_for_run(table: RecordTable[WindowRecord], config: PlanConfig) -> Exch
     batch, num = config.global_batch_size, config.num_replicas
     tokens = 100 * batch * table.total("tokens_observed") // (observed * num)
     is_short = config.window * num < _LEAST_STEPS * batch
-    is_small = batch < _LEAST_SHARE * num
+    is_small = batch < LEAST_SHARE * num
     return ExchangeChoice(
         exchanges=num > 1 and (is_short or is_small),
         num_micro_batches=tokens // config.token_budget,

@@ -9,7 +9,7 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from odb_megatron.simulation.names import POLICY_NAMES, select_names
 
 if TYPE_CHECKING:
     from odb_megatron.simulation.lengths import SampleLengths
-    from odb_megatron.simulation.setting import Setting
+    from odb_megatron.simulation.setting import Setting, Stream
 
 __all__ = ["main", "parse", "simulate"]
 
@@ -43,19 +43,23 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     table = sys.stderr if options.json == "-" else sys.stdout
-    folder = Path(options.json or ".").parent
-    if not folder.is_dir():
-        parser.error(f"--json {options.json}: there is no folder {str(folder)!r}; make it first")
+    target = Path(options.json or "table.json")
+    if not target.parent.is_dir():
+        parser.error(
+            f"--json {options.json}: there is no folder {str(target.parent)!r}; make it first"
+        )
+    if options.json and target.is_dir():
+        parser.error(f"--json {options.json} is a folder: name a file in it")
     try:
         report, text = simulate(options)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(_with_own_flags(str(error), parser))
     print(text, file=table)
     if options.json == "-":
         json.dump(report, sys.stdout, indent=1)
         print()
     elif options.json:
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        target.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -98,6 +102,7 @@ def simulate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "versions": _versions(),
     }
     lines = [_headline(options, setting, lengths), render_table(found.policies)]
+    lines += _warnings(options, setting, stream, found.policies)
     lines += [f"{name} is left out: {reason}" for name, reason in found.left_out.items()]
     lines += [
         f"{name}: {figures['exchange']}"
@@ -180,6 +185,46 @@ def _headline(options: argparse.Namespace, setting: Setting, lengths: SampleLeng
     )
 
 
+def _warnings(
+    options: argparse.Namespace, setting: Setting, stream: Stream, policies: Mapping[str, Any]
+) -> list[str]:
+    """Return what the figures should not be read without."""
+    from odb_megatron.plan.batch_size import batch_size_warning
+    from odb_megatron.plan.policy import PolicyName
+
+    found = []
+    for name in PolicyName:
+        if name.value in policies:
+            warning = batch_size_warning(
+                name,
+                setting.exchange,
+                global_batch_size=setting.global_batch_size,
+                num_replicas=setting.num_replicas,
+            )
+            found += [_with_own_flags(warning, _parser())] if warning else []
+    if not any(figures.get("steady") for name, figures in policies.items() if name != "bound"):
+        depth = 2 * setting.window * setting.num_replicas
+        found.append(
+            f"no steady steps: {len(stream)} samples, and the first and last windows of "
+            f"{setting.num_replicas} replicas are {depth}: give more samples or --epochs, or lower "
+            "--window"
+        )
+    return [f"warning: {text}" for text in found]
+
+
+def _with_own_flags(text: str, parser: argparse.ArgumentParser) -> str:
+    """Return a planner's message with this command's flags in place of the training script's."""
+    for flag in sorted(parser._option_string_actions, key=len, reverse=True):
+        text = text.replace(f"--odb-{flag.removeprefix('--')}", flag)
+    return text
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
 def _say(name: str) -> None:
     if sys.stderr.isatty():
         print(f"... {name}", file=sys.stderr, flush=True)
@@ -241,6 +286,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-delay-steps", type=int, default=8, metavar="K", help="beyond FIFO (default 8)")
     add("--pp", type=int, default=1, metavar="P", help="pipeline stages: adds the 1F1B figures")
     add("--vpp", type=int, default=1, metavar="V", help="virtual chunks per stage (with --pp)")
-    add("--seed", type=int, default=0, help="of epochs' orders and comparisons (default 0)")
+    add("--seed", type=_whole, default=0, help="of epochs' orders and comparisons (default 0)")
     add("--json", metavar="OUT", help="write the figures as JSON; '-' for stdout")
     return parser

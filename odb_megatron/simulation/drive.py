@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from odb_megatron.plan.batch_size import check_batch_size
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.planner import ReplicaPlanner
 from odb_megatron.plan.policy import ExchangeMode, PolicyName
@@ -89,11 +90,11 @@ def run_planners(policy: PolicyName, stream: Stream, setting: Setting) -> Schedu
     lengths: list[int] = stream.lengths.tolist()
     drawn: list[list[int]] = [[] for _ in planners]
     steps = []
-    bytes_moved = 0
+    bytes_moved: list[int] = []
     while not planners[0].is_finished:
         plans = plan_step(planners, lengths, drawn=drawn)
         steps.append([plan.micro_batches for plan in plans])
-        bytes_moved += plans[0].totals.bytes_moved
+        bytes_moved.append(plans[0].totals.bytes_moved)
     schedule = Schedule.build(
         steps,
         num_replicas=setting.num_replicas,
@@ -111,6 +112,9 @@ def run_planners(policy: PolicyName, stream: Stream, setting: Setting) -> Schedu
 
 def check_plannable(policy: PolicyName, stream: Stream, setting: Setting) -> None:
     """Raise ValueError where the planner refuses the setting, before anything is run."""
+    check_batch_size(
+        policy, global_batch_size=setting.global_batch_size, num_replicas=setting.num_replicas
+    )
     ReplicaPlanner(_config(policy, stream, setting), replica=0)
 
 

@@ -9,10 +9,13 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from odb_megatron.data.chat_template import ChatRenderer
 
 __all__ = ["FORMS", "SampleLengths", "read_lengths"]
 
@@ -27,6 +30,7 @@ _LOGNORMAL = "lognormal:"
 _FILE = "file:"
 _DEFAULTS: dict[str, float] = {"n": 131072, "seed": 0}
 _REQUIRED = ("mean", "cv", "max")
+_MOST_REASON = 200  # characters of another library's error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,11 @@ def read_lengths(
     Raises:
         ValueError: the specification is not understood, or what it names cannot be used.
     """
+    if tokenizer is not None and spec.startswith((_LOGNORMAL, _FILE)):
+        raise ValueError(
+            f"--tokenizer {tokenizer!r} would do nothing: --lengths {spec!r} has lengths, no text; "
+            "drop it"
+        )
     if spec.startswith(_LOGNORMAL):
         found = SampleLengths(values=_lognormal(spec))
     elif spec.startswith(_FILE):
@@ -194,47 +203,70 @@ def _checked(found: object, spec: str) -> Integers:
 
 
 def _from_data(path: str, *, token_budget: int, tokenizer: str | None, seed: int) -> SampleLengths:
-    from odb_megatron.data.chat_template import ChatRenderer
-    from odb_megatron.data.json_records import is_json_path
-    from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
-    from odb_megatron.data.sample import Sample
+    from odb_megatron.data.preprocess import SampleRules
+    from odb_megatron.data.sample import BadRecordError, Sample
     from odb_megatron.data.sources import open_source
     from odb_megatron.plan.padding import OverlongPolicy
 
-    renderer = None
-    if is_json_path(path):
-        if not os.path.isfile(path):
-            raise ValueError(f"--lengths {path!r}: there is no such file; expected {FORMS}")
-        if tokenizer is None:
-            raise ValueError(f"--lengths {path!r} needs a tokenizer: pass --tokenizer FOLDER")
-        from odb_megatron.data.tokenizer import load_tokenizer
-
-        try:
-            renderer = ChatRenderer(load_tokenizer(tokenizer))
-        except OSError as error:
-            raise ValueError(f"--tokenizer {tokenizer!r} cannot be loaded: {error}") from error
     rules = SampleRules(
         context=token_budget,
         token_budget=token_budget,
         overlong=OverlongPolicy.TRUNCATE,
-        bad_record=BadRecordPolicy.SKIP,
     )
-    source = open_source(path, rules=rules, renderer=renderer)
-    lengths, num_truncated, num_left_out = [], 0, 0
+    source = open_source(path, rules=rules, renderer=_renderer(path, tokenizer))
+    lengths, num_truncated, num_left_out, first = [], 0, 0, ""
     for index in range(len(source)):
-        sample = source.sample(index, source=0)
-        if not isinstance(sample, Sample):
+        try:
+            sample = source.sample(index, source=0)
+        except BadRecordError as error:
             num_left_out += 1
+            first = first or f"line {error.line}: {error.reason}"
             continue
+        assert isinstance(sample, Sample), "what is too long is cut"
         lengths.append(len(sample))
         num_truncated += sample.truncated > 0
     if not lengths:
-        raise ValueError(f"--lengths {path!r} has no usable record ({num_left_out} left out)")
+        raise ValueError(
+            f"--lengths {path!r} has {num_left_out} records and none that can be used; the first: "
+            f"{first}"
+        )
     return SampleLengths(
         values=_shuffled(np.array(lengths, dtype=np.int64), seed),
         num_truncated=num_truncated,
         num_left_out=num_left_out,
     )
+
+
+def _renderer(path: str, tokenizer: str | None) -> ChatRenderer | None:
+    """Return what tokenizes a JSON or JSONL file; None for other data, which has tokens."""
+    from odb_megatron.data.json_records import is_json_path
+
+    if not is_json_path(path):
+        if tokenizer is not None:
+            raise ValueError(
+                f"--tokenizer {tokenizer!r} would do nothing: --lengths {path!r} is no JSON or "
+                "JSONL file; drop it"
+            )
+        return None
+    if not os.path.isfile(path):
+        raise ValueError(f"--lengths {path!r}: there is no such file; expected {FORMS}")
+    if tokenizer is None:
+        raise ValueError(f"--lengths {path!r} needs a tokenizer: pass --tokenizer FOLDER")
+    from odb_megatron.data.chat_template import ChatRenderer
+    from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder
+
+    try:
+        if not os.path.isdir(tokenizer):
+            raise ValueError(f"{tokenizer} is no folder on this machine")
+        return ChatRenderer(load_tokenizer(tokenizer_folder(tokenizer, tokenizer)))
+    except Exception as error:  # transformers raises whatever its parsers do
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        reason = " ".join(f"{kind}{error}".split())
+        reason = reason if len(reason) <= _MOST_REASON else f"{reason[:_MOST_REASON]}..."
+        raise ValueError(
+            f"--tokenizer {tokenizer!r} cannot be loaded ({reason}): name the folder of a Hugging "
+            "Face tokenizer (tokenizer.json and tokenizer_config.json)"
+        ) from error
 
 
 def _shuffled(values: Integers, seed: int) -> Integers:

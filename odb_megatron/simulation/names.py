@@ -40,11 +40,16 @@ def select_names(text: str) -> tuple[str, ...]:
     asked = [name.strip() for name in text.split(",") if name.strip()]
     if asked == ["all"]:
         return POLICY_NAMES
+    expected = f"expected all, or some of {', '.join(POLICY_NAMES)}, separated by commas"
+    if "all" in asked:
+        others = ", ".join(name for name in asked if name != "all") or "itself"
+        raise ValueError(
+            f"--policy {text}: all stands for every policy, {others} included: give all alone, or "
+            "only the names you want"
+        )
     for name in asked:
         if name not in POLICY_NAMES:
-            raise ValueError(
-                f"unknown policy {name!r}: expected all, or of {', '.join(POLICY_NAMES)}"
-            )
+            raise ValueError(f"--policy {text}: there is no policy {name!r}: {expected}")
     if not asked:
-        raise ValueError(f"no policy given: expected all, or of {', '.join(POLICY_NAMES)}")
+        raise ValueError(f"--policy {text!r} names no policy: {expected}")
     return tuple(name for name in POLICY_NAMES if name in asked)

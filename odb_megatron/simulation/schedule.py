@@ -29,7 +29,8 @@ class Schedule:
         is_padded: each sample is computed at the length of its micro-batch's longest.
         arrivals: stream positions of each replica in the order in which it drew them; None where
             all replicas share the stream's order.
-        bytes_moved: payload bytes that replicas handed to each other.
+        bytes_moved: payload bytes that replicas handed to each other in each step, int64 [steps];
+            None where nothing moves.
         keeps_order: which samples a step has follows from the stream's order; the policy places
             them only.
         exchange: what `--exchange auto` chose for the run and why, where it did.
@@ -41,7 +42,7 @@ class Schedule:
     positions: Integers
     is_padded: bool = False
     arrivals: Sequence[Integers] | None = None
-    bytes_moved: int = 0
+    bytes_moved: Integers | None = None
     keeps_order: bool = False
     exchange: str = ""
 
@@ -53,7 +54,7 @@ class Schedule:
         num_replicas: int,
         is_padded: bool = False,
         arrivals: Sequence[Integers] | None = None,
-        bytes_moved: int = 0,
+        bytes_moved: Sequence[int] = (),
     ) -> Schedule:
         """Build from nested sequences.
 
@@ -62,7 +63,7 @@ class Schedule:
             num_replicas: data-parallel size.
             is_padded: see the class.
             arrivals: see the class.
-            bytes_moved: see the class.
+            bytes_moved: see the class; empty where nothing moves.
         """
         counts: list[int] = []
         sizes: list[int] = []
@@ -82,7 +83,7 @@ class Schedule:
             positions=np.array(positions, dtype=np.int64),
             is_padded=is_padded,
             arrivals=arrivals,
-            bytes_moved=bytes_moved,
+            bytes_moved=np.array(bytes_moved, dtype=np.int64) if bytes_moved else None,
         )
 
     def __len__(self) -> int:
@@ -118,6 +119,7 @@ class Schedule:
             sizes=self.sizes[micro_batches[first] : micro_batches[last]],
             positions=self.positions[samples[first] : samples[last]],
             is_padded=self.is_padded,
+            bytes_moved=None if self.bytes_moved is None else self.bytes_moved[first:last],
         )
 
 

@@ -161,7 +161,7 @@ def score(
         "over_budget": int(times.over_budget[span].sum()),
         "max_delay_steps": max_delay_steps(schedule),
         "mean_M": _mean(part.counts),
-        "bytes_moved_per_step": _over(schedule.bytes_moved, len(schedule)),
+        "bytes_moved_per_step": 0.0 if part.bytes_moved is None else _mean(part.bytes_moved),
         "num_steps": len(part),
     }
     if times.pipeline is not None:

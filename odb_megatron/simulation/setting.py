@@ -18,6 +18,9 @@ __all__ = ["CostShares", "Setting", "Stream"]
 
 Integers = npt.NDArray[np.int64]
 
+_MOST_REPLICAS = 1 << 16
+_MOST_SAMPLES = 1 << 28
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostShares:
@@ -88,6 +91,11 @@ class Setting:
         for name, flag in _FLAGS.items():
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag} must be at least 1, got {getattr(self, name)}")
+        if self.num_replicas > _MOST_REPLICAS:
+            raise ValueError(
+                f"--dp {self.num_replicas} is above the {_MOST_REPLICAS} that are simulated: "
+                "lower it"
+            )
         if self.num_chunks > 1 and self.num_stages == 1:
             raise ValueError(
                 f"--vpp {self.num_chunks} needs a pipeline: pass --pp with at least 2 stages"
@@ -146,6 +154,11 @@ class Stream:
         """
         if epochs < 1:
             raise ValueError(f"--epochs must be at least 1, got {epochs}")
+        if epochs * len(lengths) > _MOST_SAMPLES:
+            raise ValueError(
+                f"--epochs {epochs} of {len(lengths)} samples are more than the {_MOST_SAMPLES} "
+                "samples that are simulated: lower --epochs, or give fewer lengths"
+            )
         random = np.random.default_rng([seed, 1])
         later = [lengths[random.permutation(len(lengths))] for _ in range(epochs - 1)]
         stream = np.concatenate([lengths, *later])
