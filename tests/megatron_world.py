@@ -257,6 +257,10 @@ class Megatron:
             *(str(flag) for flag in flags),
         )
 
+    def last_log(self, name: str) -> str:
+        """Return a file of the last run's log folder."""
+        return (self.folder / f"log{self._num_runs}" / name).read_text(encoding="utf-8")
+
     def train(self, *flags: Any, replicas: int = 2, items: Any = None, **case: Any) -> Run:
         """As `run`, for a run that must end without an error."""
         run = self.run(*flags, replicas=replicas, items=items, **case)

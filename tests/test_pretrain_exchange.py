@@ -47,7 +47,13 @@ def test_what_was_moved_is_reported(runs: dict[str, Run]) -> None:
             [record["balance_before"] for record in moved]
         )
         assert f"  exchange            in {len(moved)} steps, " in runs[mode].summary
+    moved = sum(step.record["moved"] > 0 for step in runs["auto"].steps)
+    steps = len(runs["auto"].steps)
+    assert (
+        f"  exchange auto       step by step: samples moved in {moved} of {steps} steps\n"
+    ) in runs["auto"].summary
     assert "  exchange  " not in runs["none"].summary
+    assert "  exchange auto" not in runs["none"].summary + runs["tokens"].summary
     assert all(record["moved"] == 0 for record in (s.record for s in runs["none"].steps))
 
 
@@ -76,6 +82,7 @@ def test_stop_and_resume(
 def test_auto_says_what_it_chose(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
     flags = ("--odb", "--odb-policy", "cost", "--odb-exchange", "auto", *data_flags)
     short = megatron.train(*flags, "--train-samples", 24, "--odb-window", 4)
+    kept_of_run = megatron.last_log("run.json")
     (line,) = [
         line for line in short.replicas[0].output.splitlines() if line.startswith("odb: exchange")
     ]
@@ -83,8 +90,28 @@ def test_auto_says_what_it_chose(megatron: Megatron, data_flags: tuple[str, ...]
     assert "window 4 for a share of 4 samples" in line
     assert line.endswith("--odb-exchange tokens reproduces it")
     assert "odb: exchange tokens" not in short.replicas[1].output
+    (again,) = [line for line in short.summary.splitlines() if "exchange auto" in line]
+    assert again == f"  exchange auto       {line.removeprefix('odb: ')}"
+    kept = json.loads(kept_of_run)
+    assert kept["exchange auto"] == line.removeprefix("odb: ")
+    assert kept["cost model"].startswith("--odb-cost-linear ")
+    assert kept["flags"].startswith("--odb --odb-policy cost --odb-exchange auto ")
+    assert kept["ended_cleanly"] is True
     same = megatron.train(
         *("--odb", "--odb-policy", "cost", "--odb-exchange", "tokens", "--train-samples", 24),
         *("--odb-window", 4, *data_flags),
     )
     assert json.dumps([s.ids for s in same.steps]) == json.dumps([s.ids for s in short.steps])
+
+
+def test_a_resumed_run_says_what_was_chosen_before(
+    megatron: Megatron, data_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    flags = (
+        *("--odb", "--odb-policy", "cost", "--odb-exchange", "auto", "--odb-window", 4),
+        *("--train-samples", 24, "--ckpt-format", "torch", "--save", tmp_path),
+        *("--save-interval", 100, *data_flags),
+    )
+    megatron.train(*flags, "--exit-interval", 1)
+    rest = megatron.train(*flags, "--load", tmp_path)
+    assert "  exchange auto       tokens, chosen before the resume" in rest.summary

@@ -66,6 +66,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"transformer_impl": "transformer_engine"}, "--transformer-impl local"),
     ({"use_flash_attn": True}, "--odb-attention chooses"),
     ({"odb_policy": "cost", "odb_window": 3}, "below the 4 samples that a replica needs"),
+    ({"odb_policy": "cost", "global_batch_size": 1}, "--global-batch-size 1 is below the 2 repl"),
     ({"odb_policy": "cost", "odb_max_delay_steps": 0}, "must be at least 1, got 0"),
     ({"dataloader_type": "external"}, "--dataloader-type single or cyclic"),
     ({"dataloader_type": "batch"}, "--dataloader-type single or cyclic"),

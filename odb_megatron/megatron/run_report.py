@@ -19,6 +19,7 @@ from odb_megatron.megatron.recorder import StepRecorder
 from odb_megatron.megatron.setup import total_samples
 from odb_megatron.megatron.source_totals import source_totals
 from odb_megatron.megatron.topology import balance_scope
+from odb_megatron.plan.batch_size import batch_size_warning
 from odb_megatron.plan.policy import ExchangeMode, PolicyName
 from odb_megatron.report.live import LiveReport, SourceTotals
 from odb_megatron.report.step_record import StepLog, write_run
@@ -195,7 +196,13 @@ def start_lines(args: argparse.Namespace, config: OdbConfig) -> list[str]:
             f"warning: --odb-exchange {config.exchange.value} does nothing with one data-parallel "
             "replica, which has nobody to hand samples to: drop it, or train on more replicas"
         )
-    return lines
+    few = batch_size_warning(
+        config.policy,
+        config.exchange,
+        global_batch_size=args.global_batch_size,
+        num_replicas=args.data_parallel_size,
+    )
+    return [*lines, f"warning: {few}"] if few else lines
 
 
 def _flags(args: argparse.Namespace, config: OdbConfig) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from odb_megatron.megatron.arguments import CostSource, OdbConfig
 from odb_megatron.megatron.topology import padding_multiple
+from odb_megatron.plan.batch_size import check_batch_size
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.plan.policies import build_policy
@@ -259,6 +260,11 @@ def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]
             messages.append(f"--odb-cost-linear, -quadratic, -fixed: {error}")
     if config.policy is PolicyName.COST:
         try:
+            check_batch_size(
+                config.policy,
+                global_batch_size=args.global_batch_size,
+                num_replicas=args.data_parallel_size,
+            )
             plan = PlanConfig(
                 policy=config.policy,
                 total=1,

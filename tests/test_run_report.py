@@ -1,0 +1,62 @@
+"""What a run says of its flags when it starts."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+import pytest
+
+from odb_megatron.megatron.arguments import OdbConfig, add_odb_arguments
+
+
+def _lines(flags: str, *, replicas: int, batch: int = 64) -> list[str]:
+    from odb_megatron.megatron.run_report import start_lines
+
+    parser = add_odb_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    args = parser.parse_args(shlex.split(flags))
+    args.seq_length, args.global_batch_size, args.seed = 128, batch, 7
+    args.data_parallel_size = replicas
+    return start_lines(args, OdbConfig.from_args(args, num_replicas=replicas))
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("flags", "replicas", "mode"),
+    [
+        ("--odb --odb-exchange tokens", 1, "tokens"),
+        ("--odb --odb-exchange auto --odb-policy cost", 1, "auto"),
+        ("--odb --odb-exchange tokens", 2, None),
+        ("--odb --odb-exchange none", 1, None),
+        ("--odb --odb-policy cost", 1, None),
+        ("", 1, None),
+    ],
+)
+def test_an_exchange_with_one_replica_is_warned_of(
+    flags: str, replicas: int, mode: str | None
+) -> None:
+    warned = [line for line in _lines(flags, replicas=replicas) if line.startswith("warning")]
+    assert warned == (
+        []
+        if mode is None
+        else [
+            f"warning: --odb-exchange {mode} does nothing with one data-parallel replica, which "
+            "has nobody to hand samples to: drop it, or train on more replicas"
+        ]
+    )
+
+
+@pytest.mark.megatron
+def test_what_is_said_of_every_run() -> None:
+    assert _lines("", replicas=2) == ["--odb is off: padded baseline"]
+    reproduce, scope = _lines("--odb", replicas=2)
+    assert reproduce.startswith("reproduce with --odb --odb-policy samples ")
+    assert reproduce.endswith(" --seed 7")
+    assert scope.startswith("balance scope step: ")
+
+
+@pytest.mark.megatron
+def test_few_samples_per_replica_are_warned_of() -> None:
+    *_, warning = _lines("--odb --odb-policy cost", replicas=8)
+    assert warning.startswith("warning: --global-batch-size 64 gives each of 8 replicas 8 samples")
+    assert len(_lines("--odb", replicas=8)) == 2
