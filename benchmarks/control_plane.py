@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from flags import output_file, whole
 
 from odb_megatron.comm.control import ControlGroup, cluster_size
 from odb_megatron.plan.records import RECORD_BYTES
@@ -47,9 +48,9 @@ _BYTES_ACKED = 120  # offset of tcpi_bytes_acked in struct tcp_info (linux/tcp.h
 def main() -> None:
     """Measure every number of leaders asked for and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json", type=Path, required=True, metavar="OUT")
-    parser.add_argument("--leaders", type=int, nargs="+", default=LEADERS)
-    parser.add_argument("--exchanges", type=int, default=200, help="exchanges timed per row")
+    parser.add_argument("--json", type=output_file, required=True, metavar="OUT")
+    parser.add_argument("--leaders", type=whole(2), nargs="+", default=LEADERS)
+    parser.add_argument("--exchanges", type=whole(1), default=200, help="exchanges timed per row")
     parser.add_argument(
         "--network-us", type=float, default=30.0, help="one-way time of a small message, assumed"
     )
@@ -57,8 +58,8 @@ def main() -> None:
         "--bandwidth-gbytes", type=float, default=1.0, help="bandwidth of a leader in GB/s, assumed"
     )
     args = parser.parse_args()
-    if min(args.leaders) < 2 or args.exchanges < 1:
-        parser.error("--leaders must be at least 2 and --exchanges at least 1")
+    if args.network_us < 0 or args.bandwidth_gbytes <= 0:
+        parser.error("--network-us must be at least 0 and --bandwidth-gbytes above 0")
 
     rows = []
     for leaders in args.leaders:

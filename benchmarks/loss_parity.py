@@ -13,9 +13,9 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from chat_data import prepare
+from chat_data import MissingDataError, prepare
+from flags import data_name, output_file, whole
 from training_runs import Launch, ModelSize, TrainingRun, data_flags, run_training, write_json
 
 from odb_megatron.report.step_record import StepRecord
@@ -37,7 +37,12 @@ SAMPLES_PER_REPLICA = 6
 def main() -> int:
     """Run, compare, report; return the exit code."""
     options = _parse()
-    runs = [run_training(launch) for launch in launches(options)]
+    try:
+        chosen = launches(options)
+    except (MissingDataError, ValueError) as error:
+        print(f"loss_parity.py: error: {error}", file=sys.stderr)
+        return 2
+    runs = [run_training(launch) for launch in chosen]
     result = compare(runs)
     result["setting"] = {
         name: str(value) for name, value in vars(options).items() if name != "json"
@@ -166,11 +171,13 @@ def _print_result(result: dict[str, object]) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=50, help="optimizer steps of each run")
-    parser.add_argument("--dp", type=int, default=2, help="data-parallel replicas")
-    parser.add_argument("--seed", type=int, default=50, help="of model and data order")
-    parser.add_argument("--data", default="chitchat", help="chitchat (default), chat-mix or a file")
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--steps", type=whole(1), default=50, help="optimizer steps of each run")
+    parser.add_argument("--dp", type=whole(1), default=2, help="data-parallel replicas")
+    parser.add_argument("--seed", type=whole(1), default=50, help="of model and data order")
+    parser.add_argument(
+        "--data", type=data_name, default="chitchat", help="chitchat (default), chat-mix or a file"
+    )
+    parser.add_argument("--json", type=output_file, help="write the result here")
     return parser.parse_args()
 
 

@@ -17,12 +17,12 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flags import output_file, whole
 
-from odb_megatron.plan.config import PlanConfig
+from odb_megatron.plan.config import MAX_WINDOW, PlanConfig
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.planner import ReplicaPlanner
 from odb_megatron.plan.policy import BalanceScope, PolicyName
@@ -38,10 +38,10 @@ WARM_UP = 5
 def main() -> None:
     """Measure every combination asked for and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json", type=Path, required=True, metavar="OUT")
-    parser.add_argument("--windows", type=int, nargs="+", default=WINDOWS)
-    parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS)
-    parser.add_argument("--steps", type=int, default=40, help="steps timed per row")
+    parser.add_argument("--json", type=output_file, required=True, metavar="OUT")
+    parser.add_argument("--windows", type=whole(1, MAX_WINDOW), nargs="+", default=WINDOWS)
+    parser.add_argument("--replicas", type=whole(1), nargs="+", default=REPLICAS)
+    parser.add_argument("--steps", type=whole(1), default=40, help="steps timed per row")
     parser.add_argument("--balance", choices=[scope.value for scope in BalanceScope])
     args = parser.parse_args()
     scope = BalanceScope(args.balance or BalanceScope.STEP.value)

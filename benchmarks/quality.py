@@ -16,9 +16,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-from chat_data import ChatData, prepare
+from chat_data import ChatData, MissingDataError, prepare
+from flags import data_name, output_file, whole
 from gradient_variance import Setting, measure_gradients
 from intervals import Interval, difference_interval
 from training_runs import Launch, ModelSize, TrainingRun, data_flags, run_training, write_json
@@ -45,7 +45,11 @@ _FINAL_LOSS = re.compile(r"validation loss at .*? on validation set \| lm loss v
 def main() -> int:
     """Run, compare, report; return the exit code: 1 if `cost` is worse beyond its interval."""
     options = _parse()
-    data = prepare(options.data)
+    try:
+        data = prepare(options.data)
+    except (MissingDataError, ValueError) as error:
+        print(f"quality.py: error: {error}", file=sys.stderr)
+        return 2
     runs = [
         {name: run_training(_launch(options, data, name, seed)) for name in VARIANTS}
         for seed in range(options.first_seed, options.first_seed + options.seeds)
@@ -128,19 +132,29 @@ def _bounds(found: Interval) -> str:
 
 def _parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--seeds", type=int, default=5, help="paired repeats")
-    parser.add_argument("--first-seed", type=int, default=1)
-    parser.add_argument("--samples", type=int, default=2048, help="training samples of each run")
-    parser.add_argument("--global-batch-size", type=int, default=32)
-    parser.add_argument("--dp", type=int, default=2, help="data-parallel replicas")
-    parser.add_argument("--data", default="chitchat", help="chitchat (default), chat-mix or a file")
+    parser.add_argument("--seeds", type=whole(1), default=5, help="paired repeats")
+    parser.add_argument("--first-seed", type=whole(1), default=1)
     parser.add_argument(
-        "--gradient-samples", type=int, default=2048, help="samples whose gradients are compared"
+        "--samples", type=whole(1), default=2048, help="training samples of each run"
     )
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--global-batch-size", type=whole(1), default=32)
+    parser.add_argument("--dp", type=whole(1), default=2, help="data-parallel replicas")
+    parser.add_argument(
+        "--data", type=data_name, default="chitchat", help="chitchat (default), chat-mix or a file"
+    )
+    parser.add_argument(
+        "--gradient-samples",
+        type=whole(1),
+        default=2048,
+        help="samples whose gradients are compared",
+    )
+    parser.add_argument("--json", type=output_file, help="write the result here")
     options = parser.parse_args(arguments)
-    if min(options.seeds, options.samples, options.gradient_samples) < 1:
-        parser.error("--seeds, --samples and --gradient-samples must be at least 1")
+    if options.global_batch_size % options.dp:
+        parser.error(
+            f"--global-batch-size {options.global_batch_size} is no multiple of the {options.dp} "
+            "replicas (--dp): Megatron refuses it"
+        )
     return options
 
 

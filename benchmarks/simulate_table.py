@@ -15,10 +15,12 @@ import sys
 import time
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
+from flags import output_file, whole
+
 from odb_megatron.simulation.command import parse, simulate
+from odb_megatron.simulation.names import select_names
 
 NUM_SAMPLES = 131072
 SPREADS = ("0.29", "0.48", "1.0", "2.0")
@@ -107,11 +109,20 @@ def rows() -> list[Row]:
 def main() -> int:
     """Run the rows asked for; return 1 if a target was missed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json", type=Path, required=True, metavar="OUT")
+    parser.add_argument("--json", type=output_file, required=True, metavar="OUT")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="rows like 'stream/dp8/*'")
     parser.add_argument("--policy", metavar="P[,P...]", help="others than the usual")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths and all else")
+    parser.add_argument(
+        "--seed", type=whole(0, 2**32 - 1), default=0, help="of the lengths and all else"
+    )
     args = parser.parse_args()
+    if not any(fnmatch(row.name, args.only) for row in rows()):
+        parser.error(f"--only {args.only!r} matches no row; rows are like {rows()[0].name}")
+    if args.policy is not None:
+        try:
+            select_names(args.policy)
+        except ValueError as error:
+            parser.error(str(error))
     results: list[dict[str, Any]] = []
     for row in rows():
         if not fnmatch(row.name, args.only):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from chat_data import ChatData, MissingDataError, mean_length, prepare
+from flags import data_name, output_file, whole
 from intervals import ratio_interval
 from training_runs import (
     EXAMPLE_SCRIPT,
@@ -31,6 +32,8 @@ from training_runs import (
     run_training,
     write_json,
 )
+
+from odb_megatron.plan.policy import ExchangeMode
 
 SORTED_SCRIPT = Path(__file__).resolve().parent / "sorted_padded.py"
 NUM_WARM_UP_STEPS = 2
@@ -308,18 +311,17 @@ def _ratio_text(ratio: Mapping[str, Any]) -> str:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--data", default="chitchat", help="chitchat (default), chat-mix or a file")
-    add("--repeats", type=int, default=3, help="runs of each variant (default 3)")
-    add("--samples", type=int, default=640, help="samples of a run, rounded up to whole steps")
-    add("--token-budget", type=int, help="tokens of a micro-batch; default twice the context")
-    add("--global-batch-size", type=int, default=32, help="rounded to the micro-batch sizes")
-    add("--dp", type=int, default=2, help="data-parallel replicas")
-    add("--exchange", default="auto", help="--odb-exchange of the ODB variants")
+    add("--data", type=data_name, default="chitchat", help="chitchat (default), chat-mix or a file")
+    add("--repeats", type=whole(1), default=3, help="runs of each variant (default 3)")
+    add("--samples", type=whole(1), default=640, help="samples of a run, rounded up to whole steps")
+    add("--token-budget", type=whole(1), help="tokens of a micro-batch; default twice the context")
+    add("--global-batch-size", type=whole(1), default=32, help="rounded to the micro-batch sizes")
+    add("--dp", type=whole(1), default=2, help="data-parallel replicas")
+    modes = [mode.value for mode in ExchangeMode]
+    add("--exchange", choices=modes, default="auto", help="--odb-exchange of the ODB variants")
     add("--quick", action="store_true", help="tiny model, few steps, one repeat: for the tests")
-    add("--json", type=Path, help="write the result here")
+    add("--json", type=output_file, help="write the result here")
     options = parser.parse_args()
-    if options.repeats < 1 or options.samples < 1 or options.dp < 1:
-        parser.error("--repeats, --samples and --dp must be at least 1")
     if options.quick:
         options.repeats, options.samples = 1, 64
     return options

@@ -46,6 +46,64 @@ def _run(script: str, *flags: str, folder: Path) -> tuple[dict[str, Any], str]:
     return result, done.stdout
 
 
+# --- flags -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "text"),
+    [
+        ("planner", "--windows 0", "argument --windows: '0' is not a whole number from 1 to 65536"),
+        ("planner", "--windows 65537", "'65537' is not a whole number from 1 to 65536"),
+        ("planner", "--replicas 0", "argument --replicas: '0' is not a whole number of at least 1"),
+        ("planner", "--steps 0", "argument --steps: '0' is not a whole number of at least 1"),
+        ("planner", "--steps x", "argument --steps: 'x' is not a whole number of at least 1"),
+        ("planner", "--json .", "argument --json: '.' is a folder: name a file in it"),
+        ("planner", "--json /dev/null/a", "argument --json: '/dev/null/a' cannot be written: "),
+        ("control_plane", "--leaders 1", "--leaders: '1' is not a whole number of at least 2"),
+        ("control_plane", "--exchanges 0", "--exchanges: '0' is not a whole number of at least 1"),
+        ("control_plane", "--bandwidth-gbytes 0", "--bandwidth-gbytes above 0"),
+        ("simulate_table", "--seed -1", "'-1' is not a whole number from 0 to 4294967295"),
+        ("simulate_table", "--only none", "--only 'none' matches no row; rows are like stream/dp8"),
+        ("simulate_table", "--policy best", "--policy best: there is no policy 'best'"),
+        ("loss_parity", "--steps 0", "argument --steps: '0' is not a whole number of at least 1"),
+        ("loss_parity", "--dp 0", "argument --dp: '0' is not a whole number of at least 1"),
+        ("loss_parity", "--data none", "'none' is neither chitchat nor chat-mix nor a file"),
+        ("quality", "--seeds 0", "argument --seeds: '0' is not a whole number of at least 1"),
+        ("quality", "--dp 3", "--global-batch-size 32 is no multiple of the 3 replicas (--dp)"),
+        ("train_throughput", "--repeats 0", "--repeats: '0' is not a whole number of at least 1"),
+        ("train_throughput", "--token-budget 0", "--token-budget: '0' is not a whole number of"),
+        ("train_throughput", "--json .", "argument --json: '.' is a folder: name a file in it"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_runs(
+    script: str,
+    flags: str,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = [script, "--json", str(tmp_path / "out.json"), *flags.split()]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as ended:
+        _module(script).main()
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["loss_parity", "quality"])
+def test_data_that_is_not_here_is_said(
+    script: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("ODB_CHAT_DATA", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [script, "--data", "chat-mix"])
+    assert _module(script).main() == 2
+    assert f"{script}.py: error: the chat mix needs oasst" in capsys.readouterr().err
+
+
 # --- intervals ---------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from odb_megatron.plan import exchange
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.exchange import Assignment, assign
@@ -315,3 +316,28 @@ def test_samples_per_step_follow_the_batch_size(cv: float) -> None:
     balances = [plans[0].totals.balance for plans in body]
     before = [plans[0].totals.balance_before for plans in body]
     assert np.mean(balances) > np.mean(before) + 0.03
+
+
+@pytest.mark.parametrize("scope", BalanceScope)
+def test_more_micro_batches_have_to_gain_even_without_a_price(
+    scope: BalanceScope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At price 0 any gain would do, and M would rise for a step that is hardly shorter."""
+    rules = _rules(4, fixed=0, scope=scope)
+    counts: dict[int, list[int]] = {}
+    times: dict[int, list[int]] = {}
+    for bits in (exchange._LEAST_GAIN_BITS, 60):
+        monkeypatch.setattr(exchange, "_LEAST_GAIN_BITS", bits)
+        found = [
+            assign(samples, rules, local_count=_local_count(samples, rules))
+            for samples in (
+                _samples([_lognormal(60, cv=1.0, seed=10 * seed + at) for at in range(4)])
+                for seed in range(6)
+            )
+        ]
+        counts[bits], times[bits] = [one.count for one in found], [one.time for one in found]
+    few, many = counts.values()
+    assert all(map(int.__le__, few, many))
+    assert sum(few) < sum(many), (few, many)
+    for time, least in zip(*times.values(), strict=True):
+        assert time <= least * (1 + 4 / 512)

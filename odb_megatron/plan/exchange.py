@@ -104,8 +104,9 @@ class Assignment:
 def assign(samples: StepSamples, rules: ExchangeRules, *, local_count: int) -> Assignment:
     """Assign a step's samples.
 
-    The fewest micro-batches first, and more where that makes the step shorter: a micro-batch costs
-    its price however full it is. Where nothing is gained, every replica keeps what it has.
+    The fewest micro-batches first, and more where that makes the step shorter by 1/512 at least: a
+    micro-batch costs its price however full it is, and is not free where that price is 0. Where
+    nothing is gained, every replica keeps what it has.
 
     Args:
         samples: of all replicas, at least one.
@@ -123,7 +124,8 @@ def assign(samples: StepSamples, rules: ExchangeRules, *, local_count: int) -> A
             break
         targets = cost_targets(samples, rules, count)
         found = _with_count(samples, rules, targets=targets, count=count, needed=needed)
-        if found is not None and best is not None and found.time >= best.time:
+        least_gain = 0 if best is None else max(1, best.time >> _LEAST_GAIN_BITS)
+        if found is not None and best is not None and found.time > best.time - least_gain:
             break
         best = found or best
         count += multiple
