@@ -366,6 +366,23 @@ def read_trace(text: str) -> Trace:
     return Trace(numbers, samples, counts)
 
 
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["--json", "none/out.json"], "--json none/out.json: name a file in a folder that exists"),
+        (["--json", "."], "--json .: name a file in a folder that exists"),
+    ],
+)
+def test_wrong_flags_of_the_checks(
+    flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load_runner()["main"](flags)
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
 @needs_spin
 class TestTraces:
     @pytest.mark.parametrize("replicas", [2, 3])

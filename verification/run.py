@@ -142,13 +142,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="checks at a time (default 2)")
     parser.add_argument("--json", metavar="OUT", help="write the outcomes as JSON")
     options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {options.jobs}")
+    target = Path(options.json or "outcomes.json")
+    if target.is_dir() or not target.parent.is_dir():
+        parser.error(f"--json {options.json}: name a file in a folder that exists")
     started = time.monotonic()
     checks = [check for check in all_checks() if check.quick or not options.quick]
     outcomes: list[Outcome] = []
     try:
         spin, compiler = find_tools()
         print(f"{'check':<52} {'states':>10} {'depth':>6} {'s':>6}  result")
-        with ThreadPoolExecutor(max(1, options.jobs)) as pool:
+        with ThreadPoolExecutor(options.jobs) as pool:
             for outcome in pool.map(lambda c: run(c, spin=spin, compiler=compiler), checks):
                 outcomes.append(outcome)
                 print(_row(outcome), flush=True)
@@ -172,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "failed": num_failed,
             "seconds": seconds,
         }
-        Path(options.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        target.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 1 if num_failed else 0
 
 

@@ -311,5 +311,6 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
         "--odb-log-dir",
         default=None,
         help="Write one JSON line per optimizer step and replica into this folder: sample ids, "
-        "micro-batches, loss, gradient norm, cost, waits.",
+        "micro-batches, loss, gradient norm, cost, waits; and run.json, with the flags and "
+        "what the run chose for itself.",
     )

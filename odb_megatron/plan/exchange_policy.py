@@ -1,7 +1,9 @@
 """The policy `cost` when replicas hand samples to each other: oldest first, up to the common cost.
 
 Pure. The exchange evens the step out, so nothing is held back or brought forward, and steps are
-composed as the stream is.
+composed as the stream is. An outlier is not held for others either: the exchange lets it run on any
+replica, but what it costs beyond a replica's share is lost, which `cost` without an exchange
+avoids by making all replicas do more in its step.
 """
 
 from __future__ import annotations
