@@ -380,7 +380,9 @@ def test_without_the_reference_package_there_is_no_row(monkeypatch: pytest.Monke
 def test_names() -> None:
     assert select_names("all") == POLICY_NAMES
     assert select_names("cost, ffd,") == ("ffd", "cost")
-    with pytest.raises(ValueError, match="unknown policy 'fdd': expected all, or of standard, "):
+    with pytest.raises(ValueError, match="no policy 'fdd': expected all, or some of standard, "):
         select_names("cost,fdd")
-    with pytest.raises(ValueError, match="no policy given"):
+    with pytest.raises(ValueError, match="names no policy"):
         select_names(",")
+    with pytest.raises(ValueError, match="all stands for every policy, cost included"):
+        select_names("all,cost")
