@@ -314,6 +314,8 @@ class StepLoader:
 
     def _draw(self) -> None:
         started = time.perf_counter()
+        for position in self._planner.given_away():
+            del self._held[position]
         self._feed.extend(self._planner.upcoming())
         while positions := self._planner.draw():
             source = self._open(positions[0])

@@ -22,6 +22,7 @@ from odb_megatron.plan.policy import (
     select_all,
     select_none,
 )
+from odb_megatron.plan.reassign import EndLoads, offers
 from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.selection import Aim, Selection, select
 from odb_megatron.plan.target import (
@@ -42,6 +43,7 @@ _RESERVE = 6  # quarters of a step's standard deviation of excess cost to hold i
 _RESERVE_PER_DOUBLING = 2  # ... and more for more replicas, since the poorest window limits all
 _LARGE_HOLD = 1, 2  # of the steps a window holds: how long large samples are held, on average
 _LARGE_SPARE = 2  # steps before they are due that large samples have to be released
+_EVEN_STEPS = 2  # the last steps, which cost the same
 _RETURN = 4  # a window returns to its reserve by this part of the difference per step
 _MAX_FILL = (127, 128)
 _REACH_SHARE = 2, 5  # of the way from the oldest samples' rate to the longest samples' rate
@@ -114,6 +116,18 @@ class CostPolicy(StepPolicy):
             **self._large(rows, num_emitted),
         }
 
+    def offer(self, window: SampleWindow, *, load: int) -> dict[str, int]:
+        """See base: near the end of the run, where more is left here than elsewhere."""
+        known = self._knowledge
+        ends = EndLoads(level=known.end_level, lowest=known.end_lowest)
+        if not known.end_level:
+            return {}
+        return offers(window.rows(), load=load, ends=ends, each=known.mean_cost)
+
+    def note_ends(self, ends: EndLoads) -> None:
+        """See base."""
+        self._knowledge.end_level, self._knowledge.end_lowest = ends.level, ends.lowest
+
     def target(
         self, table: RecordTable[WindowRecord], *, state: StepState, steps_left: int, drained: bool
     ) -> StepTarget:
@@ -122,12 +136,15 @@ class CostPolicy(StepPolicy):
         knowledge.observe(table)
         if steps_left == 1 or not knowledge.num_samples or not table.total("num_held"):
             return StepTarget(end=self.total, cost=None, steps_left=steps_left)
-        cost = max(1, self._wanted(state) * knowledge.cost // knowledge.num_samples)
+        samples = self._wanted(state)
+        if steps_left <= _EVEN_STEPS and self._config.is_online:
+            samples = self._even_share(table, state, steps_left)
+        cost = max(1, samples * knowledge.cost // knowledge.num_samples)
         cost = max(1, cost // self._config.num_replicas)
-        if drained:
+        if drained and not self._config.is_online:
             return StepTarget(end=self.total, cost=cost, steps_left=steps_left)
         wish = StepWish(
-            samples=self._wanted(state),
+            samples=samples,
             token_budget=self._caps.token_budget,
             count_multiple=self._config.count_multiple,
             hold=self._large_hold(state) if self._is_aligned else None,
@@ -152,6 +169,8 @@ class CostPolicy(StepPolicy):
         rows = self._view(window, state)
         due = self._due(rows, state.step)
         cost = target.cost
+        if self._config.is_online:  # everyone has about the same left
+            num_to_come = None
         if num_to_come is not None:  # spread what is left evenly
             left = window.cost + num_to_come * self.mean_cost
             cost = -(-left // target.steps_left)
@@ -239,6 +258,15 @@ class CostPolicy(StepPolicy):
             step=state.step,
             consumed=state.consumed - state.start,
         )
+
+    def _even_share(
+        self, table: RecordTable[WindowRecord], state: StepState, steps_left: int
+    ) -> int:
+        """Return the average samples that each of the last steps should cost as much as."""
+        num_held = table.total("num_held")
+        left = max(0, self.total - state.consumed - num_held)
+        each = self._knowledge.mean_cost
+        return max(1, (table.total("cost_held") // each + left) // steps_left)
 
     def _share(self, state: StepState) -> int:
         return -(-self._wanted(state) // self._config.num_replicas)

@@ -29,6 +29,7 @@ _MOST_KEPT = 2
 """Positions kept back when a run nears its end, at most, in batches."""
 
 _LAST_KEPT = 8
+_Z = 44
 """Positions kept back when one batch remains, in percent of it; four times as many per step."""
 
 
@@ -55,11 +56,11 @@ def held_goal(remaining: int, *, capacity: int, batch: int, is_late: bool) -> in
         batch: positions per step.
         is_late: assigned inside a step, when the windows' costs are known.
     """
-    steps = 32 * remaining // batch - (48 if is_late else 32)  # in sixteenths of a halving
+    steps = 32 * remaining // batch - (_Z + 16 if is_late else _Z)  # in sixteenths of a halving
     whole, part = min(steps >> 4, 16), steps & 15
     kept = batch * (16 + part) * _LAST_KEPT
     kept = kept << whole if whole >= 0 else kept >> -whole
-    kept = min(kept // 1600, batch * _MOST_KEPT)
+    kept = min(max(0, kept // 1600 - batch * _LAST_KEPT // 100), batch * _MOST_KEPT)
     return min(capacity, remaining, max(batch * 5 // 4, remaining - kept))
 
 
@@ -141,3 +142,8 @@ class Holdings:
     num_held: Integers
     cost_held: Integers
     num_upcoming: Integers
+
+    def loads(self, each: int) -> Integers:
+        """Return the cost of what each replica has left; `each`: expected cost of a position."""
+        loads: Integers = self.cost_held + self.num_upcoming * each
+        return loads

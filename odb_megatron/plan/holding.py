@@ -133,6 +133,12 @@ class Holding:
         rows = self.window.rows(len(selection.chosen))
         return meet_count(selection, rows, count=count, caps=caps, by_cost=by_cost)
 
+    def give_away(self, position: int) -> None:
+        """Let another replica have a sample: here it counts as emitted."""
+        rows = self.window.rows()
+        self.window.remove(rows[Column.POSITION] == position)
+        self.num_emitted += 1
+
     def emit(self, selection: Selection, *, step: int) -> None:
         """Remove what a step emits from the window, and note what is due after it."""
         self.num_emitted += int(selection.chosen.sum())

@@ -23,6 +23,7 @@ from odb_megatron.plan.holding import Holding
 from odb_megatron.plan.packing import Caps
 from odb_megatron.plan.policies import build_policy
 from odb_megatron.plan.policy import BalanceScope, PolicyName, StepState
+from odb_megatron.plan.reassign import end_loads, holdings_after, reassign
 from odb_megatron.plan.records import CalibrationRecord, PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.sample_list import pack_list
 from odb_megatron.plan.selection import Selection
@@ -63,6 +64,7 @@ class ReplicaPlanner:
         self._selection: Selection | None = None
         self._is_closing = False
         self._linear_ps = NOT_CALIBRATED
+        self._given: list[int] = []
         self._termination = Termination(
             total=config.total,
             global_batch_size=config.global_batch_size,
@@ -116,6 +118,11 @@ class ReplicaPlanner:
         known.
         """
         return self._holding.shard.take_announced()
+
+    def given_away(self) -> list[int]:
+        """Return positions whose samples other replicas have taken over since the last call."""
+        given, self._given = self._given, []
+        return given
 
     def observe(
         self,
@@ -194,6 +201,8 @@ class ReplicaPlanner:
             first_new=held.num_recorded,
             num_emitted=held.num_emitted,
         )
+        load = held.window.cost + held.shard.num_undrawn * self._policy.mean_cost
+        report |= self._policy.offer(held.window, load=load)
         held.mark_recorded()
         record = WindowRecord(
             config=self._digest,
@@ -223,12 +232,13 @@ class ReplicaPlanner:
         self._target = self._policy.target(
             table, state=self._state(), steps_left=left, drained=drained
         )
+        holdings = Holdings(
+            num_held=table.column("num_held"),
+            cost_held=table.column("cost_held"),
+            num_upcoming=undrawn,
+        )
         self._holding.shard.top_up(
-            Holdings(
-                num_held=table.column("num_held"),
-                cost_held=table.column("cost_held"),
-                num_upcoming=undrawn,
-            ),
+            self._reassigned(table, holdings),
             each=self._policy.mean_cost,
             is_late=True,
             is_final=left == 1,
@@ -389,11 +399,26 @@ class ReplicaPlanner:
         self._step += 1
         self._target = self._selection = None
         kept = table.column("num_kept")
-        self._holding.shard.top_up(
-            Holdings(
-                num_held=kept,
-                cost_held=table.column("cost_kept"),
-                num_upcoming=table.column("num_remaining") - kept,
-            ),
-            each=self._policy.mean_cost,
+        holdings = Holdings(
+            num_held=kept,
+            cost_held=table.column("cost_kept"),
+            num_upcoming=table.column("num_remaining") - kept,
         )
+        shard, each = self._holding.shard, self._policy.mean_cost
+        loads = holdings.loads(each) + shard.top_up(holdings, each=each) * each
+        unassigned = shard.num_unassigned
+        self._policy.note_ends(end_loads(loads, num_unassigned=unassigned, each=each))
+
+    def _reassigned(self, table: RecordTable[WindowRecord], holdings: Holdings) -> Holdings:
+        """Let samples that are offered go to other replicas; return what each then holds."""
+        shard, each = self._holding.shard, self._policy.mean_cost
+        if not self.config.is_online:
+            return holdings
+        moves = reassign(table, holdings, num_unassigned=shard.num_unassigned, each=each)
+        for move in moves:
+            if move.giver == self.replica:
+                self._holding.give_away(move.position)
+                self._given.append(move.position)
+            elif move.taker == self.replica:
+                shard.take_over(move.position)
+        return holdings_after(holdings, moves)

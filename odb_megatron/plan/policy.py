@@ -13,6 +13,7 @@ from enum import Enum
 import numpy as np
 
 from odb_megatron.plan.cost import CostModel
+from odb_megatron.plan.reassign import EndLoads
 from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.selection import Selection
 from odb_megatron.plan.target import StepTarget
@@ -113,6 +114,20 @@ class StepPolicy(ABC):
         """
         del window, state, first_new, num_emitted
         return {}
+
+    def offer(self, window: SampleWindow, *, load: int) -> dict[str, int]:
+        """Return the fields of a window record that offer a sample to another replica.
+
+        Args:
+            window: this replica's.
+            load: cost of what it has left, positions assigned and not drawn included.
+        """
+        del window, load  # a policy need not give anything away
+        return {}
+
+    def note_ends(self, ends: EndLoads) -> None:
+        """Take note of what replicas are expected to have left after a step."""
+        del ends  # see `offer`
 
     @abstractmethod
     def target(

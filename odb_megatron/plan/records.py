@@ -28,7 +28,7 @@ __all__ = [
 RECORD_BYTES = 256
 """Wire size of every record."""
 
-_MESSAGE_BYTES = 88
+_MESSAGE_BYTES = 64
 _NUM_NUMBERS = (RECORD_BYTES - _MESSAGE_BYTES) // 8
 _FEW = 128  # so many numbers are summed as Python integers faster than by numpy
 _FORMAT = struct.Struct(f"<{_NUM_NUMBERS}q")
@@ -60,6 +60,8 @@ class WindowRecord:
         large_wait_0, large_wait_1: for the two of them that arrived first, how many samples this
             replica has emitted beyond them (negative: it has not come to them yet).
         large_cost_0, large_cost_1: what they cost, 0 for none.
+        offer_0, offer_1, offer_2, offer_3: samples that another replica may take over, as
+            `reassign.offers` writes them; 0 for none.
         failed: this replica met an error and will raise after the exchange.
         closing: this replica ends its loader with this exchange.
         message: the error, cut to fit.
@@ -83,6 +85,10 @@ class WindowRecord:
     large_wait_1: int = 0
     large_cost_0: int = 0
     large_cost_1: int = 0
+    offer_0: int = 0
+    offer_1: int = 0
+    offer_2: int = 0
+    offer_3: int = 0
     failed: bool = False
     closing: bool = False
     message: str = ""

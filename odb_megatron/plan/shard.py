@@ -54,8 +54,11 @@ class Shard(Protocol):
 
     def top_up(
         self, holdings: Holdings, *, each: int, is_late: bool = False, is_final: bool = False
-    ) -> None:
-        """Assign new positions to all replicas."""
+    ) -> Integers:
+        """Assign new positions to all replicas; return how many each gets."""
+
+    def take_over(self, position: int) -> None:
+        """Take a position that another replica held."""
 
 
 def make_shard(
@@ -128,8 +131,13 @@ class FixedShard:
 
     def top_up(
         self, holdings: Holdings, *, each: int, is_late: bool = False, is_final: bool = False
-    ) -> None:
+    ) -> Integers:
         """See `Shard`: nothing to assign."""
+        return np.zeros_like(holdings.num_held)
+
+    def take_over(self, position: int) -> None:
+        """See `Shard`: a fixed shard takes nothing over."""
+        raise AssertionError(f"position {position} belongs to another fixed shard")
 
     def _undrawn(self) -> range:
         return range(self._cursor, self._own.stop, self._own.step)
@@ -196,8 +204,8 @@ class OnlineShard:
 
     def top_up(
         self, holdings: Holdings, *, each: int, is_late: bool = False, is_final: bool = False
-    ) -> None:
-        """Assign new positions to all replicas and take this replica's part.
+    ) -> Integers:
+        """Assign new positions to all replicas and take this replica's part; return how many.
 
         A window that is full of cost waits with drawing, even if it holds few samples: so no
         replica runs so far ahead of the others that the end of the run could not make up for it.
@@ -209,8 +217,9 @@ class OnlineShard:
             is_final: assign everything that is left.
         """
         left = self.num_unassigned
+        counts = np.zeros_like(holdings.num_held)
         if not left:
-            return
+            return counts
         held = holdings.num_held + holdings.num_upcoming
         amount = left
         if not is_final:
@@ -224,8 +233,8 @@ class OnlineShard:
             )
             amount = min(left, goal - now)
         if amount <= 0:
-            return
-        costs = holdings.cost_held + holdings.num_upcoming * each
+            return counts
+        costs = holdings.loads(each)
         if is_final:
             caps = np.full_like(held, left)
         else:
@@ -238,3 +247,9 @@ class OnlineShard:
             self._upcoming.extend(positions)
             self._announced.extend(positions)
             self._cursor += amount
+        return counts
+
+    def take_over(self, position: int) -> None:
+        """Take a position that another replica held; it is drawn last."""
+        self._upcoming.append(position)
+        self._announced.append(position)

@@ -22,7 +22,7 @@ __all__ = [
     "window_row",
 ]
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 NOT_CALIBRATED = -1
 """Stands for the picoseconds per token of a cost model that no calibration has decided."""

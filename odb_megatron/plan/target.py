@@ -88,6 +88,7 @@ class Knowledge:
         num_small: samples emitted in ordinary micro-batches (scope `microbatch`; old ones fade).
         small_cost: what they cost.
         level: cost of an ordinary micro-batch of the last step (scope `microbatch`), else 0.
+        end_level, end_lowest: see `reassign.EndLoads`; after the last step.
     """
 
     num_samples: int = 0
@@ -98,6 +99,8 @@ class Knowledge:
     level: int = 0
     num_small: int = 0
     small_cost: int = 0
+    end_level: int = 0
+    end_lowest: int = 0
 
     @property
     def mean_cost(self) -> int:
