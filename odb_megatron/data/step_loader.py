@@ -256,6 +256,8 @@ class StepLoader:
         table = RecordTable(PlanRecord, plans)
         lists = self._share_lists(table) if self._planner.wants_exchange(table) else []
         plan = self._planner.commit(table, lists)
+        for position in plan.reassigned.given:
+            del self._held[position]
         if plan.sends or plan.receives:
             payloads = self._exchange.payloads
             assert payloads is not None, "checked in the constructor"
@@ -314,8 +316,6 @@ class StepLoader:
 
     def _draw(self) -> None:
         started = time.perf_counter()
-        for position in self._planner.given_away():
-            del self._held[position]
         self._feed.extend(self._planner.upcoming())
         while positions := self._planner.draw():
             source = self._open(positions[0])

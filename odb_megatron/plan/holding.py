@@ -6,7 +6,7 @@ its shard is told.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,12 @@ from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.draw import Holdings
 from odb_megatron.plan.packing import Caps
+from odb_megatron.plan.reassign import Reassignment
 from odb_megatron.plan.records import PlanRecord
 from odb_megatron.plan.selection import Selection
 from odb_megatron.plan.shard import Shard, make_shard
 from odb_megatron.plan.state import restored_window, window_row
+from odb_megatron.plan.step import Reassigned
 from odb_megatron.plan.window import Column, SampleWindow, token_counts
 
 __all__ = ["Holding"]
@@ -133,11 +135,20 @@ class Holding:
         rows = self.window.rows(len(selection.chosen))
         return meet_count(selection, rows, count=count, caps=caps, by_cost=by_cost)
 
-    def give_away(self, position: int) -> None:
-        """Let another replica have a sample: here it counts as emitted."""
-        rows = self.window.rows()
-        self.window.remove(rows[Column.POSITION] == position)
-        self.num_emitted += 1
+    def apply(self, moves: Sequence[Reassignment]) -> Reassigned:
+        """Give and take positions; return those of this replica. What is given counts as emitted.
+
+        Args:
+            moves: of all replicas.
+        """
+        given = tuple(move.position for move in moves if move.giver == self._replica)
+        taken = tuple(move.position for move in moves if move.taker == self._replica)
+        if given:
+            self.window.remove(np.isin(self.window.rows()[Column.POSITION], given))
+            self.num_emitted += len(given)
+        if taken:
+            self.shard.take_over(taken)
+        return Reassigned(given=given, taken=taken, cursor=self.shard.cursor)
 
     def emit(self, selection: Selection, *, step: int) -> None:
         """Remove what a step emits from the window, and note what is due after it."""

@@ -28,7 +28,7 @@ from odb_megatron.plan.records import CalibrationRecord, PlanRecord, RecordTable
 from odb_megatron.plan.sample_list import pack_list
 from odb_megatron.plan.selection import Selection
 from odb_megatron.plan.state import NOT_CALIBRATED, STATE_VERSION, check_state, saved_cost
-from odb_megatron.plan.step import StepPlan, StepTotals, parcels
+from odb_megatron.plan.step import Reassigned, StepPlan, StepTotals, parcels
 from odb_megatron.plan.target import StepTarget
 from odb_megatron.plan.termination import Phase, Termination
 
@@ -64,7 +64,8 @@ class ReplicaPlanner:
         self._selection: Selection | None = None
         self._is_closing = False
         self._linear_ps = NOT_CALIBRATED
-        self._given: list[int] = []
+        self._reassigned = Reassigned()
+        self._num_reassigned = 0
         self._termination = Termination(
             total=config.total,
             global_batch_size=config.global_batch_size,
@@ -118,11 +119,6 @@ class ReplicaPlanner:
         known.
         """
         return self._holding.shard.take_announced()
-
-    def given_away(self) -> list[int]:
-        """Return positions whose samples other replicas have taken over since the last call."""
-        given, self._given = self._given, []
-        return given
 
     def observe(
         self,
@@ -238,7 +234,7 @@ class ReplicaPlanner:
             num_upcoming=undrawn,
         )
         self._holding.shard.top_up(
-            self._reassigned(table, holdings),
+            self._reassign(table, holdings),
             each=self._policy.mean_cost,
             is_late=True,
             is_final=left == 1,
@@ -291,7 +287,7 @@ class ReplicaPlanner:
         """
         table = self._agreed(records, names=("target",))
         count = self._exchange.local_count(table)
-        totals = self._totals(table, count)
+        totals = replace(self._totals(table, count), num_reassigned=self._num_reassigned)
         assignment = self._exchange.assign(table, lists) if lists else None
         self._policy.learn(table, target=self._require_target(), count=count)
         if assignment is not None:
@@ -302,11 +298,17 @@ class ReplicaPlanner:
             own = self._holding.micro_batches(
                 self._selection, count=count, caps=self._caps, by_cost=by_cost
             )
-            plan = StepPlan(totals=totals, micro_batches=own)
+            plan = StepPlan(totals=totals, micro_batches=own, reassigned=self._reassigned)
         else:
             sends, receives = parcels(assignment, self.replica)
             own = assignment.micro_batches(self.replica, caps=self._caps, by_cost=by_cost)
-            plan = StepPlan(totals=totals, micro_batches=own, sends=sends, receives=receives)
+            plan = StepPlan(
+                totals=totals,
+                micro_batches=own,
+                sends=sends,
+                receives=receives,
+                reassigned=self._reassigned,
+            )
         self._advance(table, totals)
         return plan
 
@@ -409,16 +411,12 @@ class ReplicaPlanner:
         unassigned = shard.num_unassigned
         self._policy.note_ends(end_loads(loads, num_unassigned=unassigned, each=each))
 
-    def _reassigned(self, table: RecordTable[WindowRecord], holdings: Holdings) -> Holdings:
+    def _reassign(self, table: RecordTable[WindowRecord], holdings: Holdings) -> Holdings:
         """Let samples that are offered go to other replicas; return what each then holds."""
         shard, each = self._holding.shard, self._policy.mean_cost
         if not self.config.is_online:
             return holdings
         moves = reassign(table, holdings, num_unassigned=shard.num_unassigned, each=each)
-        for move in moves:
-            if move.giver == self.replica:
-                self._holding.give_away(move.position)
-                self._given.append(move.position)
-            elif move.taker == self.replica:
-                shard.take_over(move.position)
+        self._reassigned = self._holding.apply(moves)
+        self._num_reassigned = len(moves)
         return holdings_after(holdings, moves)

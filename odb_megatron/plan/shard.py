@@ -57,8 +57,8 @@ class Shard(Protocol):
     ) -> Integers:
         """Assign new positions to all replicas; return how many each gets."""
 
-    def take_over(self, position: int) -> None:
-        """Take a position that another replica held."""
+    def take_over(self, positions: Sequence[int]) -> None:
+        """Take positions that other replicas held."""
 
 
 def make_shard(
@@ -135,9 +135,9 @@ class FixedShard:
         """See `Shard`: nothing to assign."""
         return np.zeros_like(holdings.num_held)
 
-    def take_over(self, position: int) -> None:
+    def take_over(self, positions: Sequence[int]) -> None:
         """See `Shard`: a fixed shard takes nothing over."""
-        raise AssertionError(f"position {position} belongs to another fixed shard")
+        raise AssertionError(f"positions {positions} belong to another fixed shard")
 
     def _undrawn(self) -> range:
         return range(self._cursor, self._own.stop, self._own.step)
@@ -249,7 +249,7 @@ class OnlineShard:
             self._cursor += amount
         return counts
 
-    def take_over(self, position: int) -> None:
-        """Take a position that another replica held; it is drawn last."""
-        self._upcoming.append(position)
-        self._announced.append(position)
+    def take_over(self, positions: Sequence[int]) -> None:
+        """Take positions that other replicas held; they are drawn last."""
+        self._upcoming.extend(positions)
+        self._announced.extend(positions)

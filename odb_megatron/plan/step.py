@@ -13,7 +13,7 @@ import numpy.typing as npt
 from odb_megatron.plan.exchange import Assignment
 from odb_megatron.plan.records import PlanRecord, RecordTable
 
-__all__ = ["Parcel", "StepPlan", "StepTotals", "parcels"]
+__all__ = ["Parcel", "Reassigned", "StepPlan", "StepTotals", "parcels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,7 @@ class StepTotals:
         costs: cost per replica, micro-batch prices included.
         wait_us: longest wait for data of any replica, microseconds.
         is_final: no sample is left on any replica after this step.
+        num_reassigned: positions that one replica held and another fetches anew.
         num_moved: samples that another replica trains than the one that drew them.
         bytes_moved: their bytes on the wire.
         costs_before: `costs` without the exchange; empty where there was none.
@@ -58,6 +59,7 @@ class StepTotals:
     costs: tuple[int, ...]
     wait_us: int
     is_final: bool
+    num_reassigned: int = 0
     num_moved: int = 0
     bytes_moved: int = 0
     costs_before: tuple[int, ...] = ()
@@ -154,6 +156,21 @@ class Parcel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reassigned:
+    """Positions that changed replicas in a step, before it was selected; see `reassign`.
+
+    Attributes:
+        given: positions this replica held; others fetch them.
+        taken: positions others held; this replica fetches them, before any from `cursor` on.
+        cursor: first position that was not assigned to anyone.
+    """
+
+    given: tuple[int, ...] = ()
+    taken: tuple[int, ...] = ()
+    cursor: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One replica's share of a step.
 
@@ -162,12 +179,14 @@ class StepPlan:
         micro_batches: stream positions per micro-batch; an empty one is idle.
         sends: parcels for other replicas, by peer.
         receives: parcels from other replicas, by peer.
+        reassigned: positions that this replica gave to others, or took over.
     """
 
     totals: StepTotals
     micro_batches: tuple[tuple[int, ...], ...]
     sends: tuple[Parcel, ...] = ()
     receives: tuple[Parcel, ...] = ()
+    reassigned: Reassigned = Reassigned()
 
 
 def parcels(assignment: Assignment, replica: int) -> tuple[tuple[Parcel, ...], tuple[Parcel, ...]]:

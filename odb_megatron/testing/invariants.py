@@ -189,15 +189,24 @@ def _samples_wanted(world: World, step: int) -> set[int]:
 
 
 def _num_delayed(world: World, steps: Steps, replica: int) -> int:
-    """Count delays against a first-in-first-out queue that emits as many samples at each step."""
+    """Count delays against a first-in-first-out queue that lets go as many samples at each step.
+
+    What a replica gives to another has left its queue; what it takes over has joined it.
+    """
     config = world.config
-    emitted = [_emitted(plans[replica]) for plans in steps]
-    queue = sorted(p for own in emitted for p in own)
-    late = 0
-    if config.assignment_in_force is Assignment.FIXED:
-        late += sum(p not in config.own_positions(replica) for p in queue)
-    turns = [step for step, own in enumerate(emitted) for _ in own]
-    fifo = dict(zip(queue, turns, strict=True))
-    for step, own in enumerate(emitted):
-        late += sum(step - fifo[p] > config.max_delay_steps for p in own)
+    left: list[tuple[tuple[int, int, int], int]] = []  # place in order of arrival, step
+    taken: dict[int, tuple[int, int, int]] = {}
+    num_taken = late = 0
+    for step, plans in enumerate(steps):
+        change, emitted = plans[replica].reassigned, _emitted(plans[replica])
+        left += [(taken.pop(p, (p, 1, 0)), step) for p in change.given]
+        for position in change.taken:
+            num_taken += 1
+            taken[position] = (change.cursor, 0, num_taken)
+        left += [(taken.pop(p, (p, 1, 0)), step) for p in emitted]
+        if config.assignment_in_force is Assignment.FIXED:
+            late += sum(p not in config.own_positions(replica) for p in emitted)
+    fifo = sorted(left)
+    for (_, step), (_, turn) in zip(fifo, left, strict=True):
+        late += step - turn > config.max_delay_steps
     return late
