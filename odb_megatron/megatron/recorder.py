@@ -162,6 +162,7 @@ class StepRecorder:
             "balance": totals.balance,
             "balance_before": totals.balance_before if totals.costs_before else None,
             "moved": totals.num_moved,
+            "reassigned": totals.num_reassigned,
             "bytes_moved": totals.bytes_moved,
             "wait_s": totals.wait_us / 1e6,
             "context_balance": self._context_balance(),

@@ -43,7 +43,7 @@ _RESERVE = 6  # quarters of a step's standard deviation of excess cost to hold i
 _RESERVE_PER_DOUBLING = 2  # ... and more for more replicas, since the poorest window limits all
 _LARGE_HOLD = 1, 2  # of the steps a window holds: how long large samples are held, on average
 _LARGE_SPARE = 2  # steps before they are due that large samples have to be released
-_EVEN_STEPS = 2  # the last steps, which cost the same
+_EVEN_STEPS = 2  # so many last steps cost the same
 _RETURN = 4  # a window returns to its reserve by this part of the difference per step
 _MAX_FILL = (127, 128)
 _REACH_SHARE = 2, 5  # of the way from the oldest samples' rate to the longest samples' rate
@@ -169,14 +169,11 @@ class CostPolicy(StepPolicy):
         rows = self._view(window, state)
         due = self._due(rows, state.step)
         cost = target.cost
-        if self._config.is_online:  # everyone has about the same left
-            num_to_come = None
-        if num_to_come is not None:  # spread what is left evenly
+        is_drained = num_to_come is not None and not self._config.is_online
+        if num_to_come is not None and is_drained:  # spread what is left evenly
             left = window.cost + num_to_come * self.mean_cost
             cost = -(-left // target.steps_left)
-        aim = self._aim(
-            rows, cost=cost, target=target, state=state, is_drained=num_to_come is not None
-        )
+        aim = self._aim(rows, cost=cost, target=target, state=state, is_drained=is_drained)
         found = None
         if self._is_aligned and aim.num_micro_batches is not None:
             pressing = self._due(rows, state.step + _LARGE_SPARE)
@@ -262,7 +259,10 @@ class CostPolicy(StepPolicy):
     def _even_share(
         self, table: RecordTable[WindowRecord], state: StepState, steps_left: int
     ) -> int:
-        """Return the average samples that each of the last steps should cost as much as."""
+        """Return how many average samples cost as much as each of the last steps should.
+
+        Online all replicas have about the same left, so one target serves all.
+        """
         num_held = table.total("num_held")
         left = max(0, self.total - state.consumed - num_held)
         each = self._knowledge.mean_cost

@@ -14,6 +14,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
+
 __all__ = [
     "Assignment",
     "DrawLimits",
@@ -28,9 +30,11 @@ Integers = npt.NDArray[np.int64]
 _MOST_KEPT = 2
 """Positions kept back when a run nears its end, at most, in batches."""
 
-_LAST_KEPT = 8
-_Z = 44
-"""Positions kept back when one batch remains, in percent of it; four times as many per step."""
+_KEPT_SCALE = 8
+"""Percent of a batch; s steps before none is kept back, 4 ** s - 1 times as many are."""
+
+_NONE_KEPT = 44
+"""Nothing is kept back when so many 32nds of a batch remain; inside a step, half a batch more."""
 
 
 class Assignment(Enum):
@@ -48,7 +52,8 @@ def held_goal(remaining: int, *, capacity: int, batch: int, is_late: bool) -> in
 
     `capacity`, as long as the run does not near its end. There some positions are kept back, so
     that they can go where they are needed when it is known how the windows turned out: two
-    batches at first, towards the end a quarter of that per step, and half inside a step.
+    batches at first, then less and less, and none in the last step, so that what turns out
+    costly can still go to another replica (`reassign`).
 
     Args:
         remaining: positions not yet emitted by anyone.
@@ -56,11 +61,12 @@ def held_goal(remaining: int, *, capacity: int, batch: int, is_late: bool) -> in
         batch: positions per step.
         is_late: assigned inside a step, when the windows' costs are known.
     """
-    steps = 32 * remaining // batch - (_Z + 16 if is_late else _Z)  # in sixteenths of a halving
+    steps = 32 * remaining // batch - _NONE_KEPT - 16 * is_late  # in sixteenths of a halving
     whole, part = min(steps >> 4, 16), steps & 15
-    kept = batch * (16 + part) * _LAST_KEPT
+    kept = batch * (16 + part) * _KEPT_SCALE
     kept = kept << whole if whole >= 0 else kept >> -whole
-    kept = min(max(0, kept // 1600 - batch * _LAST_KEPT // 100), batch * _MOST_KEPT)
+    kept = max(0, kept // 1600 - batch * _KEPT_SCALE // 100)
+    kept = min(kept, batch * _MOST_KEPT)
     return min(capacity, remaining, max(batch * 5 // 4, remaining - kept))
 
 
@@ -142,6 +148,25 @@ class Holdings:
     num_held: Integers
     cost_held: Integers
     num_upcoming: Integers
+
+    @classmethod
+    def before(cls, table: RecordTable[WindowRecord]) -> Holdings:
+        """Return what replicas hold when a step begins."""
+        return cls(
+            num_held=table.column("num_held"),
+            cost_held=table.column("cost_held"),
+            num_upcoming=table.column("num_undrawn"),
+        )
+
+    @classmethod
+    def after(cls, table: RecordTable[PlanRecord]) -> Holdings:
+        """Return what replicas hold after a step."""
+        kept = table.column("num_kept")
+        return cls(
+            num_held=kept,
+            cost_held=table.column("cost_kept"),
+            num_upcoming=table.column("num_remaining") - kept,
+        )
 
     def loads(self, each: int) -> Integers:
         """Return the cost of what each replica has left; `each`: expected cost of a position."""

@@ -6,7 +6,7 @@ its shard is told.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,8 @@ from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.draw import Holdings
 from odb_megatron.plan.packing import Caps
-from odb_megatron.plan.reassign import Reassignment
-from odb_megatron.plan.records import PlanRecord
+from odb_megatron.plan.reassign import holdings_after, reassign
+from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.selection import Selection
 from odb_megatron.plan.shard import Shard, make_shard
 from odb_megatron.plan.state import restored_window, window_row
@@ -135,12 +135,23 @@ class Holding:
         rows = self.window.rows(len(selection.chosen))
         return meet_count(selection, rows, count=count, caps=caps, by_cost=by_cost)
 
-    def apply(self, moves: Sequence[Reassignment]) -> Reassigned:
-        """Give and take positions; return those of this replica. What is given counts as emitted.
+    def reassign(
+        self, table: RecordTable[WindowRecord], *, each: int
+    ) -> tuple[Holdings, Reassigned]:
+        """Give and take positions that are offered; what is given counts as emitted here.
 
         Args:
-            moves: of all replicas.
+            table: first records of a step.
+            each: expected cost of one position, at least 1.
+
+        Returns:
+            What all replicas hold then, and what this one gave and took.
         """
+        holdings = Holdings.before(table)
+        if not self._config.is_online:
+            return holdings, Reassigned()
+        unassigned = self.shard.num_unassigned
+        moves = reassign(table, holdings, num_unassigned=unassigned, each=each)
         given = tuple(move.position for move in moves if move.giver == self._replica)
         taken = tuple(move.position for move in moves if move.taker == self._replica)
         if given:
@@ -148,7 +159,8 @@ class Holding:
             self.num_emitted += len(given)
         if taken:
             self.shard.take_over(taken)
-        return Reassigned(given=given, taken=taken, cursor=self.shard.cursor)
+        change = Reassigned(given=given, taken=taken, cursor=self.shard.cursor, num_all=len(moves))
+        return holdings_after(holdings, moves), change
 
     def emit(self, selection: Selection, *, step: int) -> None:
         """Remove what a step emits from the window, and note what is due after it."""

@@ -23,7 +23,7 @@ from odb_megatron.plan.holding import Holding
 from odb_megatron.plan.packing import Caps
 from odb_megatron.plan.policies import build_policy
 from odb_megatron.plan.policy import BalanceScope, PolicyName, StepState
-from odb_megatron.plan.reassign import end_loads, holdings_after, reassign
+from odb_megatron.plan.reassign import end_loads
 from odb_megatron.plan.records import CalibrationRecord, PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.sample_list import pack_list
 from odb_megatron.plan.selection import Selection
@@ -65,7 +65,6 @@ class ReplicaPlanner:
         self._is_closing = False
         self._linear_ps = NOT_CALIBRATED
         self._reassigned = Reassigned()
-        self._num_reassigned = 0
         self._termination = Termination(
             total=config.total,
             global_batch_size=config.global_batch_size,
@@ -219,26 +218,17 @@ class ReplicaPlanner:
             LoaderClosedError: a replica closed its loader.
         """
         table = self._agreed(records, names=("config", "step", "position"))
-        undrawn = table.column("num_undrawn")
         self._rebuild_policy(self._exchange.choose(table))
-        drained = self._holding.shard.is_drained(undrawn)
+        drained = self._holding.shard.is_drained(table.column("num_undrawn"))
         left = self._termination.begin_step(
             step=self._step, consumed=self._consumed, is_drained=drained
         )
         self._target = self._policy.target(
             table, state=self._state(), steps_left=left, drained=drained
         )
-        holdings = Holdings(
-            num_held=table.column("num_held"),
-            cost_held=table.column("cost_held"),
-            num_upcoming=undrawn,
-        )
-        self._holding.shard.top_up(
-            self._reassign(table, holdings),
-            each=self._policy.mean_cost,
-            is_late=True,
-            is_final=left == 1,
-        )
+        each = self._policy.mean_cost
+        holdings, self._reassigned = self._holding.reassign(table, each=each)
+        self._holding.shard.top_up(holdings, each=each, is_late=True, is_final=left == 1)
 
     def plan_record(self, *, wait_us: int = 0) -> PlanRecord:
         """Select and pack this replica's share; return its second record of the step."""
@@ -287,7 +277,7 @@ class ReplicaPlanner:
         """
         table = self._agreed(records, names=("target",))
         count = self._exchange.local_count(table)
-        totals = replace(self._totals(table, count), num_reassigned=self._num_reassigned)
+        totals = replace(self._totals(table, count), num_reassigned=self._reassigned.num_all)
         assignment = self._exchange.assign(table, lists) if lists else None
         self._policy.learn(table, target=self._require_target(), count=count)
         if assignment is not None:
@@ -298,19 +288,13 @@ class ReplicaPlanner:
             own = self._holding.micro_batches(
                 self._selection, count=count, caps=self._caps, by_cost=by_cost
             )
-            plan = StepPlan(totals=totals, micro_batches=own, reassigned=self._reassigned)
+            plan = StepPlan(totals=totals, micro_batches=own)
         else:
             sends, receives = parcels(assignment, self.replica)
             own = assignment.micro_batches(self.replica, caps=self._caps, by_cost=by_cost)
-            plan = StepPlan(
-                totals=totals,
-                micro_batches=own,
-                sends=sends,
-                receives=receives,
-                reassigned=self._reassigned,
-            )
+            plan = StepPlan(totals=totals, micro_batches=own, sends=sends, receives=receives)
         self._advance(table, totals)
-        return plan
+        return replace(plan, reassigned=self._reassigned)
 
     def state_dict(self) -> dict[str, object]:
         """Return the state between two steps: plain ints and lists, no payloads.
@@ -400,23 +384,8 @@ class ReplicaPlanner:
         self._termination.end_step(consumed=self._consumed)
         self._step += 1
         self._target = self._selection = None
-        kept = table.column("num_kept")
-        holdings = Holdings(
-            num_held=kept,
-            cost_held=table.column("cost_kept"),
-            num_upcoming=table.column("num_remaining") - kept,
-        )
+        holdings = Holdings.after(table)
         shard, each = self._holding.shard, self._policy.mean_cost
         loads = holdings.loads(each) + shard.top_up(holdings, each=each) * each
         unassigned = shard.num_unassigned
         self._policy.note_ends(end_loads(loads, num_unassigned=unassigned, each=each))
-
-    def _reassign(self, table: RecordTable[WindowRecord], holdings: Holdings) -> Holdings:
-        """Let samples that are offered go to other replicas; return what each then holds."""
-        shard, each = self._holding.shard, self._policy.mean_cost
-        if not self.config.is_online:
-            return holdings
-        moves = reassign(table, holdings, num_unassigned=shard.num_unassigned, each=each)
-        self._reassigned = self._holding.apply(moves)
-        self._num_reassigned = len(moves)
-        return holdings_after(holdings, moves)

@@ -18,7 +18,15 @@ from odb_megatron.plan.draw import Holdings
 from odb_megatron.plan.records import RecordTable, WindowRecord
 from odb_megatron.plan.window import Column
 
-__all__ = ["EndLoads", "Reassignment", "OFFERS", "end_loads", "holdings_after", "offers", "reassign"]
+__all__ = [
+    "OFFERS",
+    "EndLoads",
+    "Reassignment",
+    "end_loads",
+    "holdings_after",
+    "offers",
+    "reassign",
+]
 
 Integers = npt.NDArray[np.int64]
 

@@ -163,11 +163,13 @@ class Reassigned:
         given: positions this replica held; others fetch them.
         taken: positions others held; this replica fetches them, before any from `cursor` on.
         cursor: first position that was not assigned to anyone.
+        num_all: positions that changed replicas anywhere.
     """
 
     given: tuple[int, ...] = ()
     taken: tuple[int, ...] = ()
     cursor: int = 0
+    num_all: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
