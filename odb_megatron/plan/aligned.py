@@ -59,8 +59,7 @@ def select_aligned(
         ordinary = replace(aim, cost=cost, tokens=bins.tokens(cost // rate), cost_per_token=rate)
         none = np.zeros(len(usable), dtype=np.bool_)
         wanted = oldest_first(part, none, ordinary)
-        for slot in _falling(rows[Column.COST], usable[wanted]):
-            bins.place(slot)
+        bins.place_all(_falling(rows[Column.COST], usable[wanted]))
         for index in range(count):
             bins.fill(index, usable)
             bins.swap(index, usable, due)
@@ -79,9 +78,9 @@ class _Bins:
 
     def __init__(self, rows: Integers, caps: Caps, targets: list[int]) -> None:
         self._rows = rows
-        self._costs: list[int] = rows[Column.COST].tolist()
-        self._padded: list[int] = rows[Column.PADDED].tolist()
-        self._patches: list[int] = rows[Column.PATCHES].tolist()
+        self._costs: Integers = rows[Column.COST]
+        self._padded: Integers = rows[Column.PADDED]
+        self._patches: Integers = rows[Column.PATCHES]
         self._caps = caps
         self.gaps = list(targets)
         self._targets = targets
@@ -96,12 +95,31 @@ class _Bins:
         self.slots[index].append(slot)
         self.chosen[slot] = True
 
+    def place_all(self, slots: list[int]) -> None:
+        """Place samples one after the other where they fit; see `place`."""
+        gaps, rooms, members = self.gaps, self.rooms, self.slots
+        used, cap = self._used, self._caps.max_patches
+        part = self._rows[:, slots]
+        costs, lengths = part[Column.COST].tolist(), part[Column.PADDED].tolist()
+        patches = part[Column.PATCHES].tolist()
+        placed = []
+        for slot, cost, length, more in zip(slots, costs, lengths, patches, strict=True):
+            most = max(gaps)
+            if cost > most:
+                continue
+            index = gaps.index(most)
+            if length > rooms[index] or (cap and used[index] + more > cap):
+                self.place(slot)
+                continue
+            gaps[index] = most - cost
+            rooms[index] -= length
+            used[index] += more
+            members[index].append(slot)
+            placed.append(slot)
+        self.chosen[placed] = True
+
     def place(self, slot: int, *, must: bool = False) -> bool:
         """Add a sample where most cost is missing; without `must` only where it fits the gap."""
-        index = self.gaps.index(max(self.gaps))
-        if self._has_room(slot, index) and (must or self._costs[slot] <= self.gaps[index]):
-            self.put(slot, index)
-            return True
         order = sorted(range(len(self.gaps)), key=lambda index: (-self.gaps[index], index))
         for index in order:
             if not must and self._costs[slot] > self.gaps[index]:
@@ -176,9 +194,9 @@ class _Bins:
         return self._padded[slot] <= self.rooms[index] and (not cap or patches <= cap)
 
     def _change(self, slot: int, index: int, sign: int) -> None:
-        self.gaps[index] -= sign * self._costs[slot]
-        self.rooms[index] -= sign * self._padded[slot]
-        self._used[index] += sign * self._patches[slot]
+        self.gaps[index] -= sign * int(self._costs[slot])
+        self.rooms[index] -= sign * int(self._padded[slot])
+        self._used[index] += sign * int(self._patches[slot])
 
 
 def _place_large(bins: _Bins, pressing: Flags, heights: tuple[int, ...], level: int) -> None:
