@@ -7,6 +7,7 @@ agreed height; the other micro-batches are alike. Nothing passes its height but 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 
 import numpy as np
@@ -60,9 +61,10 @@ def select_aligned(
         none = np.zeros(len(usable), dtype=np.bool_)
         wanted = oldest_first(part, none, ordinary)
         bins.place_all(_falling(rows[Column.COST], usable[wanted]))
+        by_cost = _ByCost(rows, usable)
         for index in range(count):
-            bins.fill(index, usable)
-            bins.swap(index, usable, due)
+            bins.fill(index, by_cost)
+            bins.swap(index, by_cost, due)
     large = rows[Column.COST][bins.chosen & (rows[Column.COST] > level)]
     return Selection(
         num_large=len(large),
@@ -146,31 +148,33 @@ class _Bins:
         free = sum(max(room, 0) for room in self.rooms)
         return max(1, min(wanted, free * 127 // 128))
 
-    def fill(self, index: int, usable: npt.NDArray[np.intp]) -> None:
+    def fill(self, index: int, usable: _ByCost) -> None:
         """Close a micro-batch's gap with the largest samples that fit it."""
-        outside = usable[~self.chosen[usable]]
-        costs = self._rows[Column.COST][outside]  # a copy: what is taken is crossed out
-        lengths = self._rows[Column.PADDED][outside]
+        at = 0
         for _ in range(_FILL_TRIES):
-            if self.gaps[index] * _CLOSE_ENOUGH <= self._targets[index]:
+            gap, room = self.gaps[index], self.rooms[index]
+            if gap * _CLOSE_ENOUGH <= self._targets[index]:
                 return
-            fits = np.where((costs <= self.gaps[index]) & (lengths <= self.rooms[index]), costs, -1)
-            at = int(fits.argmax()) if len(fits) else -1
-            if at < 0 or fits[at] < 0 or not self._has_room(int(outside[at]), index):
+            at = max(at, usable.first(cost=gap, length=room))
+            while at < len(usable.slots) and (
+                self.chosen[usable.slots[at]] or -usable.lengths[at] > room
+            ):
+                at += 1
+            if at == len(usable.slots) or not self._has_room(usable.slots[at], index):
                 return
-            self.put(int(outside[at]), index)
-            costs[at] = np.iinfo(np.int64).max
+            self.put(usable.slots[at], index)
 
-    def swap(self, index: int, usable: npt.NDArray[np.intp], due: Flags) -> None:
+    def swap(self, index: int, usable: _ByCost, due: Flags) -> None:
         """Exchange one sample of a micro-batch for one outside, where that closes its gap most."""
         gap = self.gaps[index]
-        inside = np.array([slot for slot in self.slots[index] if not due[slot]], dtype=np.int64)
-        outside = usable[~self.chosen[usable]]
-        if gap * _CLOSE_ENOUGH <= self._targets[index] or not len(inside) or not len(outside):
+        if gap * _CLOSE_ENOUGH <= self._targets[index]:
             return
-        costs, padded = self._rows[Column.COST], self._rows[Column.PADDED]
-        outside = outside[np.argsort(costs[outside], kind="stable")]
-        best = np.searchsorted(costs[outside], costs[inside] + gap, side="right") - 1
+        inside = np.array([slot for slot in self.slots[index] if not due[slot]], dtype=np.int64)
+        outside = usable.rising[~self.chosen[usable.rising]]
+        if not len(inside) or not len(outside):
+            return
+        costs, padded = self._costs, self._padded
+        best = costs[outside].searchsorted(costs[inside] + gap, side="right") - 1
         partner = outside[np.maximum(best, 0)]
         gain = costs[partner] - costs[inside]
         gain[(best < 0) | (padded[partner] - padded[inside] > self.rooms[index])] = 0
@@ -178,7 +182,7 @@ class _Bins:
         if gain[at] <= 0:
             return
         old, new = int(inside[at]), int(partner[at])
-        patches = self._patches[new] - self._patches[old]
+        patches = int(self._patches[new] - self._patches[old])
         if self._caps.max_patches and self._used[index] + patches > self._caps.max_patches:
             return
         self._change(old, index, -1)
@@ -197,6 +201,31 @@ class _Bins:
         self.gaps[index] -= sign * int(self._costs[slot])
         self.rooms[index] -= sign * int(self._padded[slot])
         self._used[index] += sign * int(self._patches[slot])
+
+
+class _ByCost:
+    """Samples that ordinary micro-batches may take, sorted once.
+
+    Attributes:
+        slots: by falling cost.
+        lengths: theirs, negative.
+        rising: the slots by rising cost.
+    """
+
+    def __init__(self, rows: Integers, usable: npt.NDArray[np.intp]) -> None:
+        costs = rows[Column.COST][usable]
+        self.rising = usable[costs.argsort(kind="stable")]
+        falling = (-costs).argsort(kind="stable")
+        lengths = -rows[Column.PADDED][usable[falling]]
+        self.slots: list[int] = usable[falling].tolist()
+        self.lengths: list[int] = lengths.tolist()
+        self._costs: list[int] = (-costs[falling]).tolist()
+        self._falls_in_length = bool((lengths[1:] >= lengths[:-1]).all())
+
+    def first(self, *, cost: int, length: int) -> int:
+        """Return an index before which every sample costs more or, if that is known, is longer."""
+        at = bisect_left(self._costs, -cost)
+        return max(at, bisect_left(self.lengths, -length)) if self._falls_in_length else at
 
 
 def _place_large(bins: _Bins, pressing: Flags, heights: tuple[int, ...], level: int) -> None:
