@@ -352,7 +352,7 @@ def _step(**values: Any) -> StepRecord:
         "iteration": 1, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-3,
         "consumed_samples": 2, "samples": 2, "left_out": 0, "tokens": 5, "computed_tokens": 5,
         "loss_tokens": 5, "num_micro_batches": 2, "idle": 1, "split": 0, "fill": 1.0,
-        "balance": 1.0, "balance_before": None, "moved": 0, "reassigned": 0, "bytes_moved": 0, "wait_s": 0.0,
+        "balance": 1.0, "balance_before": None, "moved": 0, "bytes_moved": 0, "wait_s": 0.0,
         "step_s": 0.1, "ids": (("0:1@0",), ("0:2@0",)), "lengths": ((2,), (3,)),
         "collectives": 2, "bytes_delivered": 100,
     }  # fmt: skip

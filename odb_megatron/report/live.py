@@ -52,6 +52,7 @@ class RunTotals:
     exchanged: int = 0
     moved: int = 0
     bytes_moved: int = 0
+    reassigned: int = 0
     unevened: float = 0.0
     evened: float = 0.0
     fill: float = 0.0
@@ -87,6 +88,7 @@ class RunTotals:
             self.bytes_moved += record.bytes_moved
             self.unevened += record.balance_before or 0.0
             self.evened += record.balance or 0.0
+        self.reassigned += record.reassigned
         self.collectives += record.collectives
         self.max_collectives = max(self.max_collectives, record.collectives)
         self.bytes_delivered += record.bytes_delivered
@@ -186,6 +188,8 @@ class LiveReport:
             parts.append(f"balance {before}{record.balance:.3f}")
         if record.moved:
             parts.append(f"moved {record.moved} ({record.bytes_moved / 1e6:.2f} MB)")
+        if record.reassigned:
+            parts.append(f"reassigned {record.reassigned}")
         parts.append(f"padding avoided {self._avoided(samples, record.computed_tokens):.0%}")
         parts.append(f"wait {record.wait_s * 1e3:.0f} ms")
         return " | ".join(parts)
@@ -227,6 +231,11 @@ class LiveReport:
                 f"{totals.bytes_moved / totals.exchanged / 1e6:.3f} MB per step; balance "
                 f"{totals.unevened / totals.exchanged:.3f} before, "
                 f"{totals.evened / totals.exchanged:.3f} after"
+            )
+        if totals.reassigned:
+            lines.append(
+                f"  reassigned          {totals.reassigned} samples, fetched anew by the replica "
+                "with the least left"
             )
         lines += _parallelism_lines(totals)
         lines.append(

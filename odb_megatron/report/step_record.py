@@ -41,6 +41,7 @@ class StepRecord:
         step_s: wall-clock seconds since the previous step ended, evaluation and saving excluded.
         ids: this replica's samples as "source:record@epoch", per micro-batch.
         lengths: their lengths, same shape.
+        reassigned: samples that another replica than the one that held them fetched anew (all).
         collectives: broadcasts inside this replica that brought the step to its ranks.
         bytes_delivered: bytes of one copy of what they brought.
         reports: point-to-point transfers of the loss to this replica's leader.
@@ -72,6 +73,7 @@ class StepRecord:
     step_s: float
     ids: tuple[tuple[str, ...], ...]
     lengths: tuple[tuple[int, ...], ...]
+    reassigned: int = 0
     collectives: int = 0
     bytes_delivered: int = 0
     reports: int = 0
