@@ -222,7 +222,9 @@ def test_an_exchange_is_shown() -> None:
 def test_reassigned_samples_are_counted() -> None:
     text = _text([replace(FIRST, reassigned=3), replace(SECOND, reassigned=2)], [])
     assert "| reassigned 3 | padding" in text
-    assert "  reassigned          5 samples, fetched anew by the replica with the least left\n" in text
+    assert (
+        "  reassigned          5 samples, fetched anew by the replica with the least left\n" in text
+    )
     assert "reassigned" not in _text([FIRST, SECOND], [])
 
 
