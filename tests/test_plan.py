@@ -395,13 +395,17 @@ class TestCost:
 
 class TestRecords:
     def test_round_trip(self) -> None:
-        window = WindowRecord(config=-5, step=3, position=12, cost_held=2**61, message="ä" * 80)
+        window = WindowRecord(
+            config=-5, step=3, position=12, cost_held=2**61, failed=True, message="ä" * 80
+        )
         data = window.to_bytes()
         assert len(data) == RECORD_BYTES
         back = WindowRecord.from_bytes(data)
         assert back.cost_held == 2**61
         assert back.message.startswith("ä" * 40)
         assert back.message.endswith("...")
+        offering = WindowRecord(config=1, step=3, position=12, offer_0=2**62, offer_3=-1)
+        assert WindowRecord.from_bytes(offering.to_bytes()) == offering
         plan = PlanRecord(target=1, num_samples=3, failed=True, message="no")
         assert PlanRecord.from_bytes(plan.to_bytes()) == plan
 

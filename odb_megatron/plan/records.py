@@ -28,10 +28,7 @@ __all__ = [
 RECORD_BYTES = 256
 """Wire size of every record."""
 
-_MESSAGE_BYTES = 64
-_NUM_NUMBERS = (RECORD_BYTES - _MESSAGE_BYTES) // 8
 _FEW = 128  # so many numbers are summed as Python integers faster than by numpy
-_FORMAT = struct.Struct(f"<{_NUM_NUMBERS}q")
 
 
 class ReplicaFailedError(RuntimeError):
@@ -60,11 +57,11 @@ class WindowRecord:
         large_wait_0, large_wait_1: for the two of them that arrived first, how many samples this
             replica has emitted beyond them (negative: it has not come to them yet).
         large_cost_0, large_cost_1: what they cost, 0 for none.
-        offer_0, offer_1, offer_2, offer_3: samples that another replica may take over, as
-            `reassign.offers` writes them; 0 for none.
         failed: this replica met an error and will raise after the exchange.
         closing: this replica ends its loader with this exchange.
-        message: the error, cut to fit.
+        message: the error, cut to fit; it takes the room of the fields below.
+        offer_0, offer_1, offer_2, offer_3: samples that another replica may take over, as
+            `reassign.offers` writes them; 0 for none.
     """
 
     config: int
@@ -85,13 +82,13 @@ class WindowRecord:
     large_wait_1: int = 0
     large_cost_0: int = 0
     large_cost_1: int = 0
+    failed: bool = False
+    closing: bool = False
+    message: str = ""
     offer_0: int = 0
     offer_1: int = 0
     offer_2: int = 0
     offer_3: int = 0
-    failed: bool = False
-    closing: bool = False
-    message: str = ""
 
     def to_bytes(self) -> bytes:
         """Return `RECORD_BYTES` bytes."""
@@ -316,9 +313,15 @@ _COLUMNS: dict[type, dict[str, int]] = {
 
 
 def _to_bytes(record: AnyRecord) -> bytes:
-    numbers = [int(getattr(record, name)) for name in _NAMES[type(record)]]
-    numbers += [0] * (_NUM_NUMBERS - len(numbers))
-    return _FORMAT.pack(*numbers) + _fit(record.message)
+    names = _told(type(record), failed=record.failed)
+    numbers = struct.pack(f"<{len(names)}q", *(int(getattr(record, name)) for name in names))
+    return numbers + _fit(record.message, room=RECORD_BYTES - len(numbers))
+
+
+def _told(kind: type, *, failed: bool) -> tuple[str, ...]:
+    """Return the numbers of a record; nobody reads those behind the flags of a failed one."""
+    names = _NAMES[kind]
+    return names[: names.index("closing") + 1] if failed else names
 
 
 def _check_size(data: bytes) -> None:
@@ -328,15 +331,18 @@ def _check_size(data: bytes) -> None:
 
 def _from_bytes(cls: type[AnyRecord], data: bytes) -> dict[str, Any]:
     _check_size(data)
-    values: dict[str, Any] = dict(zip(_NAMES[cls], _FORMAT.unpack_from(data), strict=False))
+    (failed,) = struct.unpack_from("<q", data, 8 * _COLUMNS[cls]["failed"])
+    names = _told(cls, failed=bool(failed))
+    numbers = struct.unpack_from(f"<{len(names)}q", data)
+    values: dict[str, Any] = dict(zip(names, numbers, strict=True))
     values["failed"], values["closing"] = bool(values["failed"]), bool(values["closing"])
-    values["message"] = data[_FORMAT.size :].rstrip(b"\0").decode("utf-8", "replace")
+    values["message"] = data[8 * len(names) :].rstrip(b"\0").decode("utf-8", "replace")
     return values
 
 
-def _fit(message: str) -> bytes:
+def _fit(message: str, *, room: int) -> bytes:
     text = message.encode("utf-8")
-    if len(text) <= _MESSAGE_BYTES:
-        return text.ljust(_MESSAGE_BYTES, b"\0")
-    cut = text[: _MESSAGE_BYTES - 3].decode("utf-8", "ignore").encode("utf-8")
-    return (cut + b"...").ljust(_MESSAGE_BYTES, b"\0")
+    if len(text) <= room:
+        return text.ljust(room, b"\0")
+    cut = text[: room - 3].decode("utf-8", "ignore").encode("utf-8")
+    return (cut + b"...").ljust(room, b"\0")
