@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 import psutil
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -384,6 +385,29 @@ def test_any_number_of_workers_gives_the_same_steps(policy: PolicyName) -> None:
         for steps in by_replica:
             for step in steps:
                 _check_content(step, stream, 1)
+
+
+def test_a_reassigned_position_is_fetched_by_another_replica() -> None:
+    """Its sample is dropped where it was held, and trained once, whatever the worker count."""
+    random = np.random.RandomState(0)
+    lengths = np.clip(random.lognormal(1.0, 1.0, size=120), 1, BUDGET).astype(int).tolist()
+    stream = _stream(lengths, num_samples=120)
+    config = _config(
+        policy=PolicyName.COST, total=120, global_batch_size=16, num_replicas=4, window=12
+    )
+    by_workers = [_run(stream, config, num_workers=n)[0] for n in (0, 2)]
+    for by_replica in by_workers:
+        emitted = [
+            position
+            for steps in by_replica
+            for step in steps
+            for micro_batch in step.micro_batches
+            for position in micro_batch.positions
+        ]
+        assert sorted(emitted) == list(range(120))
+        assert sum(step.header.totals.num_reassigned for step in by_replica[0]) > 0
+    named = [[_named(steps) for steps in by_replica] for by_replica in by_workers]
+    assert named[0] == named[1]
 
 
 class _Delayed(Records):
