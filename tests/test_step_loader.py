@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-import psutil
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
