@@ -13,8 +13,8 @@ not average anything over steps. What a case is compared with:
 - global auxiliary loss: the same replicas without expert parallelism. It is defined over replicas
   that run a micro-batch at the same time, which one process cannot do.
 
-`max_rel_grad_diff` is that of the gradient norm; a wrong gradient also shows in the losses of all
-later steps. Cases of one replica run with M rounded up to a multiple of 4, so that they idle too.
+`max_rel_grad_diff` is the largest relative difference of one parameter's gradient in any step
+(`gradient_log`). Cases of one replica run with M rounded up to a multiple of 4, so that they idle too.
 Under `samples` every case must idle and see three values of M; under `cost` that is the policy's
 choice, and only reported.
 """
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from chat_data import prepare
+from gradient_log import compare_gradients
 from training_runs import ROOT, ModelSize, data_flags, read_steps, run_batch, write_json
 
 from odb_megatron.report.step_record import StepRecord
@@ -59,7 +60,7 @@ MODELS = {
     "experts": _EXPERTS,
     "biased_experts": f"{_EXPERTS} --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-router-load-balancing-type none",
-    "multi_token": "--mtp-num-layers 1",
+    "multi_token": "--mtp-num-layers 1 --untie-embeddings-and-output-weights",
 }
 
 
@@ -142,12 +143,14 @@ class Planned:
     Attributes:
         name: unique; its step log is `folder/name`.
         flags: the script's.
+        gradients: folder of its gradients.
         num_replicas: data-parallel size.
         num_processes: of all replicas.
     """
 
     name: str
     flags: Sequence[str]
+    gradients: Path
     num_replicas: int
     num_processes: int
 
@@ -218,9 +221,12 @@ class Runs:
         return self._folder / f"initial-{model}"
 
     def _planned(self, name: str, flags: list[str], case: Case) -> Planned:
+        gradients = self._folder / f"{name}-gradients"
+        own = ["--odb-log-dir", str(self._folder / name), "--gradients", str(gradients)]
         return Planned(
             name=name,
-            flags=[*flags, "--odb-log-dir", str(self._folder / name)],
+            flags=[*flags, *own],
+            gradients=gradients,
             num_replicas=case.num_replicas,
             num_processes=case.num_replicas * case.num_ranks,
         )
@@ -236,7 +242,7 @@ def compare(found: Steps, reference: Steps) -> dict[str, Any]:
         "max_abs_loss_diff": _largest(
             None if a.loss is None or b.loss is None else abs(a.loss - b.loss) for a, b in pairs
         ),
-        "max_rel_grad_diff": _largest(
+        "max_rel_grad_norm_diff": _largest(
             None if not a.grad_norm or not b.grad_norm else abs(a.grad_norm / b.grad_norm - 1)
             for a, b in pairs
         ),
@@ -271,6 +277,7 @@ def find_problems(name: str, result: Mapping[str, Any], *, must_vary: bool = Tru
     for key, limit in (
         ("max_abs_loss_diff", MAX_LOSS_DIFF),
         ("max_rel_grad_diff", MAX_REL_GRAD_DIFF),
+        ("max_rel_grad_norm_diff", MAX_REL_GRAD_DIFF),
     ):
         if not result[key] <= limit:
             problems.append(f"{name}: {key} is {result[key]:.3g}; the limit is {limit:g}")
@@ -302,6 +309,9 @@ def main() -> int:
         runs.run(list({item.name: item for item in references.values()}.values()))
         for pair in pairs:
             result = compare(runs.steps(cases[pair]), runs.steps(references[pair]))
+            result["max_rel_grad_diff"], result["worst_gradient"] = compare_gradients(
+                cases[pair].gradients, references[pair].gradients
+            )
             for key, item in (("command", cases[pair]), ("reference_command", references[pair])):
                 launch = f"odb-megatron launch --device cpu --nproc-per-node {item.num_processes}"
                 result[key] = f"{launch} {SCRIPT.name} {shlex.join(item.flags)}"
@@ -320,7 +330,8 @@ def main() -> int:
 def _line(name: str, policy: str, result: Mapping[str, Any]) -> str:
     return (
         f"{name}, {policy}: loss {result['max_abs_loss_diff']:.2g}, gradient "
-        f"{result['max_rel_grad_diff']:.2g}, ids equal {result['ids_equal']}, "
+        f"{result['max_rel_grad_diff']:.2g}, its norm {result['max_rel_grad_norm_diff']:.2g}, "
+        f"ids equal {result['ids_equal']}, "
         f"{result['collectives_per_step']} collectives, {result['bytes_per_step']:.0f} bytes, "
         f"{result['reports_per_step']} reports per step, M {result['m_values']}, "
         f"{result['idle_microbatches']} idle"

@@ -6,20 +6,22 @@
 micro-batches of all its replicas one after the other, idle ones too, so nothing of the planner, the
 delivery or the process groups is used. `--count-multiple N`, without `--replay`, is the ordinary
 script with M rounded up to a multiple of N, as under virtual pipelining, so that a single replica
-idles too.
+idles too. `--gradients FOLDER` writes every step's gradients (`gradient_log`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gradient_log import log_gradients
 from megatron.core.enums import ModelType
-from megatron.training import pretrain
+from megatron.training import training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
 from odb_megatron.data.sample import Hole
@@ -118,6 +120,7 @@ def _run() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--replay", type=Path)
     parser.add_argument("--count-multiple", type=int)
+    parser.add_argument("--gradients", type=Path)
     own, sys.argv[1:] = parser.parse_known_args()
     originals = providers.__dict__["StepLoader"], providers.__dict__["count_multiple"]
     if own.replay is not None:
@@ -126,7 +129,8 @@ def _run() -> None:
     if own.count_multiple is not None:
         setattr(providers, "count_multiple", lambda _args: own.count_multiple)  # noqa: B010
     try:
-        _pretrain()
+        with contextlib.nullcontext() if own.gradients is None else log_gradients(own.gradients):
+            _pretrain()
     finally:
         setattr(providers, "StepLoader", originals[0])  # noqa: B010
         setattr(providers, "count_multiple", originals[1])  # noqa: B010
@@ -137,7 +141,7 @@ def _pretrain() -> None:
     model_config = gpt_config_from_args(args)
     with run.OdbRun(args) as odb:
         odb.prepare_model(model_config)
-        pretrain(
+        training.pretrain(
             pretrain_cfg_container_from_args(args, model_config),
             odb.datasets_provider,
             ModelType.encoder_or_decoder,
