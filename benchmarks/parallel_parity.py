@@ -14,14 +14,15 @@ not average anything over steps. What a case is compared with:
   that run a micro-batch at the same time, which one process cannot do.
 
 `max_rel_grad_diff` is the largest relative difference of one parameter's gradient in any step
-(`gradient_log`). Cases of one replica run with M rounded up to a multiple of 4, so that they idle too.
-Under `samples` every case must idle and see three values of M; under `cost` that is the policy's
-choice, and only reported.
+(`gradient_log`). Every case must idle and see three values of M. So cases of one replica run with M rounded up to a
+multiple of 4; and under `cost`, which avoids both where it can, micro-batches are small for the
+samples and balanced one by one, and windows hold one step (`POLICY_FLAGS`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import shlex
 import sys
@@ -45,15 +46,20 @@ MAX_REL_GRAD_DIFF = 1e-4
 POLICIES = ("samples", "cost")
 SCRIPT = ROOT / "benchmarks" / "replay_steps.py"
 MODEL = ModelSize(num_layers=4, hidden=64, num_heads=4, ffn_hidden=176, seq_length=256)
-BATCH = 12
+BATCHES = {"samples": 12, "cost": 16}
+NUM_BATCHES = {"samples": 7, "cost": 5}
 LAST = 3
 """Samples of the last step: fewer than a replica's micro-batches, so that some idle."""
 
 TRAIN_FLAGS = shlex.split(
-    "--odb --micro-batch-size 1 --odb-token-budget 256 --odb-overlong truncate --lr 1e-3 "
+    "--odb --micro-batch-size 1 --odb-overlong truncate --lr 1e-3 "
     "--min-lr 1e-4 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.01 "
     "--ckpt-format torch_dist"
 )
+POLICY_FLAGS = {
+    "samples": shlex.split("--odb-token-budget 256"),
+    "cost": shlex.split("--odb-token-budget 96 --odb-balance microbatch"),
+}
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
 MODELS = {
     "dense": "",
@@ -131,6 +137,18 @@ CASES = {
         num_ranks=2,
         model="experts",
     ),
+    "ep2_cp2": Case(
+        flags=f"{_EP2} {_CP2} {_balanced('aux_loss')} --moe-z-loss-coeff 1e-2",
+        num_ranks=2,
+        model="experts",
+        count_multiple=4,
+    ),
+    "ep2_tp2_sp": Case(
+        flags=f"{_EP2} {_TP2} --sequence-parallel {_balanced('aux_loss')}",
+        num_replicas=2,
+        num_ranks=2,
+        model="experts",
+    ),
     "mtp": Case(num_replicas=2, model="multi_token"),
     "mtp_pp2": Case(flags=_PP2, num_replicas=2, num_ranks=2, model="multi_token"),
 }
@@ -167,24 +185,23 @@ class Runs:
         data = prepare(options.data)
         self._folder = folder
         self._shared = [*MODEL.flags(), *data_flags(data.path, data.tokenizer), *TRAIN_FLAGS]
-        self._shared += ["--seed", str(options.seed), "--global-batch-size", str(BATCH)]
-        self._samples = BATCH * (options.steps - 1) + LAST
+        self._shared += ["--seed", str(options.seed)]
 
     def checkpoint(self, model: str) -> Planned:
         """The run that makes the checkpoint which all runs of a model start from."""
-        flags = [*self._shared, *shlex.split(MODELS[model]), "--train-samples", str(BATCH)]
+        flags = [*self._shared, *shlex.split(MODELS[model]), *POLICY_FLAGS["samples"]]
+        flags += ["--global-batch-size", "12", "--train-samples", "12"]
         flags += ["--save", str(self._initial(model)), "--save-interval", "1000000"]
         return self._planned(f"checkpoint-{model}", flags, Case())
 
     def case(self, name: str, case: Case, *, policy: str) -> Planned:
         """A case's run."""
-        flags = [*self._shared, *shlex.split(MODELS[case.model]), *shlex.split(case.flags)]
-        flags += ["--load", str(self._initial(case.model)), "--finetune"]
-        flags += ["--no-load-optim", "--no-load-rng", "--odb-policy", policy]
-        flags += ["--train-samples", str(self._samples)]
+        flags = ["--odb-policy", policy]
+        if policy == "cost":
+            flags += ["--odb-window", str(BATCHES[policy] // case.num_replicas)]
         if case.count_multiple > 1:
             flags += ["--count-multiple", str(case.count_multiple)]
-        return self._planned(f"{name}-{policy}", flags, case)
+        return self._from_checkpoint(f"{name}-{policy}", case, policy=policy, flags=flags)
 
     def reference(self, name: str, case: Case, *, policy: str) -> Planned:
         """What a case is compared with."""
@@ -194,11 +211,14 @@ class Runs:
         if policy == "samples" and case.model == "dense":
             return self.case("one-process", Case(), policy=policy)
         kept = case.flags if case.model.endswith("experts") else ""
-        for parallel in (_EP2, _PP2, _CP2):
+        for parallel in (_EP2, _PP2, _CP2, _TP2, "--sequence-parallel"):
             kept = kept.replace(parallel, "")
-        log = self._folder / f"{name}-{policy}"
-        alone = Case(flags=f"{kept} --replay {log}", model=case.model)
-        return self.case(f"{name}-{policy}-replayed", alone, policy="samples")
+        return self._from_checkpoint(
+            f"{name}-{policy}-replayed",
+            Case(flags=kept, model=case.model),
+            policy=policy,
+            flags=["--replay", str(self._folder / f"{name}-{policy}")],
+        )
 
     def run(self, planned: Sequence[Planned]) -> None:
         """Do the runs, those of the fewest processes first."""
@@ -219,6 +239,17 @@ class Runs:
 
     def _initial(self, model: str) -> Path:
         return self._folder / f"initial-{model}"
+
+    def _from_checkpoint(
+        self, name: str, case: Case, *, policy: str, flags: Sequence[str]
+    ) -> Planned:
+        batch = BATCHES[policy]
+        shared = [*self._shared, *shlex.split(MODELS[case.model]), *shlex.split(case.flags)]
+        shared += ["--load", str(self._initial(case.model)), "--finetune"]
+        shared += ["--no-load-optim", "--no-load-rng", *POLICY_FLAGS[policy]]
+        shared += ["--global-batch-size", str(batch)]
+        shared += ["--train-samples", str(batch * (NUM_BATCHES[policy] - 1) + LAST)]
+        return self._planned(name, [*shared, *flags], case)
 
     def _planned(self, name: str, flags: list[str], case: Case) -> Planned:
         gradients = self._folder / f"{name}-gradients"
@@ -260,13 +291,12 @@ def compare(found: Steps, reference: Steps) -> dict[str, Any]:
     }
 
 
-def find_problems(name: str, result: Mapping[str, Any], *, must_vary: bool = True) -> list[str]:
+def find_problems(name: str, result: Mapping[str, Any]) -> list[str]:
     """What makes a case fail, in words.
 
     Args:
         name: of the case.
-        result: from `compare`.
-        must_vary: M must take three values, and some micro-batch be idle.
+        result: from `compare` and `compare_gradients`.
     """
     problems = []
     if result["steps"] != result["reference_steps"]:
@@ -285,9 +315,9 @@ def find_problems(name: str, result: Mapping[str, Any], *, must_vary: bool = Tru
         problems.append(f"{name}: the runs trained different samples in some step")
     if result["collectives_per_step"] > 2:
         problems.append(f"{name}: {result['collectives_per_step']} collectives in a step, above 2")
-    if must_vary and len(result["m_values"]) < 3:
+    if len(result["m_values"]) < 3:
         problems.append(f"{name}: M took only the values {result['m_values']}")
-    if must_vary and not result["idle_microbatches"]:
+    if not result["idle_microbatches"]:
         problems.append(f"{name}: no micro-batch was idle")
     return problems
 
@@ -297,7 +327,10 @@ def main() -> int:
     options = _parse()
     results: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="odb-parity-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = options.folder or stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="odb-parity-")
+        )
         runs = Runs(Path(folder), options)
         pairs = [(name, policy) for name in options.cases for policy in options.policies]
         runs.run([runs.checkpoint(model) for model in {CASES[name].model for name, _ in pairs}])
@@ -316,11 +349,11 @@ def main() -> int:
                 launch = f"odb-megatron launch --device cpu --nproc-per-node {item.num_processes}"
                 result[key] = f"{launch} {SCRIPT.name} {shlex.join(item.flags)}"
             results.setdefault(pair[0], {})[pair[1]] = result
-            must_vary = pair[1] == "samples"
-            problems += find_problems(", ".join(pair), result, must_vary=must_vary)
+            problems += find_problems(", ".join(pair), result)
             print(_line(*pair, result), flush=True)
     setting = {key: str(value) for key, value in vars(options).items()}
     setting |= {"model": str(MODEL), "train_flags": shlex.join(TRAIN_FLAGS)}
+    setting |= {name: shlex.join(flags) for name, flags in POLICY_FLAGS.items()}
     write_json(options.json, {"cases": results, "problems": problems, "setting": setting})
     for problem in problems:
         print(f"FAILED: {problem}", flush=True)
@@ -364,10 +397,10 @@ def _parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated names")
     parser.add_argument("--policies", default=",".join(POLICIES), help="samples, cost or both")
-    parser.add_argument("--steps", type=int, default=7, help="optimizer steps (policy samples)")
     parser.add_argument("--seed", type=int, default=50, help="of model and data order")
     parser.add_argument("--data", default="chitchat", help="chitchat (default), chat-mix or a file")
     parser.add_argument("--quick", action="store_true", help="one case, policy cost")
+    parser.add_argument("--folder", type=Path, help="keep checkpoints, logs and gradients here")
     parser.add_argument("--json", type=Path, help="write the result here")
     options = parser.parse_args(arguments)
     if options.quick:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from odb_megatron.data.thd import layout
-from odb_megatron.megatron.routers import ExpertBiasMask, logged_per_micro_batch
+from odb_megatron.megatron.routers import RouterMasks, logged_per_micro_batch
 
 
 class _Helper:
@@ -55,7 +55,7 @@ def test_padding_does_not_count_in_the_expert_bias() -> None:
     )
     routing_map = torch.tensor([[True, False], [False, True], [True, False]])
     mask = torch.tensor([False, False, True])
-    mend = ExpertBiasMask()
+    mend = RouterMasks()
     mend.install()
     try:
         TopKRouter._apply_expert_bias(router, routing_map, padding_mask=mask)
@@ -65,6 +65,38 @@ def test_padding_does_not_count_in_the_expert_bias() -> None:
     mend.remove()
     assert router.local_tokens_per_expert.tolist() == [3, 2]
     assert TopKRouter._apply_expert_bias is original
+
+
+@pytest.mark.megatron
+def test_load_balancing_weighs_the_tokens_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with the same three real tokens; Megatron's own count takes them for six."""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import moe_utils, router
+
+    def all_reduce(tensor: torch.Tensor, *, group: Any) -> None:
+        tensor.mul_(group.size())
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(moe_utils, "reduce_from_tensor_model_parallel_region", mappings._reduce)
+    original = router.get_tokens_per_expert_and_token_count
+    routing_map = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1], [0, 0, 0]]).bool()  # one is padding
+    asked: dict[str, Any] = {"reduce_group": SimpleNamespace(size=lambda: 2), "topk": 2}
+
+    def counts(*, with_padding_mask: bool) -> tuple[list[int], float, float]:
+        per_expert, own, total = router.get_tokens_per_expert_and_token_count(
+            routing_map=routing_map, with_padding_mask=with_padding_mask, **asked
+        )
+        return per_expert.tolist(), float(own), float(total)
+
+    assert counts(with_padding_mask=True) == ([4, 4, 4], 6, 6)  # else it need not be mended
+    mend = RouterMasks()
+    mend.install()
+    try:
+        assert counts(with_padding_mask=True) == ([4, 4, 4], 3, 6)
+        assert counts(with_padding_mask=False) == ([4, 4, 4], 4, 8)
+    finally:
+        mend.remove()
+    assert router.get_tokens_per_expert_and_token_count is original
 
 
 @pytest.mark.megatron

@@ -9,7 +9,7 @@ Each replacement wraps the original and is undone by `Hooks.remove`. Must not pl
 | `training_log` | tells a listener what Megatron logs; router losses per micro-batch |
 | `save_checkpoint` | the data state is written beside the model's |
 | `compute_throughputs_and_append_to_progress_log` | counts real tokens |
-| `TopKRouter._apply_expert_bias` | its padding mask (`routers`) |
+| two functions of `moe.router` | what they do with a padding mask (`routers`) |
 | `evaluate_and_print_results` | fails on `--full-validation` (training.py 4382, 0.19.2) |
 """
 
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from odb_megatron.data.step_feed import ChunkIterator
 from odb_megatron.data.step_loader import StepHeader, StepLoader
-from odb_megatron.megatron.routers import ExpertBiasMask, logged_per_micro_batch
+from odb_megatron.megatron.routers import RouterMasks, logged_per_micro_batch
 
 __all__ = ["Hooks", "RunListener"]
 
@@ -65,7 +65,7 @@ class Hooks:
         self._listener = listener
         self._packed = packed
         self._count = 1
-        self._expert_bias = ExpertBiasMask() if packed and has_experts else None
+        self._router_masks = RouterMasks() if packed and has_experts else None
         self._originals: dict[str, Any] = {}
 
     def install(self) -> None:
@@ -85,8 +85,8 @@ class Hooks:
             original = getattr(module, name)
             self._originals[name] = original
             setattr(module, name, wrap(original))
-        if self._expert_bias is not None:
-            self._expert_bias.install()
+        if self._router_masks is not None:
+            self._router_masks.install()
 
     def remove(self) -> None:
         """Put the originals back; harmless when called twice."""
@@ -94,8 +94,8 @@ class Hooks:
         for name, original in self._originals.items():
             setattr(module, name, original)
         self._originals = {}
-        if self._expert_bias is not None:
-            self._expert_bias.remove()
+        if self._router_masks is not None:
+            self._router_masks.remove()
 
     def _wrap_get_forward_backward_func(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:

@@ -48,11 +48,6 @@ def _routers(args: argparse.Namespace) -> set[str]:
 
 _REFUSALS = (
     _Refusal(
-        lambda args: _has_experts(args) and _above_one("context_parallel_size")(args),
-        "--num-experts with --context-parallel-size above 1 gives other gradients than one process "
-        "under --odb in this version: use --context-parallel-size 1, or a dense model",
-    ),
-    _Refusal(
         lambda args: not args.calculate_per_token_loss,
         "--odb needs --calculate-per-token-loss: without it Megatron averages the loss per "
         "micro-batch first, so it would depend on how samples are packed",

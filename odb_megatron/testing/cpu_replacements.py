@@ -207,6 +207,43 @@ def _all_to_all_single(original: Any) -> Callable[..., Any]:
     return all_to_all_single
 
 
+def _all_gather(original: Any) -> Callable[..., Any]:
+    """Gather tensors of unequal first dimensions padded to the longest: gloo refuses them."""
+    import torch
+
+    def all_gather(
+        tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False
+    ) -> Any:
+        lengths = [len(part) if part.dim() else 1 for part in tensor_list]
+        if async_op or len(set(lengths)) == 1:
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        gathered = [torch.empty_like(padded) for _ in lengths]
+        original(gathered, padded, group=group)
+        for part, found in zip(tensor_list, gathered, strict=True):
+            part.copy_(found[: len(part)])
+        return None
+
+    return all_gather
+
+
+def _reduce_scatter(original: Any) -> Callable[..., Any]:
+    """Reduce-scatter parts of unequal first dimensions by an all-reduce of all of them."""
+    import torch
+
+    def reduce_scatter(output: Any, input_list: Any, *args: Any, **kwargs: Any) -> Any:
+        if len({part.shape for part in input_list}) == 1 or args or set(kwargs) - {"group"}:
+            return original(output, input_list, *args, **kwargs)
+        total = torch.cat(list(input_list))
+        torch.distributed.all_reduce(total, **kwargs)
+        own = torch.distributed.get_rank(kwargs.get("group"))
+        output.copy_(total.split([len(part) for part in input_list])[own])
+        return None
+
+    return reduce_scatter
+
+
 def _as_list(sizes: Any) -> Any:
     return sizes.tolist() if hasattr(sizes, "tolist") else sizes
 
@@ -273,6 +310,8 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     _row("torch.cuda", "Stream", lambda _: _CpuStream, "made by DDP set-up and MoE dispatch"),
     _row("torch.cuda", "Event", lambda _: _CpuEvent, "made by MoE dispatch"),
     _row("torch.distributed", "all_to_all_single", _all_to_all_single, "splits must be lists"),
+    _row("torch.distributed", "all_gather", _all_gather, "experts with TP: unequal sizes"),
+    _row("torch.distributed", "reduce_scatter", _reduce_scatter, "experts with TP: as above"),
     _row("torch.cuda", "device_count", _constant(1), "training initializes mpu only if >= 1"),
     _row("torch.cuda", "set_device", _nothing, "training selects a device if there is one"),
     _row(
