@@ -1,11 +1,10 @@
-"""Writes the gradient of every parameter in every step, and compares two runs' parameter by parameter.
+"""Writes every parameter's gradient in every step, and compares two runs parameter by parameter.
 
-A rank writes the shards that Megatron's own checkpoints would have of it (`sharded_state_dict`, with
-the gradient in place of the parameter), which say where they lie in the whole. So runs of any two
-topologies compare. Must not change a gradient: the distributed optimizer's ranks hold only a part of
-the reduced one, and get the others' for the log alone.
-
-Written before clipping, after the reduction over replicas and the division by the loss tokens.
+A rank writes the shards that Megatron's own checkpoints would have of it (`sharded_state_dict`,
+with the gradient in place of the parameter), which say where they lie in the whole. So runs of any
+two topologies compare. Written after the reduction over replicas and the division by the loss
+tokens, before clipping. Must not change what the optimizer reads: of a distributed optimizer's
+gradient, a rank has its own part, and gets the others' for the log alone.
 """
 
 from __future__ import annotations

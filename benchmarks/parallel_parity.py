@@ -10,13 +10,13 @@ not average anything over steps. What a case is compared with:
 - policy `cost`, mixtures of experts, multi-token prediction: `replay_steps.py`, which trains the
   micro-batches of the case's own step log in one process. Under `cost` the samples of a step depend
   on the data-parallel size; router and multi-token-prediction losses are per micro-batch.
-- global auxiliary loss: the same replicas without expert parallelism. It is defined over replicas
-  that run a micro-batch at the same time, which one process cannot do.
+- global auxiliary loss: the same, with tokens counted over the micro-batches that the replicas ran
+  at the same time (`global_balance`).
 
 `max_rel_grad_diff` is the largest relative difference of one parameter's gradient in any step
-(`gradient_log`). Every case must idle and see three values of M. So cases of one replica run with M rounded up to a
-multiple of 4; and under `cost`, which avoids both where it can, micro-batches are small for the
-samples and balanced one by one, and windows hold one step (`POLICY_FLAGS`).
+(`gradient_log`). Every case must idle and see three values of M. So cases of one replica run with M
+rounded up to a multiple of 4; and under `cost`, which avoids both where it can, micro-batches are
+small for the samples and balanced one by one, and windows hold one step (`POLICY_FLAGS`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class Case:
         num_ranks: processes of each replica.
         model: key of `MODELS`.
         count_multiple: what M is a multiple of.
-        has_own_groups: its losses are defined over replicas; see the module's text.
+        is_global: its auxiliary loss is defined over replicas; see the module's text.
     """
 
     flags: str = ""
@@ -88,7 +88,7 @@ class Case:
     num_ranks: int = 1
     model: str = "dense"
     count_multiple: int = 1
-    has_own_groups: bool = False
+    is_global: bool = False
 
 
 def _one_replica(flags: str, num_ranks: int) -> Case:
@@ -99,9 +99,9 @@ _TP2, _PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2
 _CP2, _EP2 = "--context-parallel-size 2", "--expert-model-parallel-size 2"
 
 
-def _experts(losses: str, *, model: str = "experts", has_own_groups: bool = False) -> Case:
+def _experts(losses: str, *, model: str = "experts", is_global: bool = False) -> Case:
     flags = f"{_EP2} {losses}"
-    return Case(flags=flags, num_replicas=2, model=model, has_own_groups=has_own_groups)
+    return Case(flags=flags, num_replicas=2, model=model, is_global=is_global)
 
 
 def _balanced(kind: str) -> str:
@@ -128,7 +128,7 @@ CASES = {
     ),
     "ep2": _experts(f"{_balanced('aux_loss')} --moe-z-loss-coeff 1e-2"),
     "ep2_seq_aux": _experts(_balanced("seq_aux_loss")),
-    "ep2_global_aux": _experts(_balanced("global_aux_loss"), has_own_groups=True),
+    "ep2_global_aux": _experts(_balanced("global_aux_loss"), is_global=True),
     "ep2_z": _experts("--moe-router-load-balancing-type none --moe-z-loss-coeff 1e-1"),
     "ep2_bias": _experts("", model="biased_experts"),
     "ep2_pp2": Case(
@@ -205,9 +205,6 @@ class Runs:
 
     def reference(self, name: str, case: Case, *, policy: str) -> Planned:
         """What a case is compared with."""
-        if case.has_own_groups:
-            alone = replace(case, flags=case.flags.replace(_EP2, ""))
-            return self.case(f"{name}-alone", alone, policy=policy)
         if policy == "samples" and case.model == "dense":
             return self.case("one-process", Case(), policy=policy)
         kept = case.flags if case.model.endswith("experts") else ""
@@ -217,7 +214,11 @@ class Runs:
             f"{name}-{policy}-replayed",
             Case(flags=kept, model=case.model),
             policy=policy,
-            flags=["--replay", str(self._folder / f"{name}-{policy}")],
+            flags=[
+                "--replay",
+                str(self._folder / f"{name}-{policy}"),
+                *(["--together"] if case.is_global else []),
+            ],
         )
 
     def run(self, planned: Sequence[Planned]) -> None:

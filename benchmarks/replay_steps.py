@@ -3,8 +3,10 @@
     odb-megatron launch --device cpu benchmarks/replay_steps.py --replay LOG_DIR --odb ...
 
 `--replay` names the step log (`--odb-log-dir`) of the run to repeat. Each step runs the
-micro-batches of all its replicas one after the other, idle ones too, so nothing of the planner, the
-delivery or the process groups is used. `--count-multiple N`, without `--replay`, is the ordinary
+micro-batches of all its replicas one after the other, idle ones too: the first of each replica,
+then the second of each, and so on. So nothing of the planner, the delivery or the process groups
+is used. With `--together` the global auxiliary loss is that of replicas (`global_balance`).
+`--count-multiple N`, without `--replay`, is the ordinary
 script with M rounded up to a multiple of N, as under virtual pipelining, so that a single replica
 idles too. `--gradients FOLDER` writes every step's gradients (`gradient_log`).
 """
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from global_balance import run_together
 from gradient_log import log_gradients
 from megatron.core.enums import ModelType
 from megatron.training import training
@@ -50,8 +53,8 @@ class ReplayLoader(StepLoader):
             self._positions = _positions(self.stream)
         micro_batches = [
             tuple(self._positions[name] for name in ids)
-            for record in self.records[at]
-            for ids in record["ids"]
+            for parts in zip(*(record["ids"] for record in self.records[at]), strict=True)
+            for ids in parts
         ]
         for position in (position for part in micro_batches for position in part):
             item = self.stream.fetch(position)
@@ -119,6 +122,7 @@ def main() -> None:
 def _run() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--replay", type=Path)
+    parser.add_argument("--together", action="store_true")
     parser.add_argument("--count-multiple", type=int)
     parser.add_argument("--gradients", type=Path)
     own, sys.argv[1:] = parser.parse_known_args()
@@ -130,22 +134,26 @@ def _run() -> None:
         setattr(providers, "count_multiple", lambda _args: own.count_multiple)  # noqa: B010
     try:
         with contextlib.nullcontext() if own.gradients is None else log_gradients(own.gradients):
-            _pretrain()
+            _pretrain(len(ReplayLoader.records[0]) if own.together else 1)
     finally:
         setattr(providers, "StepLoader", originals[0])  # noqa: B010
         setattr(providers, "count_multiple", originals[1])  # noqa: B010
 
 
-def _pretrain() -> None:
+def _pretrain(num_together: int) -> None:
     args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
     model_config = gpt_config_from_args(args)
-    with run.OdbRun(args) as odb:
+    with contextlib.ExitStack() as stack:
+        odb = stack.enter_context(run.OdbRun(args))
+        forward_step = odb.forward_step
+        if num_together > 1:
+            forward_step = stack.enter_context(run_together(forward_step, num_together))
         odb.prepare_model(model_config)
         training.pretrain(
             pretrain_cfg_container_from_args(args, model_config),
             odb.datasets_provider,
             ModelType.encoder_or_decoder,
-            odb.forward_step,
+            forward_step,
         )
 
 

@@ -32,6 +32,7 @@ def test_defaults() -> None:
         enabled=True,
         policy=PolicyName.SAMPLES,
         token_budget=128,
+        pad_to_budget=False,
         window=12,  # four times a replica's share of 10 over 4, rounded up
         max_delay_steps=8,
         cost=CostSource.SHAPE,
@@ -65,9 +66,18 @@ def test_everything_given() -> None:
     assert _config("--odb --odb-cost auto").cost is CostSource.AUTO
 
 
+def test_micro_batches_of_one_length() -> None:
+    config = _config("--odb --odb-token-budget 130 --odb-pad-to-budget")
+    assert [config.micro_batch_length(multiple) for multiple in (1, 4, 128)] == [130, 128, 128]
+    assert "--odb-token-budget 130" in config.describe()
+    assert "--odb-pad-to-budget" in config.describe()
+    assert _config("--odb").micro_batch_length(4) == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("--odb-pad-to-budget", "--odb-pad-to-budget would do nothing without --odb"),
         ("--odb-policy samples", "--odb-policy would do nothing without --odb: add --odb, or drop"),
         ("--odb-token-budget 9", "--odb-token-budget would do nothing without --odb"),
         ("--odb-exchange auto", "--odb-exchange would do nothing without --odb"),
@@ -168,7 +178,7 @@ def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_odb_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest.startswith("odb")]
-    assert len(actions) == 18
+    assert len(actions) == 19
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out

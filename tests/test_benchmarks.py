@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -363,22 +364,24 @@ def test_what_the_comparison_of_topologies_finds() -> None:
     parity = _module("parallel_parity")
     counts = (1, 2, 3)
     steps = (tuple(_step(num_micro_batches=count) for count in counts),)
-    same = parity.compare(steps, steps)
+    same = {**parity.compare(steps, steps), "max_rel_grad_diff": 0.0}
     assert parity.find_problems("case", same) == []
     assert (same["m_values"], same["idle_microbatches"]) == ([1, 2, 3], 3)
     assert (same["collectives_per_step"], same["bytes_per_step"]) == (2, 100)
     other = _step(loss=2.1, grad_norm=1.01, ids=(("0:1@0",),), collectives=3, idle=0)
-    found = parity.find_problems("case", parity.compare(((other,),), steps))
+    differs = {**parity.compare(((other,),), steps), "max_rel_grad_diff": 0.1}
+    found = parity.find_problems("case", differs)
     assert [problem.partition(": ")[2][:20] for problem in found] == [
         "the case has 1 steps",
         "max_abs_loss_diff is",
         "max_rel_grad_diff is",
+        "max_rel_grad_norm_di",
         "the runs trained dif",
         "3 collectives in a s",
         "M took only the valu",
         "no micro-batch was i",
     ]
-    missing = parity.compare(((_step(loss=None), *steps[0][1:]),), steps)
+    missing = {**same, **parity.compare(((_step(loss=None), *steps[0][1:]),), steps)}
     assert math.isnan(missing["max_abs_loss_diff"])
     assert len(parity.find_problems("case", missing)) == 2  # and M 1 is gone with that step
 
@@ -390,9 +393,68 @@ def test_two_replicas_have_the_samples_of_one() -> None:
     assert parity.compare(two, one)["ids_equal"] is True
 
 
+def _write_gradients(folder: Path, *ranks: list[tuple[Any, ...]]) -> Path:
+    """Shards as (key, whole shape, offset, axes of stacked layers, values), by rank; one step."""
+    folder.mkdir()
+    for rank, shards in enumerate(ranks):
+        where = json.dumps([shard[:4] for shard in shards])
+        arrays = {str(at): np.array(shard[4]) for at, shard in enumerate(shards)}
+        np.savez(folder / f"0-{rank}.npz", where=np.array(where), **arrays)
+    return folder
+
+
+def test_gradients_are_compared_parameter_by_parameter(tmp_path: Path) -> None:
+    log = _module("gradient_log")
+    whole = _write_gradients(
+        tmp_path / "whole",
+        [("w", (2, 4), (0, 0), 1, [1.0, 2, 2, 0]), ("w", (2, 4), (1, 0), 1, [0.0, 0, 3, 4])],
+    )
+    parts = _write_gradients(
+        tmp_path / "parts",
+        [("w", (2, 4), (0, 0), 1, [1.0, 2]), ("w", (2, 4), (1, 0), 1, [0.0, 0])],
+        [("w", (2, 4), (0, 2), 1, [2.0, 0]), ("w", (2, 4), (1, 2), 1, [3.0, 4])],
+    )
+    assert log.compare_gradients(parts, whole) == (0, "")
+    off = _write_gradients(
+        tmp_path / "off",
+        [("w", (2, 4), (0, 0), 1, [1.0, 2]), ("w", (2, 4), (1, 0), 1, [0.3, 0])],
+        [("w", (2, 4), (0, 2), 1, [2.0, 0]), ("w", (2, 4), (1, 2), 1, [3.0, 4.4])],
+    )
+    found, whose = log.compare_gradients(off, whole)
+    assert found == pytest.approx(0.5 / 5)  # of the second layer, whose norm is 5
+    assert whose == "w[1], step 1"
+
+
+def test_a_copy_that_is_off_counts(tmp_path: Path) -> None:
+    log = _module("gradient_log")
+    right, wrong = ("w", (2,), (0,), 0, [3.0, 4]), ("w", (2,), (0,), 0, [3.0, 5])
+    whole = _write_gradients(tmp_path / "whole", [right])
+    for at, ranks in enumerate(([[right], [wrong]], [[wrong], [right]])):
+        copies = _write_gradients(tmp_path / str(at), *ranks)
+        assert log.compare_gradients(copies, whole)[0] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("shard", "text"),
+    [
+        (("w", (4,), (0,), 0, [3.0, 4]), "shards that do not cover"),
+        (("w", (2,), (0,), 0, [3.0, math.nan]), "NaN, or shards"),
+        (("v", (2,), (0,), 0, [3.0, 4]), "parameters in one run only"),
+        (None, "steps with gradients: []"),
+    ],
+)
+def test_gradients_that_cannot_be_compared(tmp_path: Path, shard: Any, text: str) -> None:
+    log = _module("gradient_log")
+    whole = _write_gradients(tmp_path / "whole", [("w", (2,), (0,), 0, [3.0, 4])])
+    found = _write_gradients(tmp_path / "found", *([] if shard is None else [[shard]]))
+    with pytest.raises(ValueError, match=re.escape(text)):
+        log.compare_gradients(found, whole)
+
+
 def test_every_promised_topology_is_a_case() -> None:
     parity = _module("parallel_parity")
-    promised = "dp2 tp2 tp2_sp pp2 pp4 vpp2x2 cp2 ep2 dp2_tp2 dp2_pp2 dp2_cp2 tp2_pp2 mtp"
+    promised = "dp2 tp2 tp2_sp pp2 pp4 vpp2x2 cp2 ep2 dp2_tp2 dp2_pp2 dp2_cp2 tp2_pp2 mtp "
+    promised += "ep2_seq_aux ep2_global_aux ep2_z ep2_bias ep2_cp2 ep2_tp2_sp mtp_pp2"
     assert set(promised.split()) <= set(parity.CASES)
     assert all(case.model in parity.MODELS for case in parity.CASES.values())
 
@@ -406,6 +468,7 @@ def test_a_topology_trains_as_one_process(tmp_path: Path) -> None:
     case = policies["cost"]
     assert case["max_abs_loss_diff"] <= 1e-5
     assert case["max_rel_grad_diff"] <= 1e-4
+    assert case["max_rel_grad_norm_diff"] <= 1e-4
     assert case["ids_equal"] is True
     assert case["collectives_per_step"] == 2
     assert "--replay" in case["reference_command"]

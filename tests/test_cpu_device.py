@@ -133,6 +133,41 @@ def test_training_names_are_replaced_where_they_were_imported(measured: dict[str
     assert measured["training"] == {"initialize": True, "arch": 10, "helpers": True}
 
 
+def test_unequal_parts_are_gathered_padded() -> None:
+    import torch
+
+    others = torch.tensor([[7.0], [8.0], [9.0]])
+
+    def gloo(parts: list[torch.Tensor], own: torch.Tensor, **_options: object) -> str:
+        assert all(part.shape == own.shape for part in parts)
+        parts[0].copy_(own)
+        parts[1].copy_(others[: len(own)])
+        return "done"
+
+    (made,) = (row.make(gloo) for row in REPLACEMENTS if row.name == "all_gather")
+    whole = torch.zeros(4, 1)
+    made(list(whole.split([1, 3])), torch.tensor([[5.0]]), group=None)
+    assert whole.flatten().tolist() == [5, 7, 8, 9]
+    equal = torch.zeros(2, 1)
+    assert made(list(equal.split(1)), torch.tensor([[5.0]]), group=None) == "done"
+    assert equal.flatten().tolist() == [5, 7]
+
+
+def test_unequal_parts_are_reduced_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def all_reduce(tensor: torch.Tensor, **_options: object) -> None:
+        tensor.mul_(2)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda _group: 1)
+    (made,) = (row.make(lambda *_: "gloo") for row in REPLACEMENTS if row.name == "reduce_scatter")
+    output = torch.zeros(3)
+    made(output, list(torch.arange(4.0).split([1, 3])), group=None)
+    assert output.tolist() == [2, 4, 6]
+    assert made(output, list(torch.arange(6.0).split(3))) == "gloo"
+
+
 # --- what runs in the process with the device layer -------------------------------------------
 
 

@@ -44,6 +44,16 @@ TOPOLOGIES: dict[str, tuple[int, str]] = {
     "tp2_pp2": (4, f"{TP} {PP}"),
 }
 
+NO_ROUTER_LOSS = EXPERTS.replace("aux_loss --moe-aux-loss-coeff 0.05", "none")
+OTHER_MODELS: dict[str, tuple[int, str]] = {
+    "ep2": (2, f"{NO_ROUTER_LOSS} {EP}"),
+    "ep2_cp2": (2, f"{NO_ROUTER_LOSS} {EP} {CP}"),
+    "ep2_pp2": (4, f"{NO_ROUTER_LOSS} {EP} {PP}"),
+    "ep2_tp2_sp": (4, f"{NO_ROUTER_LOSS} {EP} {TP} {SP}"),
+    "mtp": (2, "--mtp-num-layers 1"),
+    "mtp_pp2": (2, f"--mtp-num-layers 1 {PP}"),
+}
+
 
 @pytest.fixture(scope="module")
 def initial(
@@ -94,18 +104,43 @@ def test_same_samples_losses_and_gradients(
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_no_sample_sees_another(megatron: Megatron, initial: tuple[Any, ...], name: str) -> None:
     """Half of the samples have loss on their first token alone, and change behind it."""
-    run, other = (_train_changed(megatron, initial, name, seed=seed) for seed in (1, 2))
+    num_ranks, flags = TOPOLOGIES[name]
+    run, other = (
+        _train_changed(megatron, (*initial, *shlex.split(flags)), num_ranks, seed=seed)
+        for seed in (1, 2)
+    )
     for step, changed in zip(run.steps, other.steps, strict=True):
         assert step.loss == changed.loss
         assert step.record["grad_norm"] == changed.record["grad_norm"]
 
 
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_no_sample_sees_another_through_experts_or_predictions(
+    megatron: Megatron, name: str
+) -> None:
+    """As above. Experts without router losses, which are of a micro-batch as a whole; which tokens
+    go to an expert together changes the order of its sums.
+    """
+    num_ranks, flags = OTHER_MODELS[name]
+    run, other = (
+        _train_changed(megatron, (*MODEL, *shlex.split(flags)), num_ranks, seed=seed)
+        for seed in (1, 2)
+    )
+    assert run.losses == pytest.approx(other.losses, abs=2e-6)
+    norms, others = ([step.record["grad_norm"] for step in one.steps] for one in (run, other))
+    assert norms == pytest.approx(others, rel=1e-5)
+
+
 def test_a_middle_stage_without_sample_bounds_would_be_seen(
     megatron: Megatron, initial: tuple[Any, ...]
 ) -> None:
-    """The test above can fail."""
+    """The tests above can fail."""
+    num_ranks, flags = TOPOLOGIES["pp4"]
     run, other = (
-        _train_changed(megatron, initial, "pp4", seed=seed, merged_on=(1, 2)) for seed in (1, 2)
+        _train_changed(
+            megatron, (*initial, *shlex.split(flags)), num_ranks, seed=seed, merged_on=(1, 2)
+        )
+        for seed in (1, 2)
     )
     assert abs(run.losses[0] - other.losses[0]) > 1e-5
 
@@ -299,6 +334,37 @@ def test_experts(megatron: Megatron, data_flags: tuple[str, ...], topology: str)
     assert "nan" not in run.replicas[-1].output.replace("nan iterations", "")
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [
+        (2, PP),
+        (2, VPP),
+        (2, CP),
+        (4, f"{TP} {SP} {PP}"),
+        (2, f"{EXPERTS} {EP} --moe-z-loss-coeff 0.01"),
+        (2, f"--mtp-num-layers 1 {PP}"),
+    ],
+)  # fmt: skip
+def test_micro_batches_padded_to_the_budget(
+    megatron: Megatron, data_flags: tuple[str, ...], num_ranks: int, flags: str
+) -> None:
+    """The budget is 64 tokens; stages need not tell each other the length."""
+    flags = (*MODEL, *LENGTH, *data_flags, *shlex.split(flags))
+    plain, padded = (
+        megatron.train(*flags, *more, replicas=num_ranks) for more in ((), ("--odb-pad-to-budget",))
+    )
+    _assert_equal(padded, plain)
+    for step in padded.steps:
+        record = step.record
+        num_micro_batches = record["num_micro_batches"] * len(step.ids)
+        assert record["computed_tokens"] == 64 * num_micro_batches > record["tokens"]
+    varies = [run.replicas[0].final["variable_seq_lengths"] for run in (plain, padded)]
+    assert varies == ["--pipeline-model-parallel-size" in flags, False]
+    assert [one.record["lengths"] for one in padded.steps] == [
+        one.record["lengths"] for one in plain.steps
+    ]
+
+
 def test_multi_token_prediction(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
     flags = (*MODEL, *LENGTH, *data_flags, "--mtp-num-layers", 1, *shlex.split(PP))
     run = megatron.train(*flags)
@@ -313,9 +379,8 @@ def _assert_equal(run: Run, expected: Run) -> None:
 
 
 def _train_changed(
-    megatron: Megatron, initial: tuple[Any, ...], name: str, *, seed: int, **case: Any
+    megatron: Megatron, flags: tuple[Any, ...], num_ranks: int, *, seed: int, **case: Any
 ) -> Run:
-    num_ranks, flags = TOPOLOGIES[name]
     fixed, changing = random.Random(0), random.Random(seed)
     items = []
     for at in range(16):
@@ -325,7 +390,7 @@ def _train_changed(
         mask = [1] + [1 - at % 2] * (len(tokens) - 2)
         items.append({"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask})
     run = megatron.train(
-        *(*initial, "--odb", "--train-samples", 16, "--eval-iters", 0, *shlex.split(flags)),
+        *(*flags, "--odb", "--train-samples", 16, "--eval-iters", 0),
         replicas=num_ranks,
         items=(items, None, None),
         **case,

@@ -79,7 +79,9 @@ def test_load_balancing_weighs_the_tokens_of_one_rank(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     monkeypatch.setattr(moe_utils, "reduce_from_tensor_model_parallel_region", mappings._reduce)
     original = router.get_tokens_per_expert_and_token_count
-    routing_map = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1], [0, 0, 0]]).bool()  # one is padding
+    routing_map = torch.tensor(
+        [[1, 1, 0], [0, 1, 1], [1, 0, 1], [0, 0, 0]]
+    ).bool()  # one is padding
     asked: dict[str, Any] = {"reduce_group": SimpleNamespace(size=lambda: 2), "topk": 2}
 
     def counts(*, with_padding_mask: bool) -> tuple[list[int], float, float]:

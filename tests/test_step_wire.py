@@ -31,7 +31,7 @@ TOTALS = StepTotals(
 )
 
 
-def micro_batches(lengths: list[list[int]], *, multiple: int) -> list[MicroBatch]:
+def micro_batches(lengths: list[list[int]], *, multiple: int, total: int = 0) -> list[MicroBatch]:
     generator = np.random.RandomState(0)
     made, position = [], 40
     for sizes in lengths:
@@ -46,9 +46,9 @@ def micro_batches(lengths: list[list[int]], *, multiple: int) -> list[MicroBatch
         positions = range(position, position + len(sizes))
         position += len(sizes)
         made.append(
-            assemble(samples, positions=positions, multiple=multiple)
+            assemble(samples, positions=positions, multiple=multiple, total=total)
             if sizes
-            else assemble_idle(multiple=multiple)
+            else assemble_idle(multiple=multiple, total=total)
         )
     return made
 
@@ -66,10 +66,11 @@ def assert_equal(one: MicroBatchLayout, other: MicroBatchLayout) -> None:
 @given(
     st.lists(st.lists(st.integers(1, 20), max_size=5), min_size=1, max_size=5),
     st.sampled_from([1, 2, 4, 16]),
+    st.sampled_from([0, 160, 192]),  # five samples of 20 tokens, each padded to 32, just fit 160
 )
-def test_a_round_trip(lengths: list[list[int]], multiple: int) -> None:
-    sent = micro_batches(lengths, multiple=multiple)
-    metadata = StepMetadata.of(TOTALS, sent, multiple=multiple)
+def test_a_round_trip(lengths: list[list[int]], multiple: int, total: int) -> None:
+    sent = micro_batches(lengths, multiple=multiple, total=total)
+    metadata = StepMetadata.of(TOTALS, sent, multiple=multiple, length=total)
     payload = encode_payload(sent)
     assert payload.size == payload_bytes(metadata)
     found = decode_header(encode_header(metadata))

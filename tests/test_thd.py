@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from odb_megatron.data.context_parallel import padding_mask
 from odb_megatron.data.sample import Sample
 from odb_megatron.data.thd import PAD_TOKEN, MicroBatch, assemble, assemble_idle
 
@@ -142,6 +143,36 @@ def test_samples_need_positions(num_samples: int, num_positions: int) -> None:
         ValueError, match=f"got {num_samples} samples and {num_positions} positions"
     ):
         assemble(_samples([1] * num_samples), positions=range(num_positions))
+
+
+def test_a_fixed_length() -> None:
+    """What is left is one more segment, without a real token."""
+    own = _assembled([7, 5], multiple=4)
+    batch = assemble(_samples([7, 5]), positions=(0, 1), multiple=4, total=24)
+    assert batch.cu_seqlens.tolist() == [0, 7, 12, 12]
+    assert batch.cu_seqlens_padded.tolist() == [0, 8, 16, 24]
+    for name in ("tokens", "labels", "loss_mask", "position_ids"):
+        whole = getattr(batch, name)
+        assert whole.shape == (1, 24)
+        assert torch.equal(whole[:, :16], getattr(own, name))
+        assert not whole[:, 16:].any()
+    assert batch.max_seqlen == 8
+    assert padding_mask(batch)[0].tolist() == [False] * 7 + [True] + [False] * 5 + [True] * 11
+
+
+def test_a_fixed_length_that_is_full() -> None:
+    batch = assemble(_samples([7, 5]), positions=(0, 1), multiple=4, total=16)
+    assert batch.cu_seqlens_padded.tolist() == [0, 8, 16]
+    with pytest.raises(ValueError, match="16 tokens after padding .* padded to 12: raise --odb"):
+        assemble(_samples([7, 5]), positions=(0, 1), multiple=4, total=12)
+
+
+def test_an_idle_micro_batch_of_a_fixed_length() -> None:
+    batch = assemble_idle(multiple=4, total=12)
+    assert batch.is_idle
+    assert (batch.cu_seqlens.tolist(), batch.cu_seqlens_padded.tolist()) == ([0, 0], [0, 12])
+    assert batch.tokens.shape == batch.position_ids.shape == batch.loss_mask.shape == (1, 12)
+    assert padding_mask(batch)[0].tolist() == [False] + [True] * 11
 
 
 @pytest.mark.parametrize("batch", [_assembled([3, 5], multiple=4), assemble_idle(multiple=4)])

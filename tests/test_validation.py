@@ -21,6 +21,7 @@ GOOD: dict[str, Any] = {
     "odb": True,
     "odb_policy": None,
     "odb_token_budget": None,
+    "odb_pad_to_budget": None,
     "odb_window": None,
     "odb_max_delay_steps": None,
     "odb_exchange": None,
@@ -106,10 +107,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"num_experts": 8, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
     (
-        {"num_experts": 8, "context_parallel_size": 2},
-        "--num-experts with --context-parallel-size above 1",
-    ),
-    (
         {
             "num_experts": 8,
             "moe_token_dispatcher_type": "allgather",
@@ -143,6 +140,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mtp_num_layers": 1, "context_parallel_size": 2}, "drop --mtp-num-layers, or both"),
     ({"mtp_num_layers": 1, "num_experts": 8}, "drop --mtp-num-layers or --num-experts"),
     ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size 1"),
+    ({"odb_pad_to_budget": True, "odb_overlong": "solo"}, "cannot pad to one shape"),
     ({"odb_token_budget": 64}, "--odb-token-budget 64 is below --seq-length 128"),
 ]
 

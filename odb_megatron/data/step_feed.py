@@ -116,7 +116,13 @@ class StepFeed:
     def _send(self) -> tuple[StepHeader, list[MicroBatch]]:
         try:
             header, micro_batches = self._next_step()
-            metadata = StepMetadata.of(header.totals, micro_batches, multiple=self._multiple)
+            assert self._loader is not None
+            metadata = StepMetadata.of(
+                header.totals,
+                micro_batches,
+                multiple=self._multiple,
+                length=self._loader.config.micro_batch_length,
+            )
             payload = encode_payload(micro_batches) if self._channel is not None else None
         except BaseException as error:
             if self._channel is not None:

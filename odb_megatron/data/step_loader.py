@@ -356,9 +356,9 @@ class StepLoader:
         return wire_size(sample) if self._moves else 0
 
     def _assemble(self, positions: tuple[int, ...]) -> MicroBatch:
-        multiple = self._config.multiple
+        multiple, total = self._config.multiple, self._config.micro_batch_length
         if not positions:
-            return assemble_idle(multiple=multiple)
+            return assemble_idle(multiple=multiple, total=total)
         samples = [self._take(position) for position in positions]
         for sample in samples:
             self.source_counts[sample.source].add_sample(
@@ -368,7 +368,7 @@ class StepLoader:
                 solo=padded_length(len(sample), multiple) > self._config.token_budget
                 or sample.num_patches > self._config.max_patches > 0,
             )
-        return assemble(samples, positions=positions, multiple=multiple)
+        return assemble(samples, positions=positions, multiple=multiple, total=total)
 
     def _take(self, position: int) -> Sample:
         """Return a sample of the current step: this replica's own, or handed over."""

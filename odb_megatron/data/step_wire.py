@@ -49,6 +49,7 @@ class StepMetadata:
         lengths: tokens of each sample before padding, per micro-batch.
         patches: image patches that each micro-batch's samples stand for.
         multiple: padded lengths are multiples of this.
+        length: tokens that every micro-batch is padded to; 0 for none.
     """
 
     totals: StepTotals
@@ -56,10 +57,16 @@ class StepMetadata:
     lengths: tuple[tuple[int, ...], ...]
     patches: tuple[int, ...]
     multiple: int
+    length: int = 0
 
     @classmethod
     def of(
-        cls, totals: StepTotals, micro_batches: Sequence[MicroBatch], *, multiple: int
+        cls,
+        totals: StepTotals,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        multiple: int,
+        length: int = 0,
     ) -> StepMetadata:
         """Describe assembled micro-batches."""
         return cls(
@@ -68,13 +75,15 @@ class StepMetadata:
             lengths=tuple(_lengths(item) for item in micro_batches),
             patches=tuple(item.num_patches for item in micro_batches),
             multiple=multiple,
+            length=length,
         )
 
     def layouts(self) -> list[MicroBatchLayout]:
         """Return the micro-batches without their tokens, as middle pipeline stages use them."""
         return [
             replace(
-                layout(lengths, positions=positions, multiple=self.multiple), num_patches=patches
+                layout(lengths, positions=positions, multiple=self.multiple, total=self.length),
+                num_patches=patches,
             )
             for lengths, positions, patches in zip(
                 self.lengths, self.positions, self.patches, strict=True
@@ -102,6 +111,7 @@ def decode_header(data: bytes) -> StepMetadata | Ending:
         lengths=tuple(map(tuple, values["lengths"])),
         patches=tuple(values["patches"]),
         multiple=values["multiple"],
+        length=values["length"],
     )
 
 
@@ -158,6 +168,7 @@ def decode_payload(metadata: StepMetadata, payload: Bytes) -> list[MicroBatch]:
     labels = payload[4 * count : 8 * count].view("<i4").astype(np.int64)
     mask = np.unpackbits(payload[8 * count :], count=count).astype(np.float32)
     micro_batches, at = [], 0
+    shape = {"multiple": metadata.multiple, "total": metadata.length}
     parts = zip(metadata.lengths, metadata.positions, metadata.patches, strict=True)
     for lengths, positions, patches in parts:
         samples = []
@@ -166,18 +177,15 @@ def decode_payload(metadata: StepMetadata, payload: Bytes) -> list[MicroBatch]:
             samples.append(Sample(tokens=tokens[part], labels=labels[part], loss_mask=mask[part]))
             at += length
         item = (
-            assemble(samples, positions=positions, multiple=metadata.multiple)
-            if positions
-            else assemble_idle(multiple=metadata.multiple)
+            assemble(samples, positions=positions, **shape) if positions else assemble_idle(**shape)
         )
         micro_batches.append(replace(item, num_patches=patches))
     return micro_batches
 
 
 def _lengths(item: MicroBatch) -> tuple[int, ...]:
-    if item.is_idle:
-        return ()
-    return tuple(end - start for start, end in pairwise(item.cu_seqlens.tolist()))
+    ends = item.cu_seqlens[: len(item.positions) + 1].tolist()  # no padding segment
+    return tuple(end - start for start, end in pairwise(ends)) if item.positions else ()
 
 
 def _real_places(item: MicroBatch) -> npt.NDArray[np.int64]:

@@ -27,6 +27,9 @@ no loss is taken there and attention does not cross samples."""
 class MicroBatchLayout:
     """Where the samples of one packed micro-batch lie: all that a middle pipeline stage uses.
 
+    With a fixed length (`total`) what the samples leave of it is one more segment, without a real
+    token, at the end of both cumulative lengths.
+
     Attributes:
         cu_seqlens: int32 [S1], cumulative lengths before padding (real tokens).
         cu_seqlens_padded: int32 [S1], cumulative lengths after padding (offsets into T).
@@ -65,15 +68,35 @@ class MicroBatch(MicroBatchLayout):
 
 
 def layout(
-    lengths: Sequence[int], *, positions: Sequence[int], multiple: int = 1
+    lengths: Sequence[int], *, positions: Sequence[int], multiple: int = 1, total: int = 0
 ) -> MicroBatchLayout:
     """Lay out samples of the given lengths, each padded to `multiple`; none for an idle one.
 
     An idle micro-batch is the smallest legal one: `multiple` padding tokens. Its `cu_seqlens` name
     no real token, so FLOPs accounting adds nothing for it; attention goes by `cu_seqlens_padded`.
+
+    Args:
+        lengths: tokens of each sample.
+        positions: their stream positions.
+        multiple: see `plan.padding.length_multiple`.
+        total: tokens of the micro-batch, a multiple of `multiple`; 0 for what the samples need.
+
+    Raises:
+        ValueError: the samples need more than `total`.
     """
     real = list(lengths) or [0]
     padded = [padded_length(max(1, length), multiple) for length in real]
+    if total:
+        rest = total - sum(padded)
+        if rest < 0:
+            raise ValueError(
+                f"samples of {sum(padded)} tokens after padding are in a micro-batch that is "
+                f"padded to {total}: raise --odb-token-budget, or drop --odb-pad-to-budget"
+            )
+        if not lengths:
+            padded = [total]
+        elif rest:
+            real, padded = [*real, 0], [*padded, rest]
     return MicroBatchLayout(
         cu_seqlens=torch.tensor([0, *np.cumsum(real)], dtype=torch.int32),
         cu_seqlens_padded=torch.tensor([0, *np.cumsum(padded)], dtype=torch.int32),
@@ -83,7 +106,7 @@ def layout(
 
 
 def assemble(
-    samples: Sequence[Sample], *, positions: Sequence[int], multiple: int = 1
+    samples: Sequence[Sample], *, positions: Sequence[int], multiple: int = 1, total: int = 0
 ) -> MicroBatch:
     """Concatenate samples, each padded to `multiple`.
 
@@ -91,9 +114,10 @@ def assemble(
         samples: at least one (see `assemble_idle` for none).
         positions: their stream positions, same order.
         multiple: see `plan.padding.length_multiple`.
+        total: see `layout`.
 
     Raises:
-        ValueError: no samples, or `positions` of another length.
+        ValueError: no samples, `positions` of another length, or more samples than fit `total`.
     """
     if not samples or len(samples) != len(positions):
         raise ValueError(
@@ -101,13 +125,13 @@ def assemble(
             f"and {len(positions)} positions"
         )
     lengths = [len(sample) for sample in samples]
-    where = layout(lengths, positions=positions, multiple=multiple)
+    where = layout(lengths, positions=positions, multiple=multiple, total=total)
     offsets = where.cu_seqlens_padded.numpy()
     tokens_T = np.full(offsets[-1], PAD_TOKEN, dtype=np.int64)
     labels_T = np.full(offsets[-1], PAD_TOKEN, dtype=np.int64)
     loss_mask_T = np.zeros(offsets[-1], dtype=np.float32)
-    position_ids_T = np.empty(offsets[-1], dtype=np.int64)
-    for sample, start, end in zip(samples, offsets[:-1], offsets[1:], strict=True):
+    position_ids_T = np.zeros(offsets[-1], dtype=np.int64)
+    for sample, start, end in zip(samples, offsets, offsets[1:], strict=False):
         tokens_T[start : start + len(sample)] = sample.tokens
         labels_T[start : start + len(sample)] = sample.labels
         loss_mask_T[start : start + len(sample)] = sample.loss_mask
@@ -125,15 +149,16 @@ def assemble(
     )
 
 
-def assemble_idle(*, multiple: int = 1) -> MicroBatch:
+def assemble_idle(*, multiple: int = 1, total: int = 0) -> MicroBatch:
     """Return an idle micro-batch: see `layout`; none of its tokens has loss."""
-    where = layout((), positions=(), multiple=multiple)
-    zeros_T = torch.zeros((1, multiple), dtype=torch.int64)
+    where = layout((), positions=(), multiple=multiple, total=total)
+    num_tokens = total or multiple
+    zeros_T = torch.zeros((1, num_tokens), dtype=torch.int64)
     return MicroBatch(
         tokens=zeros_T + PAD_TOKEN,
         labels=zeros_T + PAD_TOKEN,
-        loss_mask=torch.zeros((1, multiple), dtype=torch.float32),
-        position_ids=torch.arange(multiple)[None],
+        loss_mask=torch.zeros((1, num_tokens), dtype=torch.float32),
+        position_ids=torch.arange(multiple).repeat(num_tokens // multiple)[None],
         cu_seqlens=where.cu_seqlens,
         cu_seqlens_padded=where.cu_seqlens_padded,
         max_seqlen=where.max_seqlen,

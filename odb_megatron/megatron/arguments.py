@@ -12,7 +12,7 @@ from enum import Enum
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
 from odb_megatron.megatron.topology import balance_scope
 from odb_megatron.plan.cost import CostPrices
-from odb_megatron.plan.padding import OverlongPolicy
+from odb_megatron.plan.padding import OverlongPolicy, budget_length
 from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 
 __all__ = ["CostSource", "OdbConfig", "add_odb_arguments", "cost_flags"]
@@ -20,6 +20,7 @@ __all__ = ["CostSource", "OdbConfig", "add_odb_arguments", "cost_flags"]
 _PLANNING_FLAGS = {
     "odb_policy": "--odb-policy",
     "odb_token_budget": "--odb-token-budget",
+    "odb_pad_to_budget": "--odb-pad-to-budget",
     "odb_window": "--odb-window",
     "odb_max_delay_steps": "--odb-max-delay-steps",
     "odb_exchange": "--odb-exchange",
@@ -49,6 +50,7 @@ class OdbConfig:
         enabled: `--odb`.
         policy: step policy.
         token_budget: most padded tokens of a micro-batch.
+        pad_to_budget: every micro-batch is padded to the budget.
         window: samples each replica looks ahead (policy `cost`).
         max_delay_steps: see `plan.policy.CostPolicy`.
         cost: where the cost model comes from; `prices` come first.
@@ -67,6 +69,7 @@ class OdbConfig:
     enabled: bool
     policy: PolicyName
     token_budget: int
+    pad_to_budget: bool
     window: int
     max_delay_steps: int
     cost: CostSource
@@ -114,6 +117,7 @@ class OdbConfig:
             enabled=args.odb,
             policy=policy,
             token_budget=args.odb_token_budget or args.seq_length,
+            pad_to_budget=bool(args.odb_pad_to_budget),
             window=args.odb_window or 4 * share,
             max_delay_steps=8 if args.odb_max_delay_steps is None else args.odb_max_delay_steps,
             cost=CostSource(args.odb_cost or CostSource.SHAPE.value),
@@ -128,6 +132,10 @@ class OdbConfig:
             log_dir=args.odb_log_dir,
             context=args.seq_length,
         )
+
+    def micro_batch_length(self, multiple: int) -> int:
+        """Return the tokens that every micro-batch is padded to; 0 for none."""
+        return budget_length(self.token_budget, multiple) if self.pad_to_budget else 0
 
     def sample_rules(self, *, multiple: int) -> SampleRules:
         """Return the policies for records; without `--odb` only the context limits a sample."""
@@ -149,6 +157,8 @@ class OdbConfig:
             f"--odb-bad-record {self.bad_record.value}",
             f"--odb-attention {self.attention}",
         ]
+        if self.pad_to_budget:
+            flags += ["--odb-pad-to-budget"]
         if self.policy is PolicyName.COST:
             flags += [f"--odb-window {self.window}"]
             flags += [f"--odb-max-delay-steps {self.max_delay_steps}"]
@@ -211,6 +221,14 @@ def _add_planning_arguments(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="Most tokens of one micro-batch on one replica, padding included. Memory follows "
         "it. Default --seq-length.",
+    )
+    group.add_argument(
+        "--odb-pad-to-budget",
+        action="store_true",
+        default=None,
+        help="Pad every micro-batch to the token budget by a segment without loss. All then have "
+        "one shape, so that pipeline stages need not tell each other the next one; costs the "
+        "padding, which the metrics count.",
     )
     group.add_argument(
         "--odb-window",

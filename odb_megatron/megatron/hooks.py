@@ -59,11 +59,20 @@ class Hooks:
         listener: the run.
         packed: whether iterators carry step headers (ODB on).
         has_experts: whether the model is a mixture of experts.
+        micro_batch_length: tokens of every micro-batch; 0 where they differ.
     """
 
-    def __init__(self, listener: RunListener, *, packed: bool, has_experts: bool = False) -> None:
+    def __init__(
+        self,
+        listener: RunListener,
+        *,
+        packed: bool,
+        has_experts: bool = False,
+        micro_batch_length: int = 0,
+    ) -> None:
         self._listener = listener
         self._packed = packed
+        self._length = micro_batch_length
         self._count = 1
         self._router_masks = RouterMasks() if packed and has_experts else None
         self._originals: dict[str, Any] = {}
@@ -112,6 +121,8 @@ class Hooks:
                 assert isinstance(header, StepHeader), f"expected a step header, got {header!r}"
                 self._listener.on_header(header, training=training)
                 arguments["num_microbatches"] = header.totals.num_micro_batches
+                if self._length:  # what pipeline stages send each other
+                    arguments["seq_length"] = self._length
                 if training:
                     self._count = header.totals.num_micro_batches
                 if not training or not self._listener.wants_backward():

@@ -127,6 +127,7 @@ def build_loader(
         window=config.window,
         max_delay_steps=config.max_delay_steps,
         exchange=config.exchange if training else ExchangeMode.NONE,
+        pads_to_budget=config.pad_to_budget,
         cost=config.prices.model()
         if config.prices
         else model_cost(args, token_budget=config.token_budget),

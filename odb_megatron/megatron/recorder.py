@@ -75,8 +75,7 @@ class StepRecorder:
         """A micro-batch was taken for training."""
         if isinstance(item, MicroBatch):
             positions = item.positions
-            lengths = tuple((item.cu_seqlens[1:] - item.cu_seqlens[:-1]).tolist())
-            lengths = lengths if positions else ()
+            lengths = tuple(item.cu_seqlens.diff().tolist()[: len(positions)])
         else:
             rows = zip(item["position"].tolist(), item["length"].tolist(), strict=True)
             present = [row for row in rows if row[1]]
@@ -153,8 +152,7 @@ class StepRecorder:
             "samples": totals.num_samples,
             "left_out": totals.num_left_out,
             "tokens": totals.num_tokens,
-            "computed_tokens": totals.num_padded_tokens
-            + totals.num_idle * padding_multiple(self._args),
+            "computed_tokens": self._computed_tokens(totals),
             "loss_tokens": totals.num_loss_tokens,
             "idle": totals.num_idle,
             "split": totals.num_split,
@@ -168,6 +166,11 @@ class StepRecorder:
             "context_balance": self._context_balance(),
             "idle_router_share": self._idle_router_share(totals),
         }
+
+    def _computed_tokens(self, totals: StepTotals) -> int:
+        if length := self._config.micro_batch_length(self._multiple):
+            return totals.num_micro_batches * len(totals.costs) * length
+        return totals.num_padded_tokens + totals.num_idle * self._multiple
 
     def _context_balance(self) -> float | None:
         size = self._args.context_parallel_size

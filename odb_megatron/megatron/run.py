@@ -78,7 +78,10 @@ class OdbRun:
         self._total = total_samples(args)
         self._backend = registry.select(self.config.attention, device_type=device_type())
         self._hooks = Hooks(
-            self, packed=self.config.enabled, has_experts=args.num_experts is not None
+            self,
+            packed=self.config.enabled,
+            has_experts=args.num_experts is not None,
+            micro_batch_length=self.config.micro_batch_length(padding_multiple(args)),
         )
         self._prediction = PredictionLayers(self._backend) if args.mtp_num_layers else None
         self._calculator: StepCalculator | None = None
@@ -110,12 +113,13 @@ class OdbRun:
         Padded ones are cut to their longest sample. Pipeline stages learn the length of each
         micro-batch from each other (`variable_seq_lengths`), for which Megatron demands the
         alltoall token dispatcher, also of dense models (transformer_config.py, 0.16.1 to 0.19.2).
+        With `--odb-pad-to-budget` all have one length.
 
         Args:
             model_config: from `megatron.training.argument_utils.gpt_config_from_args`.
         """
         model_config.transformer_layer_spec = self.layer_spec
-        if self._args.pipeline_model_parallel_size > 1:
+        if self._args.pipeline_model_parallel_size > 1 and not self.config.pad_to_budget:
             transformer = model_config.transformer
             transformer.variable_seq_lengths = self._args.variable_seq_lengths = True
             if transformer.num_moe_experts is None:

@@ -273,6 +273,11 @@ def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]
             build_policy(plan)
         except ValueError as error:
             messages.append(str(error))
+    if config.pad_to_budget and config.overlong is OverlongPolicy.SOLO:
+        messages.append(
+            "--odb-overlong solo makes micro-batches above the budget, which --odb-pad-to-budget "
+            "cannot pad to one shape: use error, truncate or drop, or drop --odb-pad-to-budget"
+        )
     if config.token_budget < args.seq_length and config.overlong is OverlongPolicy.ERROR:
         messages.append(
             f"--odb-token-budget {config.token_budget} is below --seq-length {args.seq_length}: "

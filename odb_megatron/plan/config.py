@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.draw import Assignment
+from odb_megatron.plan.padding import budget_length
 from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 
 __all__ = ["MAX_WINDOW", "PlanConfig"]
@@ -44,6 +45,7 @@ class PlanConfig:
         draw_lead: positions assigned to a replica beyond its window, so that workers can fetch
             ahead; None for one step's share. It must not depend on the number of workers.
         exchange: whether replicas hand samples to each other.
+        pads_to_budget: whether every micro-batch is padded to the budget, to have one shape.
         data: digest of the data source and its order, so that different files are noticed.
     """
 
@@ -63,6 +65,7 @@ class PlanConfig:
     shards: tuple[int, ...] = ()
     draw_lead: int | None = None
     exchange: ExchangeMode = ExchangeMode.NONE
+    pads_to_budget: bool = False
     data: str = ""
 
     def __post_init__(self) -> None:
@@ -113,6 +116,11 @@ class PlanConfig:
         """`draw_lead` with its default."""
         share = -(-self.global_batch_size // self.num_replicas)
         return share if self.draw_lead is None else self.draw_lead
+
+    @property
+    def micro_batch_length(self) -> int:
+        """Tokens that every micro-batch is padded to; 0 for none."""
+        return budget_length(self.token_budget, self.multiple) if self.pads_to_budget else 0
 
     def digest(self) -> int:
         """Signed 64-bit digest of all fields."""

@@ -14,6 +14,7 @@ __all__ = [
     "OverlongPolicy",
     "Quantization",
     "Verdict",
+    "budget_length",
     "judge_length",
     "length_multiple",
     "padded_length",
@@ -91,6 +92,11 @@ def padded_length(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
+def budget_length(token_budget: int, multiple: int) -> int:
+    """Return the longest that a micro-batch within the budget can be."""
+    return token_budget // multiple * multiple
+
+
 def judge_length(
     length: int, *, multiple: int, token_budget: int, context: int, policy: OverlongPolicy
 ) -> Verdict:
@@ -118,7 +124,7 @@ def judge_length(
     if policy is OverlongPolicy.DROP:
         return Verdict(keep=0, message=message)
     if policy is OverlongPolicy.TRUNCATE:
-        keep = limit // multiple * multiple
+        keep = budget_length(limit, multiple)
         if keep == 0:
             raise ValueError(
                 f"no sample fits: the limit {limit} is below the padding multiple {multiple}; "

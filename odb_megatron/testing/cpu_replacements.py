@@ -211,9 +211,7 @@ def _all_gather(original: Any) -> Callable[..., Any]:
     """Gather tensors of unequal first dimensions padded to the longest: gloo refuses them."""
     import torch
 
-    def all_gather(
-        tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False
-    ) -> Any:
+    def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
         lengths = [len(part) if part.dim() else 1 for part in tensor_list]
         if async_op or len(set(lengths)) == 1:
             return original(tensor_list, tensor, group=group, async_op=async_op)
