@@ -139,7 +139,8 @@ def _whole(shards: Sequence[_Shard]) -> dict[Name, npt.NDArray[np.float64]]:
 def _write(folder: Path, model: Sequence[Any], *, step: int) -> None:
     import torch
 
-    where, arrays = [], {}
+    where: list[tuple[str, tuple[int, ...], tuple[int, ...], int]] = []
+    arrays: dict[str, Any] = {}
     for chunk in model:
         _gather_parts(chunk)
         for shard in _sharded_gradients(chunk):

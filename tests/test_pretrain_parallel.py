@@ -342,7 +342,6 @@ def test_experts(megatron: Megatron, data_flags: tuple[str, ...], topology: str)
         (2, CP),
         (4, f"{TP} {SP} {PP}"),
         (2, f"{EXPERTS} {EP} --moe-z-loss-coeff 0.01"),
-        (2, f"--mtp-num-layers 1 {PP}"),
     ],
 )  # fmt: skip
 def test_micro_batches_padded_to_the_budget(

@@ -236,7 +236,8 @@ def _reduce_scatter(original: Any) -> Callable[..., Any]:
         total = torch.cat(list(input_list))
         torch.distributed.all_reduce(total, **kwargs)
         own = torch.distributed.get_rank(kwargs.get("group"))
-        output.copy_(total.split([len(part) for part in input_list])[own])
+        first = sum(len(part) for part in input_list[:own])
+        output.copy_(total[first : first + len(output)])
         return None
 
     return reduce_scatter
