@@ -140,6 +140,16 @@ def test_a_schedule_runs_the_headers_m(
     assert listener.told == [("schedule", not forward_only), ("header", 3, not forward_only)]
 
 
+@pytest.mark.parametrize(("length", "sent"), [(0, 64), (48, 48)])
+def test_stages_send_micro_batches_of_one_length(
+    training: SimpleNamespace, length: int, sent: int
+) -> None:
+    Hooks(_Listener(), packed=True, micro_batch_length=length).install()
+    schedule = training.get_forward_backward_func()
+    schedule(data_iterator=_items(3), num_microbatches=4, model="m", seq_length=64)
+    assert training.calls[1][1]["seq_length"] == sent
+
+
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("is_timing", [False, True])
 @pytest.mark.parametrize("fails", [False, True])

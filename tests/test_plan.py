@@ -444,3 +444,9 @@ class TestConfig:
         assert config().digest() == config().digest()
         assert config().digest() != config(data="other").digest()
         assert config().digest() != config(cost=CostModel()).digest()
+        assert config().digest() != config(pads_to_budget=True).digest()
+
+    def test_the_length_that_all_are_padded_to(self) -> None:
+        assert config(token_budget=30, multiple=4).micro_batch_length == 0
+        padded = config(token_budget=30, multiple=4, pads_to_budget=True)
+        assert padded.micro_batch_length == 28

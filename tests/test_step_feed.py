@@ -57,7 +57,7 @@ class ThreadChannel:
         return data
 
 
-def loader(*, failing: int | None = None, multiple: int = 4) -> StepLoader:
+def loader(*, failing: int | None = None, multiple: int = 4, padded: bool = False) -> StepLoader:
     stream = single_stream(
         Records(LENGTHS, failing=failing),
         sample_rules=rules(context=16, token_budget=32, multiple=multiple),
@@ -69,6 +69,7 @@ def loader(*, failing: int | None = None, multiple: int = 4) -> StepLoader:
         num_replicas=1,
         token_budget=32,
         multiple=multiple,
+        pads_to_budget=padded,
     )
     return StepLoader(stream, config, exchange=thread_exchanges(1)[0])
 
@@ -105,13 +106,16 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
-def test_every_rank_gets_the_leaders_steps() -> None:
-    expected = list(loader())
+@pytest.mark.parametrize("padded", [False, True])
+def test_every_rank_gets_the_leaders_steps(padded: bool) -> None:
+    expected = list(loader(padded=padded))
     results = run_ranks(
         lambda rank, channel: StepFeed(
-            loader() if rank == 0 else None, channel=channel, multiple=4, num_chunks=2
+            loader(padded=padded) if rank == 0 else None, channel=channel, multiple=4, num_chunks=2
         )
     )
+    sizes = {item.tokens.numel() for item in expected if isinstance(item, MicroBatch)}
+    assert (sizes == {32}) == padded  # the budget
     num_steps = sum(isinstance(item, StepHeader) for item in expected)
     assert num_steps == 3
     for rank, (items, channel, feed) in enumerate(results):
