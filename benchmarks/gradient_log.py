@@ -3,8 +3,9 @@
 A rank writes the shards that Megatron's own checkpoints would have of it (`sharded_state_dict`,
 with the gradient in place of the parameter), which say where they lie in the whole. So runs of any
 two topologies compare. Written after the reduction over replicas and the division by the loss
-tokens, before clipping. Must not change what the optimizer reads: of a distributed optimizer's
-gradient, a rank has its own part, and gets the others' for the log alone.
+tokens, before clipping. Routers' expert biases, which the step has moved by then, are written
+alike. Must not change what the optimizer reads: of a distributed optimizer's gradient, a rank has
+its own part, and gets the others' for the log alone.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def _write(folder: Path, model: Sequence[Any], *, step: int) -> None:
         _gather_parts(chunk)
         for shard in _sharded_gradients(chunk):
             assert shard.flattened_range is None, "shards of whole axes"
-            arrays[str(len(where))] = shard.data.detach().float().numpy().copy()
+            arrays[str(len(where))] = shard.data.float().numpy()
             where.append(
                 (shard.key, shard.global_shape, shard.global_offset, shard.prepend_axis_num)
             )
@@ -168,7 +169,10 @@ def _gather_parts(chunk: Any) -> None:
 
 
 def _sharded_gradients(chunk: Any) -> list[Any]:
-    """Return the `ShardedTensor`s of a model chunk's parameters, holding their gradients."""
+    """Return the `ShardedTensor`s of a model chunk's parameters, holding copies of their gradients.
+
+    And those of expert biases, which hold themselves.
+    """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -177,18 +181,23 @@ def _sharded_gradients(chunk: Any) -> list[Any]:
     originals = [item.data for item in parameters]
     for item in parameters:
         item.data = item.main_grad
+    found, num_values = [], 0
     try:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         state = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
         apply_factories(state)
+        places = {item.data.untyped_storage().data_ptr() for item in parameters}
+        for shard in nested_values(state):
+            if not isinstance(shard, ShardedTensor) or shard.data is None:
+                continue
+            is_gradient = shard.data.untyped_storage().data_ptr() in places
+            if is_gradient or shard.key.endswith("expert_bias"):
+                shard.data = shard.data.detach().clone()  # the state dictionary has the parameter
+                found.append(shard)
+                num_values += shard.data.numel() if is_gradient else 0
     finally:
         for item, original in zip(parameters, originals, strict=True):
             item.data = original
-    places = {(item.main_grad.untyped_storage().data_ptr()) for item in parameters}
-    return [
-        item
-        for item in nested_values(state)
-        if isinstance(item, ShardedTensor)
-        and item.data is not None
-        and item.data.untyped_storage().data_ptr() in places
-    ]
+    expected = sum(item.numel() for item in parameters)
+    assert num_values == expected, f"{num_values} of {expected} gradient values have a shard"
+    return found
