@@ -176,7 +176,7 @@ class TestResume:
     @pytest.mark.parametrize(
         ("change", "text"),
         [
-            ({"version": 99}, "saved with version=99, this run has 3"),
+            ({"version": 99}, "saved with version=99, this run has 4"),
             ({"num_replicas": 4}, "saved with num_replicas=4, this run has 2"),
             ({"policy": "cost"}, "saved with policy=cost, this run has samples"),
             ({"extra": 1}, "written by another version"),
