@@ -10,6 +10,8 @@ import faulthandler
 import functools
 import io
 import json
+import os
+import signal
 import sys
 import time
 import traceback
@@ -39,12 +41,17 @@ class Case:
         rank_flags: more flags of single ranks, by rank.
         merged_on: ranks that take all samples of a micro-batch for one, as if they had been sent no
             `cu_seqlens`.
+        killed_in: iteration in whose first micro-batch every process is killed by SIGKILL.
+        save_fails: ("before" or "after", iteration): Megatron's own save of that iteration raises
+            before it has begun, or after it has ended.
     """
 
     flags: tuple[str, ...]
     items: tuple[list[dict[str, Any]] | None, ...] | None = None
     rank_flags: dict[int, tuple[str, ...]] = field(default_factory=dict)
     merged_on: tuple[int, ...] = ()
+    killed_in: int | None = None
+    save_fails: tuple[str, int] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,7 +153,7 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
     args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
     model_config = argument_utils.gpt_config_from_args(args)
     datasets = None if case.items is None else _datasets(case.items)
-    with _observed(training, outcome):
+    with _observed(training, outcome, save_fails=case.save_fails):
         before = _replaced_names(training)
         try:
             with OdbRun(args, datasets=datasets) as run:
@@ -155,7 +162,7 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
                     argument_utils.pretrain_cfg_container_from_args(args, model_config),
                     run.datasets_provider,
                     ModelType.encoder_or_decoder,
-                    _counted(run.forward_step, outcome, args),
+                    _counted(run.forward_step, outcome, args, killed_in=case.killed_in),
                 )
         finally:
             outcome.restored = _replaced_names(training) == before
@@ -191,7 +198,9 @@ def _datasets(items: Sequence[list[dict[str, Any]] | None]) -> Callable[..., lis
 
 
 @contextlib.contextmanager
-def _observed(training: Any, outcome: Outcome) -> Iterator[None]:
+def _observed(
+    training: Any, outcome: Outcome, *, save_fails: tuple[str, int] | None
+) -> Iterator[None]:
     """Note what Megatron hands to its own functions while a case runs."""
 
     def num_floating_point_operations(original: Any) -> Any:
@@ -218,7 +227,20 @@ def _observed(training: Any, outcome: Outcome) -> Iterator[None]:
 
         return observed
 
+    def save_checkpoint(original: Any) -> Any:
+        @functools.wraps(original)
+        def observed(iteration: int, *arguments: Any, **named: Any) -> Any:
+            if save_fails == ("before", iteration):
+                raise OSError("stopped before the save")
+            result = original(iteration, *arguments, **named)
+            if save_fails == ("after", iteration):
+                raise OSError("stopped after the save")
+            return result
+
+        return observed
+
     observers = {
+        "save_checkpoint": save_checkpoint,
         "num_floating_point_operations": num_floating_point_operations,
         "compute_throughputs_and_append_to_progress_log": progress,
         "training_log": training_log,
@@ -233,12 +255,14 @@ def _observed(training: Any, outcome: Outcome) -> Iterator[None]:
             setattr(training, name, original)
 
 
-def _counted(forward_step: Any, outcome: Outcome, args: Any) -> Any:
+def _counted(forward_step: Any, outcome: Outcome, args: Any, *, killed_in: int | None) -> Any:
     """Count training micro-batches, and note what evaluation reads."""
 
     def counting(data_iterator: Any, model: Any, *rest: Any) -> Any:
         if torch.is_grad_enabled():
             iteration = args.curr_iteration + 1
+            if iteration == killed_in:
+                os.kill(os.getpid(), signal.SIGKILL)
             outcome.forwards[iteration] = outcome.forwards.get(iteration, 0) + 1
             return forward_step(data_iterator, model, *rest)
         return forward_step(_Noted(data_iterator, outcome.eval_ids), model, *rest)
@@ -267,6 +291,7 @@ class _Noted:
 
 def _replaced_names(training: Any) -> list[Any]:
     from megatron.core import num_microbatches_calculator
+    from megatron.training import checkpointing
 
     names = (
         "get_forward_backward_func",
@@ -275,7 +300,8 @@ def _replaced_names(training: Any) -> list[Any]:
         "compute_throughputs_and_append_to_progress_log",
     )
     calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    return [*(getattr(training, name) for name in names), calculator]
+    replaced = [getattr(training, name) for name in names]
+    return [*replaced, checkpointing.check_checkpoint_args, calculator]
 
 
 def _final_values() -> dict[str, Any]:

@@ -22,7 +22,8 @@ from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
 from odb_megatron.megatron.compat import describe_megatron
 from odb_megatron.megatron.cost_model import RunCost
 from odb_megatron.megatron.counters import StepCalculator
-from odb_megatron.megatron.data_state import state_path, write_state
+from odb_megatron.megatron.data_checkpoint import DataCheckpoint
+from odb_megatron.megatron.data_identity import data_identity
 from odb_megatron.megatron.forward_step import (
     RouterMask,
     make_forward_step,
@@ -94,6 +95,9 @@ class OdbRun:
         self._report: LiveReport | None = None
         self._cost: RunCost | None = None
         self._log: StepLog | None = None
+        self._checkpoint: DataCheckpoint | None = None
+        self._saved_digest: str | None = None  # what the loaded checkpoint says of its data state
+        self._identity: dict[str, Any] = {}
         self._tokens_before = 0
         self._choice_printed = False
         self._eval_left_out = self._eval_truncated = 0
@@ -212,23 +216,33 @@ class OdbRun:
         if self._report is not None:
             self._report.step(record)
 
-    def on_saved(self, iteration: int) -> None:
-        """See `hooks.RunListener`: write the loader's state beside the checkpoint."""
-        if self._loader is None or self._exchange is None or self._args.save is None:
-            return
-        path = state_path(self._args.save, iteration=iteration, replica=self._exchange.replica)
-        state = {
-            "data": self._loader.stream.data_digest(),
-            "tokens_so_far": self.tokens_so_far() or 0,
-            "planner": self._loader.state_dict(),
-        }
-        write_state(path, state)
+    def on_loaded(self, checkpoint_args: Any) -> None:
+        """See `hooks.RunListener`."""
+        self._saved_digest = getattr(checkpoint_args, "odb_data_state", None)
+
+    def on_saving(self, iteration: int, *, is_persistent: bool) -> None:
+        """See `hooks.RunListener`: write the loader's state, and put its digest into the args."""
+        if self._checkpoint is not None:
+            self._checkpoint.stage(iteration, self._data_state, is_persistent=is_persistent)
+
+    def on_saved(self, iteration: int, *, is_persistent: bool) -> None:
+        """See `hooks.RunListener`: put the loader's state beside the checkpoint."""
+        if self._checkpoint is not None:
+            self._checkpoint.publish(iteration, is_persistent=is_persistent)
 
     def tokens_so_far(self) -> int | None:
         """See `hooks.RunListener`."""
         if self._recorder is None:
             return None
         return self._tokens_before + self._recorder.num_tokens
+
+    def _data_state(self) -> dict[str, Any]:
+        assert self._loader is not None
+        return {
+            "data": self._identity,
+            "tokens_so_far": self.tokens_so_far() or 0,
+            "planner": self._loader.state_dict(),
+        }
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -280,7 +294,7 @@ class OdbRun:
                 and self.config.exchange is not ExchangeMode.NONE
                 and name == "train",
             )
-            for name in ("train", "valid", "test")
+            for name in ("train", "valid", "test", "checkpoint")
         ]
         self._exchange = self._groups[0]
         self._start(streams, self._exchange)
@@ -291,6 +305,10 @@ class OdbRun:
         with replica.told_of_failure():
             streams = self._build_streams(sizes, reads_data=replica.place.is_leader)
         replica.build(lambda: self._build_loaders(streams))
+        if not args.skip_train:
+            exchange = self._groups[-1] if self._groups else None  # on leaders
+            channel = replica.checkpoint_channel
+            self._checkpoint = DataCheckpoint(args, exchange=exchange, channel=channel)
         self._calculator = StepCalculator.install(num_replicas=args.data_parallel_size)
         args.dataloader_type = "external"
         remaining = max(0, self._total - args.consumed_train_samples)
@@ -304,10 +322,11 @@ class OdbRun:
             None
             if stream is None
             else build_loader(self._args, self.config, stream, split=split, exchange=group)
-            for split, stream, group in zip(Split, streams, self._groups, strict=True)
+            for split, stream, group in zip(Split, streams, self._groups, strict=False)
         ]
         self._loader = loaders[0]
         if self._loader is not None:
+            self._identity = data_identity(self._args, self._loader.stream)
             self._cost = RunCost(self._args, self.config, self._loader)
             self._cost.start(self._resume())
         return loaders
@@ -326,7 +345,13 @@ class OdbRun:
         """Continue the data where the loaded checkpoint left it; return the planner's state."""
         if self._loader is None or self._exchange is None:
             return None
-        found = resume_data(self._args, self.config, self._loader, exchange=self._exchange)
+        found = resume_data(
+            self._args,
+            self.config,
+            self._loader,
+            exchange=self._exchange,
+            saved=self._saved_digest,
+        )
         if found is None:
             return None
         self._tokens_before = found["tokens_so_far"]

@@ -323,6 +323,8 @@ def _resumed(
     planners = changed.planners()
     for planner, state in zip(planners, others, strict=True):
         planner.load_state_dict(state, fetched=changed.fetched(state))
+        if not kill.changes and planner.state_dict() != state:
+            raise AssertionError(f"state {planner.state_dict()} instead of {state}")
     return replace(changed, consumed=world.consumed), planners, changed is not world
 
 
