@@ -133,10 +133,14 @@ def test_a_smaller_window_than_what_is_held() -> None:
     assert sorted(first + run_on(planners, later)) == list(range(TOTAL))
 
 
-def test_a_longer_run_goes_on_after_the_drain_had_begun() -> None:
-    emitted, states = saved(world(2), steps=len(world(2).run()) - 1)
-    assert states[0]["deadline"] >= 0
-    later = world(2, total=2 * TOTAL)
+@pytest.mark.parametrize("assignment", Assignment)
+def test_a_longer_run(assignment: Assignment) -> None:
+    """Also after the drain had begun, whose deadline no longer holds."""
+    changes: dict[str, Any] = {"assignment": assignment}
+    last = len(world(2, **changes).run()) - 1
+    emitted, states = saved(world(2, **changes), steps=last)
+    assert (states[0]["deadline"] >= 0) is (assignment is Assignment.FIXED)
+    later = world(2, **changes | {"total": 2 * TOTAL})
     planners = later.planners()
     for planner, state in zip(planners, states, strict=True):
         planner.load_state_dict(state, fetched=later.fetched(state))
