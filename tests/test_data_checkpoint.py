@@ -100,9 +100,13 @@ class Saved:
         assert len(set(digests)) == 1
         self.digest: str = digests[0]
         self.consumed: int = consumed[0]
-        whole = self._threads(num_replicas, lambda e: ids(loader_of(e, self.policy)))
-        self.rest = [steps[STEPS:] for steps in whole]
+
+    @property
+    def rest(self) -> list[list[list[int]]]:
+        """What each replica emits after the stop when there is none, by step."""
+        whole = self._threads(len(self.steps), lambda e: ids(loader_of(e, self.policy)))
         assert [steps[:STEPS] for steps in whole] == list(self.steps)
+        return [steps[STEPS:] for steps in whole]
 
     def _threads(self, num: int, function: Callable[[ThreadExchange], Any]) -> list[Any]:
         return _results(run_in_threads(function, thread_exchanges(num)))

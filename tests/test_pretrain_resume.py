@@ -268,9 +268,8 @@ def test_cost_resumes_on_another_number_of_replicas(
     """2 -> 1 -> 2 replicas: every sample once."""
     folder, first = stopped["cost"]
     flags = ("--odb", "--odb-policy", "cost", *FLAGS, *data_flags)
-    middle = megatron.train(
-        *flags, "--load", folder, *_saving(tmp_path), "--exit-interval", 4, replicas=1
-    )
+    stop = ("--ckpt-step", STOP, *_saving(tmp_path), "--exit-interval", STOP + 1)
+    middle = megatron.train(*flags, "--load", folder, *stop, replicas=1)
     assert len(middle.steps) == 1
     last = megatron.train(*flags, "--load", tmp_path)
     ids = sorted(first.all_ids + middle.all_ids + last.all_ids)

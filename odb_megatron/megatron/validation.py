@@ -122,10 +122,6 @@ _REFUSALS = (
         "--non-persistent-ckpt-type global, or none",
     ),
     _Refusal(
-        _is_on("dataloader_save"),
-        "--odb keeps its data state itself: drop --dataloader-save",
-    ),
-    _Refusal(
         _is_on("phase_transition_iterations"),
         "--odb has one phase in this version: drop --phase-transition-iterations",
     ),
