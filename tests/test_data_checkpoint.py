@@ -28,7 +28,7 @@ from odb_megatron.megatron.data_state import (
     write_file,
 )
 from odb_megatron.megatron.resume import resume_data
-from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.policy import ExchangeMode, PolicyName
 from odb_megatron.testing.replicas import ThreadExchange, run_in_threads, thread_exchanges
 
 TOTAL = 60
@@ -72,11 +72,23 @@ def stream_of(lengths: Any) -> SampleStream:
     return single_stream(records, sample_rules=rules(**limits | LENIENT))
 
 
-def loader_of(exchange: ThreadExchange, policy: PolicyName, lengths: Any = LENGTHS) -> StepLoader:
+def loader_of(
+    exchange: ThreadExchange,
+    policy: PolicyName,
+    lengths: Any = LENGTHS,
+    *,
+    num_workers: int = 0,
+    **changes: Any,
+) -> StepLoader:
     config = _config(
-        policy=policy, total=TOTAL, num_replicas=exchange.num_replicas, window=10, max_delay_steps=2
+        policy=policy,
+        total=TOTAL,
+        num_replicas=exchange.num_replicas,
+        window=10,
+        max_delay_steps=2,
+        **changes,
     )
-    return StepLoader(stream_of(lengths), config, exchange=exchange)
+    return StepLoader(stream_of(lengths), config, exchange=exchange, num_workers=num_workers)
 
 
 def ids(loader: StepLoader, most: int | None = None) -> list[list[int]]:
@@ -94,8 +106,10 @@ def staged(folder: Path, replica: int) -> Path:
 class Saved:
     """A run of `num_replicas` stopped after STEPS steps, its files and what the checkpoint says."""
 
-    def __init__(self, folder: Path, *, num_replicas: int = 2, policy: str = "cost") -> None:
-        self.folder, self.policy = folder, PolicyName(policy)
+    def __init__(
+        self, folder: Path, *, num_replicas: int = 2, policy: str = "cost", **options: Any
+    ) -> None:
+        self.folder, self.policy, self.options = folder, PolicyName(policy), options
         self.steps, digests, consumed = zip(*self._threads(num_replicas, self._save), strict=True)
         assert len(set(digests)) == 1
         self.digest: str = digests[0]
@@ -104,7 +118,7 @@ class Saved:
     @property
     def rest(self) -> list[list[list[int]]]:
         """What each replica emits after the stop when there is none, by step."""
-        whole = self._threads(len(self.steps), lambda e: ids(loader_of(e, self.policy)))
+        whole = self._threads(len(self.steps), lambda e: ids(loader_of(e, self.policy, **self.options)))
         assert [steps[:STEPS] for steps in whole] == list(self.steps)
         return [steps[STEPS:] for steps in whole]
 
@@ -112,7 +126,7 @@ class Saved:
         return _results(run_in_threads(function, thread_exchanges(num)))
 
     def _save(self, exchange: ThreadExchange) -> tuple[list[list[int]], str, int]:
-        loader = loader_of(exchange, self.policy)
+        loader = loader_of(exchange, self.policy, **self.options)
         steps = ids(loader, STEPS)
         args = megatron_args(self.folder)
         saving = DataCheckpoint(args, exchange=exchange, channel=None)
@@ -159,7 +173,7 @@ class Saved:
 
         def go(exchange: ThreadExchange) -> Run:
             consumed = self.consumed
-            loader = loader_of(exchange, chosen, lengths)
+            loader = loader_of(exchange, chosen, lengths, **self.options)
             if chosen is PolicyName.SAMPLES:
                 config = loader.config
                 loader = StepLoader(loader.stream, config, exchange=exchange, consumed=consumed)
@@ -205,6 +219,15 @@ def test_the_same_replicas_go_on(tmp_path: Path, policy: str) -> None:
 def test_other_replicas_go_on(tmp_path: Path, policy: str, before: int, after: int) -> None:
     saved = Saved(tmp_path, num_replicas=before, policy=policy)
     assert everything(saved, saved.resume(after)) == list(range(TOTAL))
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_with_workers_and_samples_handed_over(tmp_path: Path, after: int) -> None:
+    saved = Saved(tmp_path, num_workers=2, exchange=ExchangeMode.TOKENS)
+    results = saved.resume(after)
+    assert everything(saved, results) == list(range(TOTAL))
+    if after == 2:
+        assert [steps for steps, _ in _results(results)] == saved.rest
 
 
 @pytest.mark.parametrize("num_staged", [1, 2])
