@@ -73,7 +73,7 @@ def stream_of(lengths: Any) -> SampleStream:
 
 
 def loader_of(
-    exchange: ThreadExchange,
+    end: ThreadExchange,
     policy: PolicyName,
     lengths: Any = LENGTHS,
     *,
@@ -83,12 +83,12 @@ def loader_of(
     config = _config(
         policy=policy,
         total=TOTAL,
-        num_replicas=exchange.num_replicas,
+        num_replicas=end.num_replicas,
         window=10,
         max_delay_steps=2,
         **changes,
     )
-    return StepLoader(stream_of(lengths), config, exchange=exchange, num_workers=num_workers)
+    return StepLoader(stream_of(lengths), config, exchange=end, num_workers=num_workers)
 
 
 def ids(loader: StepLoader, most: int | None = None) -> list[list[int]]:
