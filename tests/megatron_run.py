@@ -10,6 +10,7 @@ import faulthandler
 import functools
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -42,6 +43,8 @@ class Case:
         merged_on: ranks that take all samples of a micro-batch for one, as if they had been sent no
             `cu_seqlens`.
         killed_in: iteration in whose first micro-batch every process is killed by SIGKILL.
+        nan_in: ("once" or "always", iteration): the last rank's loss of that iteration's first
+            micro-batch is NaN, in the first attempt or in every one.
         save_fails: ("before" or "after", iteration): Megatron's own save of that iteration raises
             before it has begun, or after it has ended.
     """
@@ -52,6 +55,7 @@ class Case:
     merged_on: tuple[int, ...] = ()
     killed_in: int | None = None
     save_fails: tuple[str, int] | None = None
+    nan_in: tuple[str, int] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,7 +166,7 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
                     argument_utils.pretrain_cfg_container_from_args(args, model_config),
                     run.datasets_provider,
                     ModelType.encoder_or_decoder,
-                    _counted(run.forward_step, outcome, args, killed_in=case.killed_in),
+                    _counted(run.forward_step, outcome, args, case),
                 )
         finally:
             outcome.restored = _replaced_names(training) == before
@@ -255,16 +259,24 @@ def _observed(
             setattr(training, name, original)
 
 
-def _counted(forward_step: Any, outcome: Outcome, args: Any, *, killed_in: int | None) -> Any:
-    """Count training micro-batches, and note what evaluation reads."""
+def _counted(forward_step: Any, outcome: Outcome, args: Any, case: Case) -> Any:
+    """Count training micro-batches, and note what evaluation reads; fail as the case wants."""
+    is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    seen: list[Any] = []  # first micro-batch of the iteration whose loss is NaN
 
     def counting(data_iterator: Any, model: Any, *rest: Any) -> Any:
         if torch.is_grad_enabled():
             iteration = args.curr_iteration + 1
-            if iteration == killed_in:
+            if iteration == case.killed_in:
                 os.kill(os.getpid(), signal.SIGKILL)
             outcome.forwards[iteration] = outcome.forwards.get(iteration, 0) + 1
-            return forward_step(data_iterator, model, *rest)
+            items = _Noted(data_iterator, [])
+            output, loss_func = forward_step(items, model, *rest)
+            if not is_last or case.nan_in is None or iteration != case.nan_in[1]:
+                return output, loss_func
+            seen.append(items.seen[0])
+            is_first = seen[-1] == seen[0] and (len(seen) == 1 or case.nan_in[0] == "always")
+            return output, (lambda out: loss_func(out * math.nan)) if is_first else loss_func
         return forward_step(_Noted(data_iterator, outcome.eval_ids), model, *rest)
 
     return counting
@@ -275,7 +287,7 @@ class _Noted:
 
     def __init__(self, items: Iterator[Any], seen: list[tuple[int, ...]]) -> None:
         self._items = items
-        self._seen = seen
+        self.seen = seen
 
     def __iter__(self) -> _Noted:
         return self
@@ -283,9 +295,9 @@ class _Noted:
     def __next__(self) -> Any:
         item = next(self._items)
         if isinstance(item, dict):
-            self._seen.append(tuple(item["position"].tolist()))
+            self.seen.append(tuple(item["position"].tolist()))
         else:
-            self._seen.append(item.positions)
+            self.seen.append(item.positions)
         return item
 
 

@@ -118,7 +118,9 @@ class Saved:
     @property
     def rest(self) -> list[list[list[int]]]:
         """What each replica emits after the stop when there is none, by step."""
-        whole = self._threads(len(self.steps), lambda e: ids(loader_of(e, self.policy, **self.options)))
+        whole = self._threads(
+            len(self.steps), lambda e: ids(loader_of(e, self.policy, **self.options))
+        )
         assert [steps[:STEPS] for steps in whole] == list(self.steps)
         return [steps[STEPS:] for steps in whole]
 

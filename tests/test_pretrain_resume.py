@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,35 @@ def test_a_stop_between_data_state_and_model(
     rest = megatron.train(*flags, "--load", tmp_path)
     assert [step.iteration for step in rest.steps] == list(range(loaded + 1, 7))
     assert [step.ids for step in rest.steps] == [s.ids for s in whole["cost"].steps[loaded:]]
+
+
+@pytest.mark.parametrize("topology", ["", "--num-layers 2 --pipeline-model-parallel-size 2"])
+@pytest.mark.parametrize(("how", "loaded"), [("once", 2), ("always", 3)])
+def test_a_step_whose_loss_was_nan_is_replayed(
+    megatron: Megatron,
+    data_flags: tuple[str, ...],
+    tmp_path: Path,
+    topology: str,
+    how: str,
+    loaded: int,
+) -> None:
+    """Megatron runs step 4 again and exits; it saves first where the loss is NaN again."""
+    flags = ("--odb", "--odb-policy", "cost", "--train-samples", 45, *data_flags)
+    flags += ("--ckpt-format", "torch_dist", *shlex.split(topology))
+    saving = ("--save", tmp_path, "--save-interval", 2)
+    whole = megatron.train(*flags)
+    run = megatron.run(*flags, *saving, nan_in=(how, 4))
+    assert [replica.error[:11] for replica in run.replicas] == ["SystemExit:"] * 2
+    count = whole.steps[3].record["num_micro_batches"]
+    assert [replica.forwards[4] for replica in run.replicas] == [2 * count] * 2
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(loaded)
+    rest = megatron.train(*flags, "--load", tmp_path, "--rerun-mode", "disabled")
+    for steps, expected in ((run.steps, whole.steps[:3]), (rest.steps, whole.steps[loaded:])):
+        assert [step.ids for step in steps] == [step.ids for step in expected]
+        for step, other in zip(steps, expected, strict=True):
+            for name in ("num_micro_batches", "consumed_samples"):
+                assert step.record[name] == other.record[name]
+            assert step.loss == pytest.approx(other.loss, abs=1e-6)
 
 
 @pytest.mark.parametrize(

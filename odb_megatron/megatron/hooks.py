@@ -195,10 +195,14 @@ class Hooks:
         signature = inspect.signature(original)
 
         def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-            values = signature.bind(iteration, *args, **kwargs).arguments
-            is_persistent = not values.get("non_persistent_ckpt", False)
+            bound = signature.bind(iteration, *args, **kwargs)
+            is_persistent = not bound.arguments.get("non_persistent_ckpt", False)
+            if "train_data_iterator" in bound.arguments:
+                # Else the rerun machine pickles the step it will rerun, which the resumed run plans
+                # again (rerun_state_machine.py `state_dict`, 0.19.2).
+                bound.arguments["train_data_iterator"] = None
             self._listener.on_saving(iteration, is_persistent=is_persistent)
-            result = original(iteration, *args, **kwargs)
+            result = original(*bound.args, **bound.kwargs)
             self._listener.on_saved(iteration, is_persistent=is_persistent)
             return result
 

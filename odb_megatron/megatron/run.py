@@ -98,6 +98,7 @@ class OdbRun:
         self._checkpoint: DataCheckpoint | None = None
         self._saved_digest: str | None = None  # what the loaded checkpoint says of its data state
         self._identity: dict[str, Any] = {}
+        self._trained: dict[str, Any] = {}  # planner's state after the last step trained
         self._tokens_before = 0
         self._choice_printed = False
         self._eval_left_out = self._eval_truncated = 0
@@ -175,6 +176,8 @@ class OdbRun:
         """See `hooks.RunListener`."""
         if training and self._recorder is not None:
             self._recorder.start_clock()
+        if training and self._loader is not None:
+            self._keep_trained(self._loader.state_dict())
 
     def on_header(self, header: StepHeader, *, training: bool) -> None:
         """See `hooks.RunListener`: fix the loop's end and the step's sample count."""
@@ -238,11 +241,21 @@ class OdbRun:
 
     def _data_state(self) -> dict[str, Any]:
         assert self._loader is not None
+        self._keep_trained(self._loader.state_dict())
         return {
             "data": self._identity,
             "tokens_so_far": self.tokens_so_far() or 0,
-            "planner": self._loader.state_dict(),
+            "planner": self._trained,
         }
+
+    def _keep_trained(self, state: dict[str, Any]) -> None:
+        """Keep a state that is of the last step trained.
+
+        A step is handed out but not trained where the rerun machine saves and exits, and while it
+        replays one.
+        """
+        if state["consumed"] == self._args.consumed_train_samples:
+            self._trained = state
 
     # --- data ----------------------------------------------------------------------------------
 
