@@ -130,19 +130,17 @@ class Saved:
     def _save(self, exchange: ThreadExchange) -> tuple[list[list[int]], str, int]:
         loader = loader_of(exchange, self.policy, **self.options)
         steps = ids(loader, STEPS)
-        args = megatron_args(self.folder)
-        saving = DataCheckpoint(args, exchange=exchange, channel=None)
-        state = loader.state_dict()
-
-        def make() -> dict[str, Any]:
-            identity = data_identity(args, loader.stream)
-            return {"data": identity, "tokens_so_far": 7, "planner": state}
-
-        saving.stage(STEPS, make, is_persistent=True)
+        state: Any = loader.state_dict()
+        args = megatron_args(self.folder, consumed_train_samples=state["consumed"])
+        saving = DataCheckpoint(args, exchange=exchange, channel=None)  # type: ignore[arg-type]
+        saving.watch(loader, identity=data_identity(args, loader.stream))
+        saving.note_trained()
+        next(loader)  # a step that is handed out and not trained is not in the state
+        saving.stage(STEPS, tokens_so_far=7, is_persistent=True)
         assert staged(self.folder, exchange.replica).exists()
         exchange.exchange(b"all are staged")
         saving.publish(STEPS, is_persistent=True)
-        return steps, args.odb_data_state, int(state["consumed"])  # type: ignore[call-overload]
+        return steps, args.odb_data_state, state["consumed"]
 
     def path(self, replica: int) -> Path:
         return Path(state_path(str(self.folder), iteration=STEPS, replica=replica))
@@ -447,25 +445,30 @@ def test_the_tokenizer_is_told_by_its_files(tmp_path: Path) -> None:
     assert data_identity(megatron_args(tmp_path), stream)["tokenizer"] == "NullTokenizer"
 
 
+class Source:
+    """A loader whose state cannot be told on replica `failing`."""
+
+    def __init__(self, replica: int = 0, failing: int | None = None) -> None:
+        self._fails = replica == failing
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._fails:
+            raise OSError("no space left")
+        return {"consumed": 0}
+
+
 def test_a_replica_that_cannot_write(tmp_path: Path) -> None:
     def save(exchange: ThreadExchange) -> None:
         args = megatron_args(tmp_path)
         saving = DataCheckpoint(args, exchange=exchange, channel=None)  # type: ignore[arg-type]
-
-        def make() -> dict[str, Any]:
-            if exchange.replica == 1:
-                raise OSError("no space left")
-            return {"data": {}, "tokens_so_far": 0, "planner": {}}
-
-        saving.stage(4, make, is_persistent=True)
+        saving.watch(Source(exchange.replica, failing=1), identity={})
+        saving.stage(4, tokens_so_far=0, is_persistent=True)
 
     first, second, third = run_in_threads(save, thread_exchanges(3))
     assert isinstance(second, OSError)
     for error in (first, third):
         assert isinstance(error, RuntimeError)
-        assert "replica 1 could not write its data state for the checkpoint of iteration 4" in str(
-            error
-        )
+        assert "replica 1 could not write its data state beside " in str(error)
 
 
 def test_ranks_that_lead_no_replica_get_the_digest_too(tmp_path: Path) -> None:
@@ -478,12 +481,13 @@ def test_ranks_that_lead_no_replica_get_the_digest_too(tmp_path: Path) -> None:
 
     leader, other = megatron_args(tmp_path), megatron_args(tmp_path)
     (exchange,) = thread_exchanges(1)
-    DataCheckpoint(leader, exchange=exchange, channel=Channel()).stage(  # type: ignore[arg-type]
-        4, lambda: {"planner": {}}, is_persistent=True
-    )
+    first = DataCheckpoint(leader, exchange=exchange, channel=Channel())  # type: ignore[arg-type]
+    first.watch(Source(), identity={})
     rank = DataCheckpoint(other, exchange=None, channel=Channel())
-    rank.stage(4, dict, is_persistent=True)
-    rank.publish(4, is_persistent=True)
+    for checkpoint in (first, rank):
+        checkpoint.note_trained()
+        checkpoint.stage(4, tokens_so_far=0, is_persistent=True)
+        checkpoint.publish(4, is_persistent=True)
     assert other.odb_data_state == leader.odb_data_state
     assert Digest.parse(other.odb_data_state).num_replicas == 1
 

@@ -74,9 +74,15 @@ def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return "flag"
 
     def save_checkpoint(
-        iteration: int, model: Any, *, extra: Any = None, non_persistent_ckpt: bool = False
+        iteration: int,
+        model: Any,
+        *,
+        extra: Any = None,
+        non_persistent_ckpt: bool = False,
+        train_data_iterator: Any = None,
     ) -> None:
         del non_persistent_ckpt
+        assert train_data_iterator is None, "the rerun machine would pickle a step"
         calls.append(("save", iteration, model, extra))
         if model == "broken":
             raise OSError("disk full")
@@ -235,7 +241,7 @@ def test_log_is_told_after_megatrons_own(training: SimpleNamespace) -> None:
 def test_save_is_told_when_it_succeeded(training: SimpleNamespace) -> None:
     listener = _Listener()
     Hooks(listener, packed=True).install()
-    training.save_checkpoint(6, "model", extra=1)
+    training.save_checkpoint(6, "model", extra=1, train_data_iterator=[1])
     with pytest.raises(OSError, match="disk full"):
         training.save_checkpoint(7, "broken")
     assert training.calls == [("save", 6, "model", 1), ("save", 7, "broken", None)]

@@ -16,7 +16,7 @@ import argparse
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from odb_megatron.comm.control import ControlGroup
@@ -28,10 +28,17 @@ from odb_megatron.megatron.data_state import (
     write_file,
 )
 
-__all__ = ["DataCheckpoint", "loaded_folder", "saving_folder"]
+__all__ = ["DataCheckpoint", "DataSource", "loaded_folder", "saving_folder"]
 
 _OK, _FAILED = b"\1", b"\0"
 _NON_PERSISTENT = "non_persistent"  # checkpointing.py _NON_PERSISTENT_CKPT_SUBDIR, 0.19.2
+
+
+class DataSource(Protocol):
+    """What a loader has to tell for its state to be saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Planner state; see `ReplicaPlanner.state_dict`."""
 
 
 class HeaderChannel(Protocol):
@@ -84,15 +91,36 @@ class DataCheckpoint:
         self._args = args
         self._exchange = exchange
         self._channel = channel
+        self._source: DataSource | None = None
+        self._identity: Mapping[str, Any] = {}
+        self._trained: Mapping[str, Any] = {}
 
-    def stage(
-        self, iteration: int, make_state: Callable[[], Mapping[str, Any]], *, is_persistent: bool
-    ) -> None:
+    def watch(self, source: DataSource, *, identity: Mapping[str, Any]) -> None:
+        """Save the state of this loader of training data; leaders call it.
+
+        Args:
+            source: the loader.
+            identity: of its data; see `data_identity`.
+        """
+        self._source, self._identity = source, identity
+
+    def note_trained(self) -> None:
+        """Keep the loader's state if it is of the last step trained; before a step is fetched.
+
+        A step is handed out and not trained where Megatron's rerun machine saves and exits, and
+        while it replays one.
+        """
+        if self._source is not None:
+            state = self._source.state_dict()
+            if state["consumed"] == self._args.consumed_train_samples:
+                self._trained = state
+
+    def stage(self, iteration: int, *, tokens_so_far: int, is_persistent: bool) -> None:
         """Write this replica's file, before Megatron saves; all ranks call it.
 
         Args:
             iteration: of the checkpoint.
-            make_state: returns the state; called on leaders.
+            tokens_so_far: tokens trained by all replicas since the run's start.
             is_persistent: see `saving_folder`.
 
         Raises:
@@ -101,7 +129,8 @@ class DataCheckpoint:
         text = b""
         if self._exchange is not None:
             folder = saving_folder(self._args, is_persistent=is_persistent)
-            text = self._stage(iteration, make_state, folder, self._exchange)
+            path = staged_path(folder, iteration=iteration, replica=self._exchange.replica)
+            text = self._stage(path, self._exchange, tokens_so_far=tokens_so_far)
         if self._channel is not None:
             text = self._channel.header(text if self._exchange is not None else None)
         self._args.odb_data_state = text.decode()
@@ -110,7 +139,8 @@ class DataCheckpoint:
         """Move this replica's file to its place, after Megatron has begun or ended its save."""
         if self._exchange is None:
             return
-        folder, replica = saving_folder(self._args, is_persistent=is_persistent), self._replica
+        folder = saving_folder(self._args, is_persistent=is_persistent)
+        replica = self._exchange.replica
         path = state_path(folder, iteration=iteration, replica=replica)
         staged = staged_path(folder, iteration=iteration, replica=replica)
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -119,21 +149,17 @@ class DataCheckpoint:
             with contextlib.suppress(OSError):  # other replicas' files are still there
                 os.rmdir(place)
 
-    @property
-    def _replica(self) -> int:
-        assert self._exchange is not None
-        return self._exchange.replica
-
-    def _stage(
-        self,
-        iteration: int,
-        make_state: Callable[[], Mapping[str, Any]],
-        folder: str,
-        exchange: ControlGroup,
-    ) -> bytes:
+    def _stage(self, path: str, exchange: ControlGroup, *, tokens_so_far: int) -> bytes:
         try:
-            data = encode_state(make_state())
-            write_file(staged_path(folder, iteration=iteration, replica=self._replica), data)
+            self.note_trained()
+            assert self._trained, "a checkpoint is saved after a step that nobody handed out"
+            state = {
+                "data": self._identity,
+                "tokens_so_far": tokens_so_far,
+                "planner": self._trained,
+            }
+            data = encode_state(state)
+            write_file(path, data)
         except BaseException:
             exchange.exchange(_FAILED + bytes(32))
             raise
@@ -141,7 +167,7 @@ class DataCheckpoint:
         failed = [replica for replica, record in enumerate(found) if record[:1] == _FAILED]
         if failed:
             raise RuntimeError(
-                f"replica {failed[0]} could not write its data state for the checkpoint of "
-                f"iteration {iteration} into {folder}; its own output says why"
+                f"replica {failed[0]} could not write its data state beside {path}; its own output "
+                "says why"
             )
         return str(Digest.of([record[1:] for record in found])).encode()

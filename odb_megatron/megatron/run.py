@@ -97,8 +97,6 @@ class OdbRun:
         self._log: StepLog | None = None
         self._checkpoint: DataCheckpoint | None = None
         self._saved_digest: str | None = None  # what the loaded checkpoint says of its data state
-        self._identity: dict[str, Any] = {}
-        self._trained: dict[str, Any] = {}  # planner's state after the last step trained
         self._tokens_before = 0
         self._choice_printed = False
         self._eval_left_out = self._eval_truncated = 0
@@ -176,8 +174,8 @@ class OdbRun:
         """See `hooks.RunListener`."""
         if training and self._recorder is not None:
             self._recorder.start_clock()
-        if training and self._loader is not None:
-            self._keep_trained(self._loader.state_dict())
+        if training and self._checkpoint is not None:
+            self._checkpoint.note_trained()
 
     def on_header(self, header: StepHeader, *, training: bool) -> None:
         """See `hooks.RunListener`: fix the loop's end and the step's sample count."""
@@ -226,7 +224,8 @@ class OdbRun:
     def on_saving(self, iteration: int, *, is_persistent: bool) -> None:
         """See `hooks.RunListener`: write the loader's state, and put its digest into the args."""
         if self._checkpoint is not None:
-            self._checkpoint.stage(iteration, self._data_state, is_persistent=is_persistent)
+            tokens = self.tokens_so_far() or 0
+            self._checkpoint.stage(iteration, tokens_so_far=tokens, is_persistent=is_persistent)
 
     def on_saved(self, iteration: int, *, is_persistent: bool) -> None:
         """See `hooks.RunListener`: put the loader's state beside the checkpoint."""
@@ -238,24 +237,6 @@ class OdbRun:
         if self._recorder is None:
             return None
         return self._tokens_before + self._recorder.num_tokens
-
-    def _data_state(self) -> dict[str, Any]:
-        assert self._loader is not None
-        self._keep_trained(self._loader.state_dict())
-        return {
-            "data": self._identity,
-            "tokens_so_far": self.tokens_so_far() or 0,
-            "planner": self._trained,
-        }
-
-    def _keep_trained(self, state: dict[str, Any]) -> None:
-        """Keep a state that is of the last step trained.
-
-        A step is handed out but not trained where the rerun machine saves and exits, and while it
-        replays one.
-        """
-        if state["consumed"] == self._args.consumed_train_samples:
-            self._trained = state
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -322,6 +303,9 @@ class OdbRun:
             exchange = self._groups[-1] if self._groups else None  # on leaders
             channel = replica.checkpoint_channel
             self._checkpoint = DataCheckpoint(args, exchange=exchange, channel=channel)
+            if self._loader is not None:
+                identity = data_identity(args, self._loader.stream)
+                self._checkpoint.watch(self._loader, identity=identity)
         self._calculator = StepCalculator.install(num_replicas=args.data_parallel_size)
         args.dataloader_type = "external"
         remaining = max(0, self._total - args.consumed_train_samples)
@@ -339,7 +323,6 @@ class OdbRun:
         ]
         self._loader = loaders[0]
         if self._loader is not None:
-            self._identity = data_identity(self._args, self._loader.stream)
             self._cost = RunCost(self._args, self.config, self._loader)
             self._cost.start(self._resume())
         return loaders

@@ -309,9 +309,8 @@ class ReplicaPlanner:
     def state_dict(self) -> dict[str, object]:
         """Return the state between two steps: plain ints and lists, no payloads.
 
-        `window` lists position, arrival and due step (-1: none) of each held sample, `upcoming`
-        the positions assigned and not drawn, `cost` the model's integers and what
-        `linear_ps` of `set_cost` was.
+        `window` lists position, arrival and due step (-1: none), `upcoming` positions assigned and
+        not drawn, `cost` the model's integers and `linear_ps` of `set_cost`.
         """
         cost = self.config.cost
         return {
