@@ -28,7 +28,7 @@ from odb_megatron.plan.sample_list import pack_list
 from odb_megatron.plan.selection import Selection
 from odb_megatron.plan.state import (
     NOT_CALIBRATED,
-    STATE_VERSION,
+    begin_state,
     check_state,
     resume_point,
     saved_cost,
@@ -314,13 +314,7 @@ class ReplicaPlanner:
         """
         cost = self.config.cost
         return {
-            "version": STATE_VERSION,
-            "policy": self.config.policy.value,
-            "num_replicas": self.config.num_replicas,
-            "replica": self.replica,
-            "assignment": self.config.assignment_in_force.value,
-            "total": self.config.total,
-            "global_batch_size": self.config.global_batch_size,
+            **begin_state(self.config, replica=self.replica),
             "start": self._start,
             "step": self._step,
             "consumed": self._consumed,

@@ -19,6 +19,7 @@ from odb_megatron.plan.window import SampleWindow
 __all__ = [
     "NOT_CALIBRATED",
     "STATE_VERSION",
+    "begin_state",
     "check_state",
     "check_values",
     "restored_window",
@@ -47,6 +48,19 @@ _COUNTS = ("num_replicas", "replica", "total", "global_batch_size", "step", "con
 _MOST = 1 << 62  # a number in a state; sums of two still fit 64 bits
 _LEAST = {"start": -_MOST, "deadline": -1, "exchanges": -1}  # others are at least 0
 _LENGTHS = {"cost": 4, "knowledge": 64}  # of knowledge: at most; its policy knows how many
+
+
+def begin_state(config: PlanConfig, *, replica: int) -> dict[str, object]:
+    """Return the part of a state that says of which version, run and replica it is."""
+    return {
+        "version": STATE_VERSION,
+        "policy": config.policy.value,
+        "num_replicas": config.num_replicas,
+        "replica": replica,
+        "assignment": config.assignment_in_force.value,
+        "total": config.total,
+        "global_batch_size": config.global_batch_size,
+    }
 
 
 def check_values(state: Any) -> None:
