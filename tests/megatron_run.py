@@ -43,6 +43,7 @@ class Case:
         merged_on: ranks that take all samples of a micro-batch for one, as if they had been sent no
             `cu_seqlens`.
         killed_in: iteration in whose first micro-batch every process is killed by SIGKILL.
+        terminated_in: iteration in whose first micro-batch the last rank gets a SIGTERM.
         nan_in: ("once" or "always", iteration): the last rank's loss of that iteration's first
             micro-batch is NaN, in the first attempt or in every one.
         save_fails: ("before" or "after", iteration): Megatron's own save of that iteration raises
@@ -54,6 +55,7 @@ class Case:
     rank_flags: dict[int, tuple[str, ...]] = field(default_factory=dict)
     merged_on: tuple[int, ...] = ()
     killed_in: int | None = None
+    terminated_in: int | None = None
     save_fails: tuple[str, int] | None = None
     nan_in: tuple[str, int] | None = None
 
@@ -269,6 +271,8 @@ def _counted(forward_step: Any, outcome: Outcome, args: Any, case: Case) -> Any:
             iteration = args.curr_iteration + 1
             if iteration == case.killed_in:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if is_last and iteration == case.terminated_in and iteration not in outcome.forwards:
+                os.kill(os.getpid(), signal.SIGTERM)
             outcome.forwards[iteration] = outcome.forwards.get(iteration, 0) + 1
             items = _Noted(data_iterator, [])
             output, loss_func = forward_step(items, model, *rest)

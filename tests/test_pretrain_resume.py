@@ -173,6 +173,16 @@ def test_a_killed_job_goes_on(
         assert [step.loss for step in steps] == pytest.approx(losses, abs=1e-6)
 
 
+def test_a_signal_saves_before_the_exit(
+    megatron: Megatron, data_flags: tuple[str, ...], whole: dict[str, Run], tmp_path: Path
+) -> None:
+    flags = ("--odb", "--odb-policy", "cost", *FLAGS, *data_flags)
+    saving = (*_saving(tmp_path), "--exit-signal-handler")
+    first = megatron.train(*flags, *saving, terminated_in=STOP)
+    assert all(replica.exited for replica in first.replicas)
+    _assert_continues(first, megatron.train(*flags, "--load", tmp_path), whole["cost"])
+
+
 @pytest.mark.parametrize(("when", "loaded"), [("before", 2), ("after", 4)])
 def test_a_stop_between_data_state_and_model(
     megatron: Megatron,
