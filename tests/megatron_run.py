@@ -10,6 +10,9 @@ import faulthandler
 import functools
 import io
 import json
+import math
+import os
+import signal
 import sys
 import time
 import traceback
@@ -39,12 +42,22 @@ class Case:
         rank_flags: more flags of single ranks, by rank.
         merged_on: ranks that take all samples of a micro-batch for one, as if they had been sent no
             `cu_seqlens`.
+        killed_in: iteration in whose first micro-batch every process is killed by SIGKILL.
+        terminated_in: iteration in whose first micro-batch the last rank gets a SIGTERM.
+        nan_in: ("once" or "always", iteration): the last rank's loss of that iteration's first
+            micro-batch is NaN, in the first attempt or in every one.
+        save_fails: ("before" or "after", iteration): Megatron's own save of that iteration raises
+            before it has begun, or after it has ended.
     """
 
     flags: tuple[str, ...]
     items: tuple[list[dict[str, Any]] | None, ...] | None = None
     rank_flags: dict[int, tuple[str, ...]] = field(default_factory=dict)
     merged_on: tuple[int, ...] = ()
+    killed_in: int | None = None
+    terminated_in: int | None = None
+    save_fails: tuple[str, int] | None = None
+    nan_in: tuple[str, int] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,7 +159,7 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
     args = read_args({"tokenizer_type": "HuggingFaceTokenizer"})
     model_config = argument_utils.gpt_config_from_args(args)
     datasets = None if case.items is None else _datasets(case.items)
-    with _observed(training, outcome):
+    with _observed(training, outcome, save_fails=case.save_fails):
         before = _replaced_names(training)
         try:
             with OdbRun(args, datasets=datasets) as run:
@@ -155,7 +168,7 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
                     argument_utils.pretrain_cfg_container_from_args(args, model_config),
                     run.datasets_provider,
                     ModelType.encoder_or_decoder,
-                    _counted(run.forward_step, outcome, args),
+                    _counted(run.forward_step, outcome, args, case),
                 )
         finally:
             outcome.restored = _replaced_names(training) == before
@@ -191,7 +204,9 @@ def _datasets(items: Sequence[list[dict[str, Any]] | None]) -> Callable[..., lis
 
 
 @contextlib.contextmanager
-def _observed(training: Any, outcome: Outcome) -> Iterator[None]:
+def _observed(
+    training: Any, outcome: Outcome, *, save_fails: tuple[str, int] | None
+) -> Iterator[None]:
     """Note what Megatron hands to its own functions while a case runs."""
 
     def num_floating_point_operations(original: Any) -> Any:
@@ -218,7 +233,20 @@ def _observed(training: Any, outcome: Outcome) -> Iterator[None]:
 
         return observed
 
+    def save_checkpoint(original: Any) -> Any:
+        @functools.wraps(original)
+        def observed(iteration: int, *arguments: Any, **named: Any) -> Any:
+            if save_fails == ("before", iteration):
+                raise OSError("stopped before the save")
+            result = original(iteration, *arguments, **named)
+            if save_fails == ("after", iteration):
+                raise OSError("stopped after the save")
+            return result
+
+        return observed
+
     observers = {
+        "save_checkpoint": save_checkpoint,
         "num_floating_point_operations": num_floating_point_operations,
         "compute_throughputs_and_append_to_progress_log": progress,
         "training_log": training_log,
@@ -233,14 +261,26 @@ def _observed(training: Any, outcome: Outcome) -> Iterator[None]:
             setattr(training, name, original)
 
 
-def _counted(forward_step: Any, outcome: Outcome, args: Any) -> Any:
-    """Count training micro-batches, and note what evaluation reads."""
+def _counted(forward_step: Any, outcome: Outcome, args: Any, case: Case) -> Any:
+    """Count training micro-batches, and note what evaluation reads; fail as the case wants."""
+    is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    seen: list[Any] = []  # first micro-batch of the iteration whose loss is NaN
 
     def counting(data_iterator: Any, model: Any, *rest: Any) -> Any:
         if torch.is_grad_enabled():
             iteration = args.curr_iteration + 1
+            if iteration == case.killed_in:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if is_last and iteration == case.terminated_in and iteration not in outcome.forwards:
+                os.kill(os.getpid(), signal.SIGTERM)
             outcome.forwards[iteration] = outcome.forwards.get(iteration, 0) + 1
-            return forward_step(data_iterator, model, *rest)
+            items = _Noted(data_iterator, [])
+            output, loss_func = forward_step(items, model, *rest)
+            if not is_last or case.nan_in is None or iteration != case.nan_in[1]:
+                return output, loss_func
+            seen.append(items.seen[0])
+            is_first = seen[-1] == seen[0] and (len(seen) == 1 or case.nan_in[0] == "always")
+            return output, (lambda out: loss_func(out * math.nan)) if is_first else loss_func
         return forward_step(_Noted(data_iterator, outcome.eval_ids), model, *rest)
 
     return counting
@@ -251,7 +291,7 @@ class _Noted:
 
     def __init__(self, items: Iterator[Any], seen: list[tuple[int, ...]]) -> None:
         self._items = items
-        self._seen = seen
+        self.seen = seen
 
     def __iter__(self) -> _Noted:
         return self
@@ -259,14 +299,15 @@ class _Noted:
     def __next__(self) -> Any:
         item = next(self._items)
         if isinstance(item, dict):
-            self._seen.append(tuple(item["position"].tolist()))
+            self.seen.append(tuple(item["position"].tolist()))
         else:
-            self._seen.append(item.positions)
+            self.seen.append(item.positions)
         return item
 
 
 def _replaced_names(training: Any) -> list[Any]:
     from megatron.core import num_microbatches_calculator
+    from megatron.training import checkpointing
 
     names = (
         "get_forward_backward_func",
@@ -275,7 +316,8 @@ def _replaced_names(training: Any) -> list[Any]:
         "compute_throughputs_and_append_to_progress_log",
     )
     calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    return [*(getattr(training, name) for name in names), calculator]
+    replaced = [getattr(training, name) for name in names]
+    return [*replaced, checkpointing.check_checkpoint_args, calculator]
 
 
 def _final_values() -> dict[str, Any]:

@@ -277,6 +277,26 @@ class Megatron:
         assert all(outcome.restored for outcome in run.replicas)
         return [outcome.error for outcome in run.replicas]
 
+    def killed(self, *flags: Any, killed_in: int, replicas: int = 2) -> list[Step]:
+        """Run in processes of their own, all killed by SIGKILL in a step; return the steps logged.
+
+        Args:
+            flags: of the script.
+            killed_in: iteration in whose first micro-batch they are killed.
+            replicas: processes.
+        """
+        from odb_megatron.testing.gloo import ReplicaError
+
+        case = Case(flags=self.command_line(*flags), killed_in=killed_in)
+        world = _World.start(replicas, self._pool)
+        with pytest.raises(ReplicaError, match="exit code -9"):
+            world.run(case)
+        folder = self.folder / f"log{self._num_runs}"
+        logs = [
+            [json.loads(line) for line in path.open()] for path in sorted(folder.glob("*.jsonl"))
+        ]
+        return Run(replicas=[Outcome(steps=log) for log in logs]).steps
+
     def stop(self) -> None:
         """End the processes."""
         for world in self._worlds.values():

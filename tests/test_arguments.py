@@ -42,6 +42,7 @@ def test_defaults() -> None:
         exchange=ExchangeMode.NONE,
         overlong=OverlongPolicy.ERROR,
         bad_record=BadRecordPolicy.ERROR,
+        resume_strict=True,
         epochs=None,
         attention="auto",
         log_dir=None,
@@ -178,7 +179,7 @@ def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_odb_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest.startswith("odb")]
-    assert len(actions) == 19
+    assert len(actions) == 20
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out
@@ -213,3 +214,14 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path, name: str) -> None:
     )
     with pytest.raises(ValueError, match=f"--tokenizer-model .*{name} does not exist"):
         _resolve_tokenizer(args)
+
+
+def test_resuming_is_strict_unless_told() -> None:
+    assert _config("--odb --odb-resume-strict").resume_strict
+    assert "resume-strict" not in _config("--odb").describe()
+    lenient = _config("--odb --no-odb-resume-strict")
+    assert not lenient.resume_strict
+    assert " --no-odb-resume-strict" in lenient.describe()
+    for flag in ("--odb-resume-strict", "--no-odb-resume-strict"):
+        with pytest.raises(ValueError, match="--odb-resume-strict would do nothing without --odb"):
+            _config(flag)

@@ -14,7 +14,11 @@ from odb_megatron.megatron import hooks as hooks_module
 from odb_megatron.megatron.hooks import Hooks
 
 PADDED = {"get_forward_backward_func", "training_log", "evaluate_and_print_results"}
-PACKED = PADDED | {"save_checkpoint", "compute_throughputs_and_append_to_progress_log"}
+PACKED = PADDED | {
+    "save_checkpoint",
+    "check_checkpoint_args",
+    "compute_throughputs_and_append_to_progress_log",
+}
 
 
 class _Listener:
@@ -38,8 +42,14 @@ class _Listener:
     def on_logged(self, values: dict[str, Any]) -> None:
         self.told.append(("logged", values))
 
-    def on_saved(self, iteration: int) -> None:
-        self.told.append(("saved", iteration))
+    def on_saving(self, iteration: int, *, is_persistent: bool) -> None:
+        self.told.append(("saving", iteration, is_persistent))
+
+    def on_saved(self, iteration: int, *, is_persistent: bool) -> None:
+        self.told.append(("saved", iteration, is_persistent))
+
+    def on_loaded(self, checkpoint_args: Any) -> None:
+        self.told.append(("loaded", checkpoint_args))
 
     def tokens_so_far(self) -> int | None:
         return self.tokens
@@ -63,10 +73,22 @@ def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         calls.append(("log", loss_dict, iteration, seen))
         return "flag"
 
-    def save_checkpoint(iteration: int, model: Any, *, extra: Any = None) -> None:
+    def save_checkpoint(
+        iteration: int,
+        model: Any,
+        *,
+        extra: Any = None,
+        non_persistent_ckpt: bool = False,
+        train_data_iterator: Any = None,
+    ) -> None:
+        del non_persistent_ckpt
+        assert train_data_iterator is None, "the rerun machine would pickle a step"
         calls.append(("save", iteration, model, extra))
         if model == "broken":
             raise OSError("disk full")
+
+    def check_checkpoint_args(checkpoint_args: Any, skip_args: Any = None) -> None:
+        calls.append(("check", checkpoint_args, skip_args))
 
     def compute_throughputs_and_append_to_progress_log(iteration: int, flops: float) -> None:
         args = module.args
@@ -86,12 +108,14 @@ def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         get_forward_backward_func=get_forward_backward_func,
         training_log=training_log,
         save_checkpoint=save_checkpoint,
+        check_checkpoint_args=check_checkpoint_args,
         compute_throughputs_and_append_to_progress_log=(
             compute_throughputs_and_append_to_progress_log
         ),
         evaluate_and_print_results=evaluate_and_print_results,
     )
     monkeypatch.setattr(hooks_module, "_training_module", lambda: module)
+    monkeypatch.setattr(hooks_module, "_checkpointing_module", lambda: module)
     monkeypatch.setattr(hooks_module, "_megatron_args", lambda: module.args)
     return module
 
@@ -227,11 +251,26 @@ def test_log_is_told_after_megatrons_own(training: SimpleNamespace) -> None:
 def test_save_is_told_when_it_succeeded(training: SimpleNamespace) -> None:
     listener = _Listener()
     Hooks(listener, packed=True).install()
-    training.save_checkpoint(6, "model", extra=1)
+    training.save_checkpoint(6, "model", extra=1, train_data_iterator=[1])
     with pytest.raises(OSError, match="disk full"):
         training.save_checkpoint(7, "broken")
     assert training.calls == [("save", 6, "model", 1), ("save", 7, "broken", None)]
-    assert listener.told == [("saved", 6)]
+    assert listener.told == [("saving", 6, True), ("saved", 6, True), ("saving", 7, True)]
+
+
+def test_a_non_persistent_save_is_told_as_one(training: SimpleNamespace) -> None:
+    listener = _Listener()
+    Hooks(listener, packed=True).install()
+    training.save_checkpoint(6, "model", non_persistent_ckpt=True)
+    assert listener.told == [("saving", 6, False), ("saved", 6, False)]
+
+
+def test_a_loaded_checkpoints_arguments_are_told(training: SimpleNamespace) -> None:
+    listener = _Listener()
+    Hooks(listener, packed=True).install()
+    training.check_checkpoint_args("its arguments", skip_args={"num_layers"})
+    assert listener.told == [("loaded", "its arguments")]
+    assert training.calls == [("check", "its arguments", {"num_layers"})]
 
 
 @pytest.mark.parametrize(("tokens", "written"), [(123, 123), (0, 0), (None, 640)])

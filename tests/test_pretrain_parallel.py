@@ -191,7 +191,9 @@ def test_evaluation(
     assert [loss for _, loss in run.evaluations] == pytest.approx(losses, abs=1e-5)
 
 
-@pytest.mark.parametrize(("name", "num_states"), [("tp2", 1), ("pp2", 1), ("dp2_pp2", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_states"), [("tp2", 1), ("pp2", 1), ("dp2_pp2", 2), ("vpp2x2", 1), ("cp2", 1)]
+)
 @pytest.mark.parametrize("policy", ["samples", "cost"])
 def test_resume(
     megatron: Megatron,

@@ -145,6 +145,33 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
         except (BadRecordError, OverlongError, ChatTemplateError) as error:
             return FetchError(error=error)
 
+    def sources(self) -> list[dict[str, object]]:
+        """Return each source as plain values: path, fingerprint, records, seed, order's ends."""
+        return [
+            {
+                "path": part.source.path,
+                "fingerprint": part.source.fingerprint(),
+                "num_records": len(part.order),
+                "seed": part.order.seed,
+                "ends": [part.order[0], part.order[len(part.order) - 1]],
+            }
+            for part in self._parts
+        ]
+
+    def blend_digest(self, most: int) -> tuple[int, str]:
+        """Digest of the first places of a blend; a longer run's blend begins with the same.
+
+        Args:
+            most: places looked at, at most.
+
+        Returns:
+            The places looked at, 0 for a single source, and the digest.
+        """
+        if self._blend is None:
+            return 0, ""
+        places = np.ascontiguousarray(self._blend.source_index[:most], dtype=np.int64)
+        return len(places), hashlib.sha256(places.tobytes()).hexdigest()[:16]
+
     def data_digest(self) -> str:
         """Digest of the sources, their split and the seed; a longer run has the same."""
         digest = hashlib.sha256()

@@ -32,6 +32,7 @@ _PLANNING_FLAGS = {
     "odb_cost_patch": "--odb-cost-patch",
     "odb_max_patches": "--odb-max-patches",
     "odb_balance": "--odb-balance",
+    "odb_resume_strict": "--odb-resume-strict",
 }
 
 
@@ -60,6 +61,7 @@ class OdbConfig:
         exchange: whether replicas hand samples to each other.
         overlong: see `plan.padding.OverlongPolicy`.
         bad_record: see `data.preprocess.BadRecordPolicy`.
+        resume_strict: whether a resume refuses data files that have changed.
         epochs: passes over the data, or None when the run length is given in Megatron's terms.
         attention: attention backend's name.
         log_dir: folder of the step logs, or None.
@@ -79,6 +81,7 @@ class OdbConfig:
     exchange: ExchangeMode
     overlong: OverlongPolicy
     bad_record: BadRecordPolicy
+    resume_strict: bool
     epochs: int | None
     attention: str
     log_dir: str | None
@@ -127,6 +130,7 @@ class OdbConfig:
             exchange=ExchangeMode(args.odb_exchange or ExchangeMode.NONE.value),
             overlong=OverlongPolicy(args.odb_overlong),
             bad_record=BadRecordPolicy(args.odb_bad_record),
+            resume_strict=args.odb_resume_strict is not False,
             epochs=args.odb_epochs,
             attention=args.odb_attention,
             log_dir=args.odb_log_dir,
@@ -166,6 +170,8 @@ class OdbConfig:
         if self.max_patches:
             flags += [f"--odb-max-patches {self.max_patches}"]
         flags += [f"--odb-balance {self.balance.value}"]
+        if not self.resume_strict:
+            flags += ["--no-odb-resume-strict"]
         if self.epochs is not None:
             flags += [f"--odb-epochs {self.epochs}"]
         return " ".join(["--odb", *flags])
@@ -319,6 +325,14 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
         help="What happens to a record that cannot become a sample (bad JSON, wrong types, "
         "empty, nothing to learn): error names file and line and stops; skip leaves it out and "
         "counts it. Holds for the padded baseline too.",
+    )
+    group.add_argument(
+        "--odb-resume-strict",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="Refuse to resume when data files or the tokenizer have changed since the checkpoint "
+        "was saved, or when --odb-policy cost finds its data state gone. Without it (--no-...) "
+        "that is a warning, and the run goes on with the record numbers that are left. Default on.",
     )
     group.add_argument(
         "--odb-attention",

@@ -1,61 +1,192 @@
 """The data loader's state beside Megatron's checkpoint: one small JSON file per replica.
 
-Must not hold payloads or pickles. Written atomically into the iteration's directory.
+Must not hold payloads or pickles, and nothing that is read is evaluated or taken on trust. Files
+are written whole or not at all. They are *staged* before Megatron begins to write the checkpoint
+and moved into its iteration's directory afterwards: Megatron takes a directory that is not empty
+for a broken checkpoint, and counts it as the latest when it deletes old ones.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["read_state", "state_path", "write_state"]
+from odb_megatron.plan.state import check_values
+
+__all__ = [
+    "MAX_BLEND_PLACES",
+    "MAX_STATE_BYTES",
+    "Digest",
+    "decode_state",
+    "encode_state",
+    "read_file",
+    "staged_path",
+    "state_path",
+    "write_file",
+]
+
+MAX_STATE_BYTES = 1 << 26
+"""Largest state file that is read: a window of 65536 samples takes 2 MiB."""
+
+MAX_BLEND_PLACES = 4096
+"""Places of a blend that a state compares, at most."""
 
 _KEYS = {"data", "planner", "tokens_so_far"}
+_DATA_KEYS = {"blend", "sources", "tokenizer"}
+_SOURCE_KEYS = {"path", "fingerprint", "num_records", "seed", "ends"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digest:
+    """What a checkpoint knows of the data state saved with it.
+
+    Attributes:
+        num_replicas: files it has.
+        value: digest of all of them, in replica order.
+    """
+
+    num_replicas: int
+    value: str
+
+    @classmethod
+    def of(cls, digests: Sequence[bytes]) -> Digest:
+        """Return the digest of files whose own SHA-256 digests are given."""
+        return cls(
+            num_replicas=len(digests), value=hashlib.sha256(b"".join(digests)).hexdigest()[:32]
+        )
+
+    @classmethod
+    def parse(cls, text: Any) -> Digest:
+        """Inverse of `str()`.
+
+        Raises:
+            ValueError: something else.
+        """
+        count, _, value = text.partition(":") if isinstance(text, str) else ("", "", "")
+        if not (count.isascii() and count.isdigit() and len(count) < 6 and len(value) == 32):
+            raise ValueError(
+                f"the checkpoint's odb_data_state is {str(text)[:80]!r}; expected COUNT:DIGEST: it "
+                "was written by another version of odb_megatron; start the data anew (--finetune)"
+            )
+        return cls(num_replicas=int(count), value=value)
+
+    def __str__(self) -> str:
+        return f"{self.num_replicas}:{self.value}"
 
 
 def state_path(folder: str, *, iteration: int, replica: int) -> str:
-    """Path of a replica's state for a checkpoint of `iteration` under `--save` or `--load`."""
-    return os.path.join(folder, f"iter_{iteration:07d}", "odb", f"replica-{replica:05d}.json")
+    """Path of a replica's state for a checkpoint of `iteration` in a checkpoint folder."""
+    return os.path.join(folder, f"iter_{iteration:07d}", "odb", _name(replica))
 
 
-def write_state(path: str, state: Mapping[str, Any]) -> None:
-    """Write `state`; a reader sees all of it or none.
+def staged_path(folder: str, *, iteration: int, replica: int) -> str:
+    """Path of the same file before Megatron has written the checkpoint."""
+    return os.path.join(folder, "odb-staged", f"{iteration:07d}", _name(replica))
+
+
+def encode_state(state: Mapping[str, Any]) -> bytes:
+    """Return the file's content.
 
     Args:
-        path: from `state_path`.
         state: `planner` (see `ReplicaPlanner.state_dict`), `tokens_so_far`, and `data` (see
-            `SampleStream.data_digest`).
+            `data_identity`).
     """
+    return json.dumps(dict(state), sort_keys=True).encode()
+
+
+def decode_state(data: bytes, path: str) -> dict[str, Any]:
+    """Return the state that a file holds.
+
+    Args:
+        data: its content.
+        path: named in errors.
+
+    Raises:
+        ValueError: no JSON, or not what `encode_state` takes.
+    """
+    try:
+        state = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"data state {path} is not JSON ({error}): restore it, or start the data anew "
+            "(--finetune)"
+        ) from error
+    if not isinstance(state, dict) or set(state) != _KEYS:
+        seen = sorted(state) if isinstance(state, dict) else type(state).__name__
+        raise ValueError(
+            f"data state {path} holds {str(seen)[:200]}; expected {sorted(_KEYS)}: it was written "
+            "by another version of odb_megatron; resume with that, or start the data anew "
+            "(--finetune)"
+        )
+    try:
+        check_values(state["planner"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    tokens = state["tokens_so_far"]
+    if type(tokens) is not int or tokens < 0 or not _is_identity(state["data"]):
+        raise ValueError(
+            f"data state {path} has a damaged {'data' if type(tokens) is int else 'tokens_so_far'}"
+            " entry: restore it, or start the data anew (--finetune)"
+        )
+    return state
+
+
+def write_file(path: str, data: bytes) -> None:
+    """Write a file; a reader sees all of it or none."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     part = f"{path}.part"
-    with open(part, "w", encoding="utf-8") as file:
-        json.dump(dict(state), file)
+    with open(part, "wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
 
 
-def read_state(path: str) -> dict[str, Any] | None:
-    """Return the state, or None where no such file exists.
+def read_file(path: str) -> bytes | None:
+    """Return a file's content, or None where there is none.
 
     Raises:
-        ValueError: the file is no JSON object with the keys that `write_state` takes.
+        ValueError: it is larger than `MAX_STATE_BYTES`.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            state = json.load(file)
+        with open(path, "rb") as file:
+            data = file.read(MAX_STATE_BYTES + 1)
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    if len(data) > MAX_STATE_BYTES:
         raise ValueError(
-            f"data state {path} is not JSON ({error}): restore or delete it"
-        ) from error
-    if not isinstance(state, dict) or set(state) != _KEYS:
-        seen = sorted(state) if isinstance(state, dict) else type(state).__name__
-        raise ValueError(
-            f"data state {path} holds {seen}; expected {sorted(_KEYS)}: it was written by another "
-            "version of odb_megatron"
+            f"data state {path} is larger than {MAX_STATE_BYTES} bytes: it is none; restore it, or "
+            "start the data anew (--finetune)"
         )
-    return state
+    return data
+
+
+def _name(replica: int) -> str:
+    return f"replica-{replica:05d}.json"
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no number")
+
+
+def _is_identity(data: Any) -> bool:
+    if not isinstance(data, dict) or set(data) != _DATA_KEYS:
+        return False
+    if not isinstance(data["tokenizer"], str) or not isinstance(data["sources"], list):
+        return False
+    blend = data["blend"]
+    if not isinstance(blend, list) or [type(value) for value in blend] != [int, str]:
+        return False
+    if not 0 <= blend[0] <= MAX_BLEND_PLACES:
+        return False
+    return all(isinstance(part, dict) and _is_source(part) for part in data["sources"])
+
+
+def _is_source(part: dict[str, Any]) -> bool:
+    if set(part) != _SOURCE_KEYS:
+        return False
+    return isinstance(part["path"], str) and isinstance(part["fingerprint"], str)

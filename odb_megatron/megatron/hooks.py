@@ -45,8 +45,14 @@ class RunListener(Protocol):
     def on_logged(self, values: dict[str, Any]) -> None:
         """Megatron has logged an iteration; `values` are `training_log`'s arguments by name."""
 
-    def on_saved(self, iteration: int) -> None:
+    def on_saving(self, iteration: int, *, is_persistent: bool) -> None:
+        """A checkpoint of `iteration` is about to be written."""
+
+    def on_saved(self, iteration: int, *, is_persistent: bool) -> None:
         """A checkpoint of `iteration` was written, or handed to the asynchronous writer."""
+
+    def on_loaded(self, checkpoint_args: Any) -> None:
+        """A checkpoint was read that the run goes on from; its Megatron arguments."""
 
     def tokens_so_far(self) -> int | None:
         """Real tokens trained since the start of the run; None leaves Megatron's estimate."""
@@ -75,7 +81,7 @@ class Hooks:
         self._length = micro_batch_length
         self._count = 1
         self._router_masks = RouterMasks() if packed and has_experts else None
-        self._originals: dict[str, Any] = {}
+        self._originals: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
         """Replace the names."""
@@ -89,22 +95,26 @@ class Hooks:
                 "save_checkpoint": self._wrap_save_checkpoint,
                 "compute_throughputs_and_append_to_progress_log": self._wrap_progress_log,
             }
-        module = _training_module()
         for name, wrap in wrappers.items():
-            original = getattr(module, name)
-            self._originals[name] = original
-            setattr(module, name, wrap(original))
+            self._replace(_training_module(), name, wrap)
+        if self._packed:
+            wrap = self._wrap_check_checkpoint_args
+            self._replace(_checkpointing_module(), "check_checkpoint_args", wrap)
         if self._router_masks is not None:
             self._router_masks.install()
 
     def remove(self) -> None:
         """Put the originals back; harmless when called twice."""
-        module = _training_module()
-        for name, original in self._originals.items():
+        for module, name, original in self._originals:
             setattr(module, name, original)
-        self._originals = {}
+        self._originals = []
         if self._router_masks is not None:
             self._router_masks.remove()
+
+    def _replace(self, module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        original = getattr(module, name)
+        self._originals.append((module, name, original))
+        setattr(module, name, wrap(original))
 
     def _wrap_get_forward_backward_func(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -193,12 +203,30 @@ class Hooks:
         return evaluate_and_print_results
 
     def _wrap_save_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-            result = original(iteration, *args, **kwargs)
-            self._listener.on_saved(iteration)
+            bound = signature.bind(iteration, *args, **kwargs)
+            is_persistent = not bound.arguments.get("non_persistent_ckpt", False)
+            if "train_data_iterator" in bound.arguments:
+                # Else the rerun machine pickles the step it will rerun, which the resumed run plans
+                # again (rerun_state_machine.py `state_dict`, 0.19.2).
+                bound.arguments["train_data_iterator"] = None
+            self._listener.on_saving(iteration, is_persistent=is_persistent)
+            result = original(*bound.args, **bound.kwargs)
+            self._listener.on_saved(iteration, is_persistent=is_persistent)
             return result
 
         return save_checkpoint
+
+    def _wrap_check_checkpoint_args(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Look at a checkpoint's arguments (checkpointing.py `load_checkpoint`, 0.19.2)."""
+
+        def check_checkpoint_args(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
+            self._listener.on_loaded(checkpoint_args)
+            return original(checkpoint_args, *args, **kwargs)
+
+        return check_checkpoint_args
 
     def _wrap_progress_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def compute_throughputs_and_append_to_progress_log(*args: Any, **kwargs: Any) -> Any:
@@ -221,6 +249,12 @@ def _training_module() -> Any:
     from megatron.training import training
 
     return training
+
+
+def _checkpointing_module() -> Any:
+    from megatron.training import checkpointing
+
+    return checkpointing
 
 
 def _megatron_args() -> Any:

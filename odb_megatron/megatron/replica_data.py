@@ -69,6 +69,7 @@ class ReplicaData:
     Attributes:
         place: see above.
         channels: to the other ranks of the replica, by split; empty for a replica of one rank.
+        checkpoint_channel: the one that saving uses; None for a replica of one rank.
     """
 
     def __init__(self, args: argparse.Namespace, place: ReplicaRanks) -> None:
@@ -89,6 +90,14 @@ class ReplicaData:
                 )
                 for split in Split
             ]
+        self.checkpoint_channel: ReplicaGroup | None = None
+        if self.channels:
+            self.checkpoint_channel = ReplicaGroup(
+                place.ranks,
+                payload_ranks=place.ranks[:1],
+                name="checkpoint",
+                timeout_s=60.0 * args.distributed_timeout_minutes,
+            )
 
     @contextmanager
     def told_of_failure(self) -> Iterator[None]:

@@ -1,85 +1,255 @@
 """Continues a run's data where the loaded checkpoint left it.
 
-Must not keep state of its own.
+Must not keep state of its own. Whatever one leader refuses, all refuse, each with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from odb_megatron.comm.control import ControlGroup
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.megatron.arguments import OdbConfig
-from odb_megatron.megatron.data_state import read_state, state_path
+from odb_megatron.megatron.data_checkpoint import loaded_folder
+from odb_megatron.megatron.data_identity import changed_files, check_same_samples, data_identity
+from odb_megatron.megatron.data_state import (
+    Digest,
+    decode_state,
+    read_file,
+    staged_path,
+    state_path,
+)
+from odb_megatron.plan.elastic import elastic_state
 from odb_megatron.plan.policy import PolicyName
 
 __all__ = ["resume_data"]
 
-_LOST_WINDOW = (
-    ". That is right after a run without --odb or with --odb-policy samples; after --odb-policy "
-    "cost its windows are lost, so samples are left out and others come twice"
-)
+T = TypeVar("T")
+
+_MESSAGE_BYTES = 1024
+_ABSENT = bytes(32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """A state file: its path, digest (`_ABSENT`: there is none), and content where it was read."""
+
+    path: str
+    digest: bytes
+    data: bytes = b""
 
 
 def resume_data(
-    args: argparse.Namespace, config: OdbConfig, loader: StepLoader, *, exchange: ControlGroup
+    args: argparse.Namespace,
+    config: OdbConfig,
+    loader: StepLoader,
+    *,
+    exchange: ControlGroup,
+    saved: str | None,
 ) -> dict[str, Any] | None:
     """Load the loader's state, if the run resumes and has one; leaders of all replicas call it.
 
     Under `samples` the data goes on at Megatron's own consumed-samples count, at any data-parallel
-    size; under `cost` with the replica's window, so topology and policy must be the same.
+    size; under `cost` with the replica's window or, at another size, with what all windows held.
 
     Args:
         args: Megatron's, after the checkpoint was loaded.
         config: ODB's.
         loader: of the training data.
         exchange: to the other replicas.
+        saved: what the checkpoint says of its data state (`Digest`); None for nothing.
 
     Returns:
-        The saved state (see `data_state.write_state`), or None for a start anew.
+        The saved state (see `data_state.encode_state`), or None for a start anew.
 
     Raises:
-        ValueError: the state is missing on some replicas, or belongs to other data.
+        ValueError: the state is missing, incomplete, damaged, or belongs to other data or another
+            checkpoint.
     """
-    if not args.iteration:
+    if not args.iteration or args.finetune or args.skip_train:
         return None
-    if args.finetune or args.skip_train:
+    if saved is None:
+        _together(exchange, lambda: _refuse_unknown(args, replica=exchange.replica))
+        _tell(args, "no data state in the checkpoint")
         return None
-    is_cost = config.policy is PolicyName.COST
-    replica = exchange.replica if is_cost else 0
-    path = state_path(args.load, iteration=args.iteration, replica=replica)
-    state = read_state(path)
-    found = exchange.gather_counts([int(state is not None)])
-    if [0] in found and [1] in found:
-        missing = state_path(args.load, iteration=args.iteration, replica=found.index([0]))
-        raise ValueError(
-            f"data state {missing} is missing and those of other replicas are not: restore it, "
-            "use the data-parallel size that saved, or start the data anew (--finetune)"
+    digest = _together(exchange, lambda: Digest.parse(saved))
+    replicas = range(digest.num_replicas)
+    is_same_size = len(replicas) == exchange.num_replicas
+    options = [
+        _found(
+            [path_of(loaded_folder(args), iteration=args.iteration, replica=r) for r in replicas],
+            exchange=exchange,
+            is_same_size=is_same_size,
         )
-    if state is None:
-        if args.rank == 0:
-            print(
-                f"odb: no data state in the checkpoint of iteration {args.iteration}; the data "
-                f"goes on at sample {args.consumed_train_samples} of the stream"
-                + (_LOST_WINDOW if is_cost else ""),
-                flush=True,
-            )
+        for path_of in (state_path, staged_path)
+    ]
+    files = _together(exchange, lambda: _chosen(options, digest))
+    if files is None:
+        if config.policy is PolicyName.COST and config.resume_strict:
+            raise ValueError(_gone(options[0][0].path))
+        _tell(args, "the data state is gone from the checkpoint")
         return None
-    if state["data"] != loader.stream.data_digest():
+    own = files[exchange.replica if is_same_size else 0]
+    state = _together(exchange, lambda: decode_state(own.data, own.path))
+    is_changed = _together(exchange, lambda: _check(args, config, loader, state, own.path))
+    if config.policy is PolicyName.SAMPLES:
+        loader.load_cost(state["planner"])
+    elif is_same_size and not is_changed:
+        _together(exchange, lambda: loader.load_state_dict(state["planner"]))
+    else:
+        _together(exchange, lambda: _load_elastic(loader, files, replica=exchange.replica))
+    return state
+
+
+def _together(exchange: ControlGroup, function: Callable[[], T]) -> T:
+    """Return what `function` does, or raise on all replicas what it raises on one."""
+    message, failure, result = "", None, None
+    try:
+        result = function()
+    except ValueError as error:
+        message, failure = str(error) or type(error).__name__, error
+    sent = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+    found = exchange.exchange(sent)
+    if failure is not None:
+        raise failure
+    for replica, text in enumerate(part.rstrip(b"\0").decode("utf-8", "ignore") for part in found):
+        if text:
+            raise ValueError(f"replica {replica} cannot resume its data: {text}")
+    return result  # type: ignore[return-value]
+
+
+def _found(paths: Sequence[str], *, exchange: ControlGroup, is_same_size: bool) -> list[_File]:
+    """Return the files of all saved replicas: all read or, at the same size, only the own one."""
+    if not is_same_size:
+        return _together(exchange, lambda: [_read(path) for path in paths])
+    own = _together(exchange, lambda: _read(paths[exchange.replica]))
+    digests = exchange.exchange(own.digest)
+    files = [_File(path=path, digest=one) for path, one in zip(paths, digests, strict=True)]
+    files[exchange.replica] = own
+    return files
+
+
+def _read(path: str) -> _File:
+    data = read_file(path)
+    if data is None:
+        return _File(path=path, digest=_ABSENT)
+    return _File(path=path, digest=hashlib.sha256(data).digest(), data=data)
+
+
+def _chosen(options: Sequence[Sequence[_File]], digest: Digest) -> list[_File] | None:
+    """Return the files that the checkpoint was saved with, None where none is left.
+
+    Args:
+        options: files in their place, and files left staged by a kill; equal on all replicas as
+            far as digests go.
+        digest: what the checkpoint says.
+
+    Raises:
+        ValueError: a file is missing, or they are of another save.
+    """
+    placed, staged = options
+    newest = [
+        there if new.digest == _ABSENT else new for there, new in zip(placed, staged, strict=True)
+    ]
+    for files in (placed, newest):
+        if Digest.of([file.digest for file in files]) == digest:
+            return list(files)
+    missing = [file.path for file in newest if file.digest == _ABSENT]
+    if len(missing) == len(newest):
+        return None
+    if missing:
         raise ValueError(
-            f"data state {path} was saved with other data: the files, their order, --split or "
-            "--seed have changed, so samples would be lost or repeated; restore them, or start "
-            "the data anew (--finetune)"
+            f"data state {missing[0]} is missing and those of other replicas are not: restore it, "
+            "or start the data anew (--finetune)"
         )
+    seen = Digest.of([file.digest for file in newest])
+    raise ValueError(
+        f"the data states beside {newest[0].path} are not those that the checkpoint was saved "
+        f"with (digest {seen}, expected {digest}): files of another save are among them, or one "
+        "was changed; restore them, or start the data anew (--finetune)"
+    )
+
+
+def _check(
+    args: argparse.Namespace,
+    config: OdbConfig,
+    loader: StepLoader,
+    state: dict[str, Any],
+    path: str,
+) -> bool:
+    """Hold a state against this run; return whether data files have changed, which is allowed.
+
+    Raises:
+        ValueError: the state is of another policy, other data or another step.
+    """
     planner = state["planner"]
+    if planner["policy"] != config.policy.value:
+        raise ValueError(
+            f"data state was saved with policy={planner['policy']}, this run has "
+            f"{config.policy.value}: resume with the same setting, or start the data anew "
+            "(--finetune)"
+        )
+    num_places = state["data"]["blend"][0]
+    current = data_identity(args, loader.stream, num_places=num_places)
+    check_same_samples(state["data"], current)
     if planner["consumed"] != args.consumed_train_samples:
         raise ValueError(
             f"data state {path} was saved after {planner['consumed']} samples, the checkpoint "
             f"after {args.consumed_train_samples}: restore the file that belongs to it"
         )
-    if is_cost or planner["policy"] != PolicyName.SAMPLES.value:
-        loader.load_state_dict(planner)
-    else:
-        loader.load_cost(planner)
-    return state
+    changed = changed_files(state["data"], current)
+    if changed and config.resume_strict:
+        raise ValueError(
+            f"data changed since the checkpoint was saved: {changed}. Restore it, or pass "
+            "--no-odb-resume-strict to go on with every record number that is left, whatever the "
+            "records now hold"
+        )
+    if changed and args.rank == 0:
+        print(f"odb: WARNING: data changed since the checkpoint was saved: {changed}", flush=True)
+    return bool(changed)
+
+
+def _load_elastic(loader: StepLoader, files: Sequence[_File], *, replica: int) -> None:
+    """Deal what all replicas of the saved run held to those of this one."""
+    states = []
+    for file in files:
+        found = file if file.data else _read(file.path)
+        if found.digest != file.digest:
+            raise ValueError(f"data state {file.path} changes while it is read: try again")
+        states.append(decode_state(found.data, found.path)["planner"])
+    state = elastic_state(states, loader.config, replica=replica)
+    loader.load_state_dict(state)
+
+
+def _refuse_unknown(args: argparse.Namespace, *, replica: int) -> None:
+    """Refuse files that the checkpoint knows nothing of."""
+    path = state_path(loaded_folder(args), iteration=args.iteration, replica=replica)
+    if read_file(path) is not None:
+        raise ValueError(
+            f"data state {path} exists, but its checkpoint was saved without one or by an older "
+            "version of odb_megatron: resume with that version; or delete the file, to go on at "
+            f"sample {args.consumed_train_samples} of the stream; or start the data anew "
+            "(--finetune)"
+        )
+
+
+def _gone(path: str) -> str:
+    return (
+        f"data state {path} and those of all other replicas are missing, and the checkpoint was "
+        "saved with them: restore them; or pass --no-odb-resume-strict to go on without what the "
+        "windows held (samples are left out, others come twice); or start the data anew "
+        "(--finetune)"
+    )
+
+
+def _tell(args: argparse.Namespace, what: str) -> None:
+    if args.rank == 0:
+        print(
+            f"odb: {what} of iteration {args.iteration}; the data goes on at sample "
+            f"{args.consumed_train_samples} of the stream",
+            flush=True,
+        )

@@ -23,7 +23,8 @@ from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
 from odb_megatron.megatron.cost_model import RunCost
 from odb_megatron.megatron.counters import StepCalculator
-from odb_megatron.megatron.data_state import state_path, write_state
+from odb_megatron.megatron.data_checkpoint import DataCheckpoint
+from odb_megatron.megatron.data_identity import data_identity
 from odb_megatron.megatron.forward_step import (
     RouterMask,
     make_forward_step,
@@ -92,6 +93,8 @@ class OdbRun:
         self._padded: Sequence[SampleStream | None] = ()
         self._report = RunReport(args, self.config, backend=self._backend)
         self._cost: RunCost | None = None
+        self._checkpoint: DataCheckpoint | None = None
+        self._saved_digest: str | None = None  # what the loaded checkpoint says of its data state
         self._tokens_before = 0
         self._place = replica_ranks(args, rank=args.rank)
         self.forward_step = make_forward_step(
@@ -165,6 +168,8 @@ class OdbRun:
         """See `hooks.RunListener`."""
         if training and self._report.recorder is not None:
             self._report.recorder.start_clock()
+        if training and self._checkpoint is not None:
+            self._checkpoint.note_trained()
 
     def on_header(self, header: StepHeader, *, training: bool) -> None:
         """See `hooks.RunListener`: fix the loop's end and the step's sample count."""
@@ -200,17 +205,20 @@ class OdbRun:
         delivered = (0, 0, 0) if self._replica is None else self._replica.delivered()
         self._report.end_step(values, delivered=delivered)
 
-    def on_saved(self, iteration: int) -> None:
-        """See `hooks.RunListener`: write the loader's state beside the checkpoint."""
-        if self._loader is None or self._exchange is None or self._args.save is None:
-            return
-        path = state_path(self._args.save, iteration=iteration, replica=self._exchange.replica)
-        state = {
-            "data": self._loader.stream.data_digest(),
-            "tokens_so_far": self.tokens_so_far() or 0,
-            "planner": self._loader.state_dict(),
-        }
-        write_state(path, state)
+    def on_loaded(self, checkpoint_args: Any) -> None:
+        """See `hooks.RunListener`."""
+        self._saved_digest = getattr(checkpoint_args, "odb_data_state", None)
+
+    def on_saving(self, iteration: int, *, is_persistent: bool) -> None:
+        """See `hooks.RunListener`: write the loader's state, and put its digest into the args."""
+        if self._checkpoint is not None:
+            tokens = self.tokens_so_far() or 0
+            self._checkpoint.stage(iteration, tokens_so_far=tokens, is_persistent=is_persistent)
+
+    def on_saved(self, iteration: int, *, is_persistent: bool) -> None:
+        """See `hooks.RunListener`: put the loader's state beside the checkpoint."""
+        if self._checkpoint is not None:
+            self._checkpoint.publish(iteration, is_persistent=is_persistent)
 
     def tokens_so_far(self) -> int | None:
         """See `hooks.RunListener`."""
@@ -268,7 +276,7 @@ class OdbRun:
                 and self.config.exchange is not ExchangeMode.NONE
                 and name == "train",
             )
-            for name in ("train", "valid", "test")
+            for name in ("train", "valid", "test", "checkpoint")
         ]
         self._exchange = self._groups[0]
         if streams[0] is not None and self._place.is_leader:  # padded, every rank has its data
@@ -280,6 +288,13 @@ class OdbRun:
         with replica.told_of_failure():
             streams = self._build_streams(sizes, reads_data=replica.place.is_leader)
         replica.build(lambda: self._build_loaders(streams))
+        if not args.skip_train:
+            exchange = self._groups[-1] if self._groups else None  # on leaders
+            channel = replica.checkpoint_channel
+            self._checkpoint = DataCheckpoint(args, exchange=exchange, channel=channel)
+            if self._loader is not None:
+                identity = data_identity(args, self._loader.stream)
+                self._checkpoint.watch(self._loader, identity=identity)
         self._calculator = StepCalculator.install(num_replicas=args.data_parallel_size)
         args.dataloader_type = "external"
         remaining = max(0, self._total - args.consumed_train_samples)
@@ -293,7 +308,7 @@ class OdbRun:
             None
             if stream is None
             else build_loader(self._args, self.config, stream, split=split, exchange=group)
-            for split, stream, group in zip(Split, streams, self._groups, strict=True)
+            for split, stream, group in zip(Split, streams, self._groups, strict=False)
         ]
         self._loader = loaders[0]
         if self._loader is not None:
@@ -315,7 +330,13 @@ class OdbRun:
         """Continue the data where the loaded checkpoint left it; return the planner's state."""
         if self._loader is None or self._exchange is None:
             return None
-        found = resume_data(self._args, self.config, self._loader, exchange=self._exchange)
+        found = resume_data(
+            self._args,
+            self.config,
+            self._loader,
+            exchange=self._exchange,
+            saved=self._saved_digest,
+        )
         if found is None:
             return None
         self._tokens_before = found["tokens_so_far"]

@@ -113,9 +113,9 @@ _REFUSALS = (
         "--odb does not skip iterations in this version: drop --iterations-to-skip",
     ),
     _Refusal(
-        _is_on("non_persistent_save_interval"),
-        "--odb keeps its data state beside regular checkpoints: use --save-interval, and drop "
-        "--non-persistent-save-interval",
+        lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
+        "--odb keeps its data state beside checkpoints that every node can read: use "
+        "--non-persistent-ckpt-type global, or none",
     ),
     _Refusal(
         _is_on("phase_transition_iterations"),

@@ -27,7 +27,13 @@ from odb_megatron.plan.reassign import end_loads
 from odb_megatron.plan.records import CalibrationRecord, PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.sample_list import pack_list
 from odb_megatron.plan.selection import Selection
-from odb_megatron.plan.state import NOT_CALIBRATED, STATE_VERSION, check_state, saved_cost
+from odb_megatron.plan.state import (
+    NOT_CALIBRATED,
+    begin_state,
+    check_state,
+    resume_point,
+    saved_cost,
+)
 from odb_megatron.plan.step import Reassigned, StepPlan, StepTotals, parcels
 from odb_megatron.plan.target import StepTarget
 from odb_megatron.plan.termination import Phase, Termination
@@ -299,17 +305,12 @@ class ReplicaPlanner:
     def state_dict(self) -> dict[str, object]:
         """Return the state between two steps: plain ints and lists, no payloads.
 
-        `window` lists position, arrival and due step (-1: none) of each held sample, `upcoming`
-        the positions assigned and not drawn, `cost` the model's integers and what
-        `linear_ps` of `set_cost` was.
+        `window` lists position, arrival and due step (-1: none), `upcoming` positions assigned and
+        not drawn, `cost` the model's integers and `linear_ps` of `set_cost`.
         """
         cost = self.config.cost
         return {
-            "version": STATE_VERSION,
-            "policy": self.config.policy.value,
-            "num_replicas": self.config.num_replicas,
-            "replica": self.replica,
-            "assignment": self.config.assignment_in_force.value,
+            **begin_state(self.config, replica=self.replica),
             "start": self._start,
             "step": self._step,
             "consumed": self._consumed,
@@ -326,23 +327,22 @@ class ReplicaPlanner:
         """Continue from `state`; the argument is not changed.
 
         Args:
-            state: from `state_dict` of the same replica.
+            state: from `state_dict` of the same replica, or from `elastic.elastic_state`.
             fetched: for each position of the state's window, its number of tokens, of loss tokens,
                 whether it was truncated, and (optional) its patches and payload bytes: the caller
                 preprocesses these samples again.
 
         Raises:
-            ValueError: unknown or missing keys, another version, policy, topology or replica, or
-                a window sample that is no longer usable.
+            ValueError: see `state.check_state`, or a window sample that is no longer usable.
         """
         check_state(state, self.state_dict())
-        self._start, self._step = state["start"], state["step"]
-        self._consumed = state["consumed"]
+        self._start, deadline = resume_point(state, self.config)
+        self._step, self._consumed = state["step"], state["consumed"]
         self._target = self._selection = None
         cost, linear_ps = saved_cost(state)
         self.set_cost(cost, linear_ps=linear_ps)
         self._holding.restore(state, fetched=fetched)
-        self._termination.restore(state["deadline"], consumed=self._consumed)
+        self._termination.restore(deadline, consumed=self._consumed)
         self._rebuild_policy(self._exchange.restore(state["exchanges"]))
         self._policy.restore(list(state["knowledge"]))
 
