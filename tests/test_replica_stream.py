@@ -9,6 +9,7 @@ from made_up_data import Records, single_stream
 
 from odb_megatron.data.replica_stream import PositionFeed, ReplicaStream
 from odb_megatron.data.sample import Sample
+from odb_megatron.data.workers import Workers
 
 
 def test_a_feed_never_blocks() -> None:
@@ -26,7 +27,7 @@ def test_samples_come_in_the_order_of_the_feed(num_workers: int, lead: int) -> N
     """Also where workers ask for more than is known."""
     stream = single_stream(Records([3] * 40), num_samples=40)
     feed = PositionFeed()
-    source = ReplicaStream(stream, feed, num_workers=num_workers, lead=lead)
+    source = ReplicaStream(stream, feed, workers=Workers(num=num_workers), lead=lead)
     order = [7, 2, 30, 4, 11, 39, 0, 1]
     for start in range(0, len(order), 3):
         feed.extend(order[start : start + 3])

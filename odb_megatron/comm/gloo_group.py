@@ -95,7 +95,8 @@ class GlooGroup:
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        self._open().broadcast([tensor], options).wait()
+        group = self._open()
+        group.broadcast([tensor], options).wait()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return all members' tensors of one shape, [size, ...], in group order.
@@ -104,7 +105,8 @@ class GlooGroup:
             RuntimeError: see `broadcast`.
         """
         gathered = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype)
-        self._open().allgather([list(gathered.unbind())], [tensor]).wait()
+        group = self._open()
+        group.allgather([list(gathered.unbind())], [tensor]).wait()
         return gathered
 
     def send(self, tensor: Tensor, *, target: int, tag: int = 0) -> Any:
@@ -124,7 +126,12 @@ class GlooGroup:
         return self._open().recv([tensor], source, tag)
 
     def close(self) -> None:
-        """Close the connections; members that wait for this one learn it at once."""
+        """Close the connections; members that wait for this one learn it at once.
+
+        While another thread waits in an operation they are closed when that ends: the group waits
+        for its operations as it is freed, and would hold up this thread, and so the end of the
+        process, until a peer is gone. The waiting thread's frame keeps it.
+        """
         group, self._group = self._group, None
         del group
 

@@ -14,6 +14,7 @@ import torch
 
 from odb_megatron.data.sample import Hole, Sample
 from odb_megatron.data.stream import FetchError, SampleStream
+from odb_megatron.data.workers import Packed, Workers, WorkerStart
 
 __all__ = ["PositionFeed", "ReplicaStream"]
 
@@ -47,7 +48,7 @@ class ReplicaStream:
     Args:
         stream: the run's stream.
         positions: positions in the order in which they will be taken.
-        num_workers: worker processes; 0 fetches in this process.
+        workers: worker processes.
         lead: positions that are known ahead, at least 1; workers fetch no further.
     """
 
@@ -56,19 +57,28 @@ class ReplicaStream:
         stream: SampleStream,
         positions: Sequence[int] | PositionFeed,
         *,
-        num_workers: int = 0,
+        workers: Workers | None = None,
         lead: int = 1 << 30,
     ) -> None:
-        workers = min(num_workers, max(1, lead)) if num_workers else 0
-        prefetch = max(1, min(_PREFETCH, lead // workers)) if workers else None
+        workers = workers or Workers()
+        num = min(workers.num, max(1, lead))
+        options: dict[str, Any] = {}
+        if num:
+            packed = None if workers.start is WorkerStart.FORK else Packed(stream)
+            context = (packed or Packed(None)).context(workers.start)
+            prefetch = max(1, min(_PREFETCH, lead // num))
+            options = {"multiprocessing_context": context, "prefetch_factor": prefetch}
+            fetcher = _Fetcher(packed or stream)
+        else:
+            fetcher = _Fetcher(stream)
         loader = torch.utils.data.DataLoader(
-            _Fetcher(stream),
+            fetcher,
             batch_size=None,
             sampler=positions,
-            num_workers=workers,
-            prefetch_factor=prefetch,
+            num_workers=num,
             collate_fn=_as_is,
             generator=torch.Generator().manual_seed(0),  # else the model's would be advanced
+            **options,
         )
         self._items: Iterator[tuple[int, Sample | Hole | FetchError] | None] = iter(loader)
 
@@ -91,12 +101,17 @@ class ReplicaStream:
 class _Fetcher(torch.utils.data.Dataset[Any]):
     """The stream, with the position beside each sample, and nothing for a placeholder."""
 
-    def __init__(self, stream: SampleStream) -> None:
-        self._stream = stream
+    def __init__(self, stream: SampleStream | Packed) -> None:
+        self._packed = stream if isinstance(stream, Packed) else None
+        self._stream = None if isinstance(stream, Packed) else stream
 
     def __getitem__(self, position: int) -> tuple[int, Sample | Hole | FetchError] | None:
         if position == _NOTHING_YET:
             return None
+        if self._stream is None:
+            assert self._packed is not None
+            self._stream = self._packed.unpack()
+            self._packed = None
         return position, self._stream[position]
 
 

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from odb_megatron.comm.control import ControlGroup
-from odb_megatron.data.step_loader import StepHeader, StepLoader
+from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.step_feed import StepFeed
+from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
@@ -48,6 +50,12 @@ from odb_megatron.report.live import LiveReport, SourceTotals
 from odb_megatron.report.step_record import StepLog
 
 __all__ = ["OdbRun"]
+
+_CLEAN_CLOSE_S = 60.0
+"""Seconds to wait for other replicas at the end of a run that all of them have reached."""
+
+_CLOSE_S = 2.0
+"""The same after an error, which others may not know of: this process must end for them to."""
 
 
 class OdbRun:
@@ -160,7 +168,8 @@ class OdbRun:
             self._calculator.remove()
         try:
             clean = kind is None or (isinstance(error, SystemExit) and not error.code)
-            self._finish(together=clean)
+            ended = self._close_data(clean=clean)
+            self._finish(together=clean and ended)
         finally:
             if self._log is not None:
                 self._log.close()
@@ -205,8 +214,11 @@ class OdbRun:
         values = self._with_loss(values)
         if self._recorder is None:
             return
-        delivered = (0, 0, 0) if self._replica is None else self._replica.delivered()
-        record = self._recorder.end_step(values, delivered=delivered)
+        record = self._recorder.end_step(
+            values,
+            handed_out=None if self._train_feed is None else self._train_feed.handed_out,
+            reports=0 if self._replica is None else self._replica.num_reported(),
+        )
         if self._log is not None:
             self._log.write(record)
         if self._report is not None:
@@ -214,13 +226,15 @@ class OdbRun:
 
     def on_saved(self, iteration: int) -> None:
         """See `hooks.RunListener`: write the loader's state beside the checkpoint."""
+        feed = self._train_feed
         if self._loader is None or self._exchange is None or self._args.save is None:
             return
+        assert feed is not None, "built with the loader"
         path = state_path(self._args.save, iteration=iteration, replica=self._exchange.replica)
         state = {
             "data": self._loader.stream.data_digest(),
             "tokens_so_far": self.tokens_so_far() or 0,
-            "planner": self._loader.state_dict(),
+            "planner": feed.state_dict(),
         }
         write_state(path, state)
 
@@ -237,7 +251,9 @@ class OdbRun:
             if not vp_stage:
                 require_agreement(self._args, self._place)
             if self._replica is None:  # else another chunk of a virtual pipeline asks
-                self._replica = ReplicaData(self._args, self._place)
+                self._replica = ReplicaData(
+                    self._args, self._place, plan_ahead=self.config.plan_ahead
+                )
                 if self.config.enabled:
                     self._build_packed(self._replica, sizes)
                 else:
@@ -291,11 +307,23 @@ class OdbRun:
         with replica.told_of_failure():
             streams = self._build_streams(sizes, reads_data=replica.place.is_leader)
         replica.build(lambda: self._build_loaders(streams))
+        if self._cost is not None and replica.train is not None:
+            self._cost.leave_out(replica.train.planner_cpu_ns)
         self._calculator = StepCalculator.install(num_replicas=args.data_parallel_size)
         args.dataloader_type = "external"
         remaining = max(0, self._total - args.consumed_train_samples)
         steps = -(-remaining // args.global_batch_size)
         args.train_iters = args.iteration + steps
+
+    @property
+    def _train_feed(self) -> StepFeed | None:
+        return None if self._replica is None else self._replica.train
+
+    def _close_data(self, *, clean: bool) -> bool:
+        """Stop the threads that make steps, here and on all replicas; return whether all have."""
+        if self._replica is None:
+            return True
+        return self._replica.close(timeout_s=_CLEAN_CLOSE_S if clean else _CLOSE_S)
 
     def _build_loaders(self, streams: Sequence[SampleStream | None]) -> list[StepLoader | None]:
         from megatron.core.datasets.utils import Split
@@ -380,7 +408,8 @@ class OdbRun:
 
     def _print_choice(self) -> None:
         """Say once what `--odb-exchange auto` chose for the run."""
-        choice = None if self._loader is None else self._loader.exchange_choice
+        feed = self._train_feed
+        choice = None if feed is None or self._loader is None else feed.progress.exchange_choice
         if choice is not None and not self._choice_printed and self._args.rank == 0:
             self._choice_printed = True
             print(f"odb: {choice.reason()}", flush=True)
@@ -411,7 +440,9 @@ class OdbRun:
     def _source_totals(self, *, together: bool) -> list[SourceTotals]:
         if self._stream is None or self._recorder is None or self._exchange is None:
             return []
-        counted = (self._loader or self._recorder).source_counts
+        counted = self._recorder.source_counts
+        if self._train_feed is not None:
+            counted = list(self._train_feed.progress.source_counts)
         return source_totals(
             self._stream.source_names, counted, exchange=self._exchange if together else None
         )

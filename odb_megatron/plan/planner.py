@@ -26,7 +26,13 @@ from odb_megatron.plan.policy import BalanceScope, PolicyName, StepState
 from odb_megatron.plan.records import CalibrationRecord, PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.sample_list import pack_list
 from odb_megatron.plan.selection import Selection
-from odb_megatron.plan.state import NOT_CALIBRATED, STATE_VERSION, check_state, saved_cost
+from odb_megatron.plan.state import (
+    NOT_CALIBRATED,
+    STATE_VERSION,
+    check_state,
+    plain_state,
+    saved_cost,
+)
 from odb_megatron.plan.step import StepPlan, StepTotals, parcels
 from odb_megatron.plan.target import StepTarget
 from odb_megatron.plan.termination import Phase, Termination
@@ -94,6 +100,11 @@ class ReplicaPlanner:
     def exchange_choice(self) -> ExchangeChoice | None:
         """See `ExchangePhase.choice`."""
         return self._exchange.choice
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closing
 
     def close(self) -> None:
         """End the loader: this replica's next record carries the closing bit."""
@@ -307,6 +318,10 @@ class ReplicaPlanner:
         the positions assigned and not drawn, `cost` the model's integers and what
         `linear_ps` of `set_cost` was.
         """
+        return plain_state(self.snapshot())
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the same as `state_dict`, cheaply: `plain_state` makes that of it, at any time."""
         cost = self.config.cost
         return {
             "version": STATE_VERSION,
@@ -339,7 +354,7 @@ class ReplicaPlanner:
             ValueError: unknown or missing keys, another version, policy, topology or replica, or
                 a window sample that is no longer usable.
         """
-        check_state(state, self.state_dict())
+        check_state(state, self.snapshot())
         self._start, self._step = state["start"], state["step"]
         self._consumed = state["consumed"]
         self._target = self._selection = None

@@ -17,6 +17,7 @@ __all__ = [
     "NOT_CALIBRATED",
     "STATE_VERSION",
     "check_state",
+    "plain_state",
     "restored_window",
     "saved_cost",
     "window_row",
@@ -53,6 +54,11 @@ def check_state(state: Mapping[str, Any], current: Mapping[str, Any]) -> None:
                 f"{current[name]}: resume with the same setting, or start the data anew "
                 "(--finetune)"
             )
+
+
+def plain_state(snapshot: Mapping[str, Any]) -> dict[str, object]:
+    """Return a planner's snapshot as plain ints and lists."""
+    return {**snapshot, "window": snapshot["window"].tolist()}
 
 
 def saved_cost(state: Mapping[str, Any]) -> tuple[CostModel, int]:
