@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -113,7 +114,8 @@ def test_plans_and_states_do_not_depend_on_timing(policy: PolicyName) -> None:
     first = _run(stream, config, plan_ahead=0)
     assert len(first[0]) > 5
     assert len({seen.state for seen in first[0]}) == len(first[0])
-    assert max(seen.window_bytes for seen in first[0]) > 0
+    if policy is PolicyName.COST:
+        assert max(seen.window_bytes for seen in first[0]) > 0
     for plan_ahead, num_workers in ((1, 0), (2, 0), (5, 0), (2, 1), (5, 4), (0, 4)):
         found = _run(stream, config, plan_ahead=plan_ahead, num_workers=num_workers, delay_s=0.01)
         assert found == first, (plan_ahead, num_workers)
@@ -173,7 +175,8 @@ def test_three_loaders_at_once() -> None:
         readers = [_read_feed(feed) for feed in feeds]
         steps = [[_totals(next(reader)) for reader in readers] for _ in range(4)]
         assert all(feed.is_running for feed in feeds)
-        assert all([feed.close(timeout_s=WAIT_S) for feed in feeds])
+        for feed in feeds:
+            assert feed.close(timeout_s=WAIT_S)
         return steps
 
     for steps in _results(run_in_threads(go, thread_exchanges(2))):
@@ -360,11 +363,8 @@ def test_a_bad_record_reaches_all_trainers(plan_ahead: int, num_workers: int) ->
     )
     guilty = position % 2
     assert isinstance(found[guilty][1], BadRecordError)
-    names = [
-        entry.name for entry in pytest.ExceptionInfo.from_exception(found[guilty][1]).traceback
-    ]
-    assert "take" in names
-    assert "_observe" not in names  # it came from the stream
+    frames = traceback.extract_tb(found[guilty][1].__traceback__)
+    assert {"take", "make_step"} <= {frame.name for frame in frames}
     other = found[1 - guilty][1]
     assert isinstance(other, ReplicaFailedError)
     assert str(other).startswith(f"replica {guilty} failed: BadRecordError: made up:41: ")
