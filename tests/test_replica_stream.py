@@ -14,12 +14,12 @@ from odb_megatron.data.workers import Workers
 
 def test_a_feed_never_blocks() -> None:
     feed = PositionFeed()
-    asked = iter(feed)
-    assert list(islice(asked, 2)) == [-1, -1]
-    feed.extend([5, 3])
-    assert list(islice(asked, 3)) == [5, 3, -1]
+    asked = feed.groups(2)
+    assert list(islice(asked, 2)) == [(), ()]
+    feed.extend([5, 3, 9])
+    assert list(islice(asked, 3)) == [(5, 3), (9,), ()]
     feed.extend([4])
-    assert next(asked) == 4
+    assert next(asked) == (4,)
 
 
 @pytest.mark.parametrize(("num_workers", "lead"), [(0, 0), (1, 0), (1, 1), (2, 5), (4, 2)])

@@ -87,13 +87,12 @@ class Packed:
         return sorted(name for name in texts if name in sys.modules and name != "__main__")
 
     def context(self, start: WorkerStart) -> BaseContext:
-        """Return what starts processes that unpack this object, without importing more than that.
+        """Return what starts processes afresh that unpack this object and import only what it needs.
 
         Python imports the main script in every process it starts afresh. A training script imports
         Megatron, which takes each of them seconds and its memory.
         """
-        if start is WorkerStart.FORK:
-            return multiprocessing.get_context("fork")
+        assert start is not WorkerStart.FORK, "forked workers have the object"
         if start is WorkerStart.SPAWN:
             return multiprocessing.get_context("spawn") if self.needs_main else _Spawn()
         multiprocessing.set_forkserver_preload([*_PRELOADED, *self.modules()])
