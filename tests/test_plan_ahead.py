@@ -402,13 +402,12 @@ def test_a_queue_reports_its_bytes() -> None:
     stream, config = _stream([BUDGET] * 40), _config(total=40, num_replicas=1)
     feed = _feed(stream, config, thread_exchanges(1)[0], plan_ahead=3)
     reader = _read_feed(feed)
-    sizes: list[int] = []
-    for _ in range(10):
-        next(reader)
-        deadline = time.monotonic() + WAIT_S
-        while feed._queue.num_bytes == 0 and len(sizes) < 6 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        sizes.append(feed.handed_out.queue_bytes)
-    assert max(sizes) >= 4 * BUDGET * 20
-    assert sizes[-1] == 0
+    next(reader)
+    deadline = time.monotonic() + WAIT_S
+    while feed._queue.num_bytes < 3 * 4 * BUDGET * 20 and time.monotonic() < deadline:
+        time.sleep(0.001)  # until three steps of four samples wait
+    next(reader)
+    assert 2 * 4 * BUDGET * 20 <= feed.handed_out.queue_bytes < 4 * 4 * BUDGET * 40
+    assert len(list(reader)) == 8
+    assert feed.handed_out.queue_bytes == 0
     assert feed.close(timeout_s=WAIT_S)

@@ -87,7 +87,7 @@ class Packed:
         return sorted(name for name in texts if name in sys.modules and name != "__main__")
 
     def context(self, start: WorkerStart) -> BaseContext:
-        """Return what starts processes afresh that unpack this object and import only what it needs.
+        """Return what starts processes afresh that unpack this object, and imports no more.
 
         Python imports the main script in every process it starts afresh. A training script imports
         Megatron, which takes each of them seconds and its memory.
