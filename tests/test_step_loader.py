@@ -104,7 +104,7 @@ def _run(
         steps = _steps(loader)
         assert loader.make_step() is None
         assert loader.progress().window_bytes == 0
-        return steps, loader.source_counts
+        return steps, list(loader.progress().source_counts)
 
     results = _results(run_in_threads(go, thread_exchanges(config.num_replicas)))
     return [steps for steps, _ in results], [counts for _, counts in results]

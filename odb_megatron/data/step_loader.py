@@ -12,17 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from odb_megatron.data.finished_step import FinishedStep, Progress, StepHeader
+from odb_megatron.data.held_samples import HeldSamples
 from odb_megatron.data.replica_stream import PositionFeed, ReplicaStream
 from odb_megatron.data.sample import Hole, Sample
-from odb_megatron.data.sample_hand_over import HandOver, Payloads
+from odb_megatron.data.sample_hand_over import Payloads
 from odb_megatron.data.sample_wire import wire_size
-from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
 from odb_megatron.data.workers import Workers, WorkerStart
 from odb_megatron.plan.calibration import CostFit, MicroBatchTime
 from odb_megatron.plan.config import PlanConfig
-from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.planner import ReplicaPlanner
 from odb_megatron.plan.policy import ExchangeMode
 from odb_megatron.plan.records import (
@@ -100,16 +98,13 @@ class StepLoader:
         self._config = config
         self._exchange = exchange
         self._moves = moves
-        self._hand_over: HandOver | None = None
         self._num_workers = num_workers
         self._worker_start = worker_start
         self._first_consumed = consumed
-        self.source_counts = [SourceCounts() for _ in stream.source_names]
+        self._held = HeldSamples(config, num_sources=len(stream.source_names))
         self._planner = ReplicaPlanner(config, replica=exchange.replica, consumed=consumed)
         self._source: ReplicaStream | None = None
         self._feed = PositionFeed()
-        self._held: dict[int, Sample] = {}
-        self._window_bytes = 0
         self._wait_s = 0.0
         self._calibration: _Calibration | None = None
         self._fit: CostFit | None = None
@@ -222,9 +217,9 @@ class StepLoader:
         """Return where the loader stands after the last step made."""
         return Progress(
             snapshot=self._planner.snapshot(),
-            source_counts=tuple(map(replace, self.source_counts)),
+            source_counts=self._held.counted(),
             exchange_choice=self._planner.exchange_choice,
-            window_bytes=self._window_bytes,
+            window_bytes=self._held.num_bytes,
         )
 
     def state_dict(self) -> dict[str, object]:
@@ -243,7 +238,7 @@ class StepLoader:
             if isinstance(item, Hole):
                 fetched[position] = (0, 0, 0)
             else:
-                self._hold(position, item)
+                self._held.add(position, item)
                 fetched[position] = (
                     len(item),
                     item.num_loss_tokens,
@@ -277,16 +272,7 @@ class StepLoader:
         return self._planner.commit(table, lists)
 
     def _finish_step(self, plan: StepPlan) -> FinishedStep:
-        if plan.sends or plan.receives:
-            payloads = self._exchange.payloads
-            assert payloads is not None, "checked in the constructor"
-            given = [position for parcel in plan.sends for position in parcel.positions]
-            self._window_bytes -= sum(_num_bytes(self._held[position]) for position in given)
-            self._hand_over = HandOver.start(plan, self._held, payloads=payloads)
-        micro_batches = tuple(map(self._assemble, plan.micro_batches))
-        if self._hand_over is not None:
-            self._hand_over.finish()
-            self._hand_over = None
+        micro_batches = self._held.emit(plan, payloads=self._exchange.payloads)
         fit, self._fit = self._fit, None
         header = StepHeader(totals=plan.totals, micro_batches=plan.micro_batches)
         return FinishedStep(
@@ -372,10 +358,10 @@ class StepLoader:
 
     def _observe(self, position: int, item: Sample | Hole) -> None:
         if isinstance(item, Hole):
-            self.source_counts[item.source].add_hole(item.reason, item.message)
+            self._held.leave_out(item)
             self._planner.observe(position, num_tokens=0, num_loss_tokens=0)
             return
-        self._hold(position, item)
+        self._held.add(position, item)
         self._planner.observe(
             position,
             num_tokens=len(item),
@@ -385,39 +371,8 @@ class StepLoader:
             num_bytes=self._wire_size(item),
         )
 
-    def _hold(self, position: int, sample: Sample) -> None:
-        self._held[position] = sample
-        self._window_bytes += _num_bytes(sample)
-
     def _wire_size(self, sample: Sample) -> int:
         return wire_size(sample) if self._moves else 0
-
-    def _assemble(self, positions: tuple[int, ...]) -> MicroBatch:
-        multiple = self._config.multiple
-        if not positions:
-            return assemble_idle(multiple=multiple)
-        samples = [self._take(position) for position in positions]
-        for sample in samples:
-            self.source_counts[sample.source].add_sample(
-                num_tokens=len(sample),
-                num_loss_tokens=sample.num_loss_tokens,
-                truncated=sample.truncated > 0,
-                solo=padded_length(len(sample), multiple) > self._config.token_budget
-                or sample.num_patches > self._config.max_patches > 0,
-            )
-        return assemble(samples, positions=positions, multiple=multiple)
-
-    def _take(self, position: int) -> Sample:
-        """Return a sample of the current step: this replica's own, or handed over."""
-        if position not in self._held and self._hand_over is not None:
-            return self._hand_over.take(position)
-        sample = self._held.pop(position)
-        self._window_bytes -= _num_bytes(sample)
-        return sample
-
-
-def _num_bytes(sample: Sample) -> int:
-    return sample.tokens.nbytes + sample.labels.nbytes + sample.loss_mask.nbytes
 
 
 def _at_once() -> None:
