@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--data", default="chitchat", help="chitchat, chat-mix, or a JSON file")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--workers", type=int, default=1, help="of each replica")
-    parser.add_argument("--share", type=int, default=8, help="samples per replica and step")
+    parser.add_argument("--share", type=int, default=4, help="samples per replica and step")
     parser.add_argument("--batch", type=int, default=32, help="the same, for the throughput")
     parser.add_argument("--steps", type=int, default=200, help="steps timed")
     parser.add_argument("--repeats", type=int, default=5, help="of each throughput, in turns")

@@ -155,7 +155,7 @@ def test_figures_of_a_trainers_waits() -> None:
 
 @pytest.mark.slow
 def test_data_path(tmp_path: Path) -> None:
-    flags = ("--steps", "5", "--share", "2", "--repeats", "1", "--samples", "60")
+    flags = ("--steps", "5", "--share", "2", "--batch", "4", "--repeats", "1", "--samples", "60")
     data = tmp_path / "chats.jsonl"
     turns = [("user", "What is it?"), ("assistant", "It is what it is, and more of it.")]
     messages = [{"role": role, "content": text} for role, text in turns]
