@@ -17,7 +17,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron.core.enums import ModelType
 from megatron.training import training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
+from odb_megatron.data.finished_step import FinishedStep
 from odb_megatron.data.sample import Hole
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
@@ -47,6 +48,12 @@ class ReplayLoader(StepLoader):
 
     records: Sequence[Sequence[Record]] = ()
 
+    def make_step(self, until_trained: Callable[[], None] | None = None) -> FinishedStep | None:
+        """See base; None after the log's last step."""
+        if getattr(self, "_planner_steps", -1) + 1 == len(self.records):
+            return None
+        return super().make_step(until_trained)
+
     def _plan_step(self) -> StepPlan:
         at = self._planner_steps = getattr(self, "_planner_steps", -1) + 1
         if at == 0:
@@ -59,7 +66,7 @@ class ReplayLoader(StepLoader):
         for position in (position for part in micro_batches for position in part):
             item = self.stream.fetch(position)
             assert not isinstance(item, Hole), f"position {position} was trained and is a hole now"
-            self._held[position] = item
+            self._held.add(position, item)
         totals = _totals(self.records, at, micro_batches=micro_batches)
         return StepPlan(totals=totals, micro_batches=tuple(micro_batches))
 

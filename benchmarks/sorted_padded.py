@@ -18,9 +18,9 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from sorted_batches import SortedStep, num_padded, sorted_rounds, sorted_steps
 
+from odb_megatron.data.finished_step import StepHeader
 from odb_megatron.data.padded import PaddedDataset
 from odb_megatron.data.sample import Hole, Sample
-from odb_megatron.data.step_loader import StepHeader
 from odb_megatron.megatron.counters import StepCalculator
 from odb_megatron.megatron.hooks import Hooks
 from odb_megatron.megatron.run import OdbRun

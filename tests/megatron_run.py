@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +27,25 @@ import torch
 
 from odb_megatron.testing.runs_again import forget_run
 
-__all__ = ["Case", "Outcome", "serve"]
+__all__ = ["Case", "Fault", "Outcome", "serve"]
 
 CASE_TIMEOUT_S = 90
 """A run that takes longer prints where every thread is and ends its process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """An end in the middle of a forward step.
+
+    Attributes:
+        iteration: 1-based; that of the evaluation follows it.
+        kind: `raise`, `exit` (status 0), `exit 3`, or `late`: Megatron's exit duration is over.
+        training: in a training step, or in an evaluation.
+    """
+
+    iteration: int
+    kind: str
+    training: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +56,7 @@ class Case:
         flags: the command line behind the script's name.
         items: own datasets per split (train, valid, test) as lists of items; None: `--data-path`.
         rank_flags: more flags of single ranks, by rank.
+        fault: what goes wrong, on every rank.
         merged_on: ranks that take all samples of a micro-batch for one, as if they had been sent no
             `cu_seqlens`.
         killed_in: iteration in whose first micro-batch every process is killed by SIGKILL.
@@ -53,6 +70,7 @@ class Case:
     flags: tuple[str, ...]
     items: tuple[list[dict[str, Any]] | None, ...] | None = None
     rank_flags: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    fault: Fault | None = None
     merged_on: tuple[int, ...] = ()
     killed_in: int | None = None
     terminated_in: int | None = None
@@ -78,6 +96,7 @@ class Outcome:
         final: some of Megatron's arguments after the run.
         restored: whether every name that ODB replaces is the original again.
         seconds: wall clock.
+        threads: threads that make steps and are still alive after the run.
     """
 
     error: str = ""
@@ -93,6 +112,7 @@ class Outcome:
     final: dict[str, Any] = field(default_factory=dict)
     restored: bool = True
     seconds: float = 0.0
+    threads: int = 0
 
 
 class ListDataset:
@@ -140,6 +160,8 @@ def run_case(case: Case) -> Outcome:
     finally:
         sys.argv = argv
         outcome.final = _final_values()
+        names = [thread.name for thread in threading.enumerate()]
+        outcome.threads = sum(name.startswith("the step queue") for name in names)
         forget_run()
         faulthandler.cancel_dump_traceback_later()
     outcome.output = printed.getvalue()
@@ -267,6 +289,8 @@ def _counted(forward_step: Any, outcome: Outcome, args: Any, case: Case) -> Any:
     seen: list[Any] = []  # first micro-batch of the iteration whose loss is NaN
 
     def counting(data_iterator: Any, model: Any, *rest: Any) -> Any:
+        if case.fault is not None:
+            _fail(case.fault, args)
         if torch.is_grad_enabled():
             iteration = args.curr_iteration + 1
             if iteration == case.killed_in:
@@ -284,6 +308,19 @@ def _counted(forward_step: Any, outcome: Outcome, args: Any, case: Case) -> Any:
         return forward_step(_Noted(data_iterator, outcome.eval_ids), model, *rest)
 
     return counting
+
+
+def _fail(fault: Fault, args: Any) -> None:
+    training = torch.is_grad_enabled()
+    iteration = args.curr_iteration + 1
+    if (training, iteration) != (fault.training, fault.iteration):
+        return
+    if fault.kind == "late":
+        args.exit_duration_in_mins = 1e-6
+    elif fault.kind == "raise":
+        raise ValueError(f"no luck in iteration {iteration}")
+    else:
+        sys.exit(int(fault.kind.removeprefix("exit") or 0))
 
 
 class _Noted:

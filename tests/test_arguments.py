@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from odb_megatron.data.preprocess import BadRecordPolicy
+from odb_megatron.data.workers import WorkerStart
 from odb_megatron.megatron.arguments import CostSource, OdbConfig, add_odb_arguments
 from odb_megatron.plan.cost import CostPrices
 from odb_megatron.plan.padding import OverlongPolicy
@@ -47,6 +48,8 @@ def test_defaults() -> None:
         attention="auto",
         log_dir=None,
         context=128,
+        plan_ahead=2,
+        worker_start=WorkerStart.FORKSERVER,
     )
 
 
@@ -55,8 +58,10 @@ def test_everything_given() -> None:
         "--odb --odb-policy cost --odb-token-budget 512 --odb-window 40 --odb-max-delay-steps 3 "
         "--odb-overlong solo --odb-bad-record skip --odb-epochs 2 --odb-attention cpu "
         "--odb-log-dir logs --odb-cost-linear 2.5 --odb-cost-quadratic 0.001 --odb-cost-fixed 800 "
-        "--odb-cost-patch 9 --odb-max-patches 4096 --odb-balance microbatch --odb-exchange tokens"
+        "--odb-cost-patch 9 --odb-max-patches 4096 --odb-balance microbatch --odb-exchange tokens "
+        "--odb-plan-ahead 0 --odb-worker-start spawn"
     )
+    assert (config.plan_ahead, config.worker_start) == (0, WorkerStart.SPAWN)
     assert (config.policy, config.token_budget, config.window) == (PolicyName.COST, 512, 40)
     assert (config.max_delay_steps, config.epochs) == (3, 2)
     assert config.exchange is ExchangeMode.TOKENS
@@ -82,6 +87,9 @@ def test_micro_batches_of_one_length() -> None:
         ("--odb-policy samples", "--odb-policy would do nothing without --odb: add --odb, or drop"),
         ("--odb-token-budget 9", "--odb-token-budget would do nothing without --odb"),
         ("--odb-exchange auto", "--odb-exchange would do nothing without --odb"),
+        ("--odb-plan-ahead 0", "--odb-plan-ahead would do nothing without --odb"),
+        ("--odb-worker-start fork", "--odb-worker-start would do nothing without --odb"),
+        ("--odb --odb-plan-ahead -1", "--odb-plan-ahead must not be negative, got -1"),
         ("--odb-window 9", "--odb-window would do nothing without --odb"),
         ("--odb-max-delay-steps 9", "--odb-max-delay-steps would do nothing without --odb"),
         (
@@ -132,6 +140,7 @@ def test_refused(flags: str, message: str) -> None:
     [
         *("--odb-policy best", "--odb-overlong cut", "--odb-bad-record warn", "--odb-budget 9"),
         *("--odb-cost measured", "--odb-balance layer", "--odb-cost-linear much"),
+        *("--odb-worker-start thread", "--odb-plan-ahead some"),
     ],
 )
 def test_unknown_words_and_flags(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,6 +178,7 @@ def test_the_budget_limits_packed_samples(budget: int) -> None:
         "--odb --odb-cost-linear 1",
         "--odb --odb-cost-linear 0.1 --odb-cost-quadratic 3e-7 --odb-cost-fixed 12.34567890123",
         "--odb --odb-balance microbatch",
+        "--odb --odb-plan-ahead 5 --odb-worker-start fork",
     ],
 )
 def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
@@ -179,7 +189,7 @@ def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_odb_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest.startswith("odb")]
-    assert len(actions) == 20
+    assert len(actions) == 22
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out

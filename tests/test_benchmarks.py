@@ -200,6 +200,37 @@ def test_control_plane(tmp_path: Path) -> None:
     assert by_leaders[8192]["connections_most"] < 200
 
 
+# --- data path ---------------------------------------------------------------------------------
+
+
+def test_figures_of_a_trainers_waits() -> None:
+    figures = _module("data_path").wait_figures([[10.0, 20.0], [30.0, 940.0]], total_s=0.1)
+    assert figures["wait_fraction"] == pytest.approx(0.01)
+    assert figures["worst_step_wait_us"] == 970.0
+    assert figures["p50_next_us"] == 25.0
+    assert 900 < figures["p99_next_us"] <= 940.0
+    assert figures["step_ms"] == pytest.approx(50.0)
+
+
+@pytest.mark.slow
+def test_data_path(tmp_path: Path) -> None:
+    flags = ("--steps", "5", "--share", "2", "--batch", "4", "--repeats", "1", "--samples", "60")
+    data = tmp_path / "chats.jsonl"
+    turns = [("user", "What is it?"), ("assistant", "It is what it is, and more of it.")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    data.write_text((json.dumps({"messages": messages}) + "\n") * 400, encoding="utf-8")
+    result, output = _run("data_path.py", *flags, "--data", str(data), folder=tmp_path)
+    assert len(result["by_replica"]) == 2
+    assert 0 < result["p50_next_us"] <= result["p99_next_us"] <= result["worst_step_wait_us"]
+    assert 0 < result["wait_fraction"] < 1
+    assert result["step_ms"] >= 50
+    assert result["window_bytes"] > 0
+    rates = result["samples_per_s"]
+    ratio = rates["whole_path"] / rates["dataloader"]
+    assert result["relative_to_dataloader"] == pytest.approx(ratio)
+    assert "the whole path relative to dataloader" in output
+
+
 # --- sorted batches ----------------------------------------------------------------------------
 
 

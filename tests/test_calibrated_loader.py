@@ -202,7 +202,7 @@ def test_patches_are_capped_counted_and_resumed(policy: PolicyName) -> None:
         steps = list(islice(_read(loader), 6))
         state = loader.state_dict()
         rest = _steps(loader)
-        solo = loader.source_counts[0].solo
+        solo = loader.progress().source_counts[0].solo
         fresh = StepLoader(stream, config, exchange=exchange)
         fresh.load_state_dict(state)
         assert _plans(_steps(fresh)) == _plans(rest)

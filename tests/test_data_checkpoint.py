@@ -6,13 +6,17 @@ import argparse
 import hashlib
 import json
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from made_up_data import Records, rules, single_stream
-from test_step_loader import BUDGET, LENIENT, _config, _results, _steps
+from test_step_loader import BUDGET, LENIENT, _config, _read_feed, _results, _steps
 
+from odb_megatron.data.finished_step import Progress
+from odb_megatron.data.step_feed import StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron import data_state
@@ -93,10 +97,11 @@ def loader_of(
 
 def ids(loader: StepLoader, most: int | None = None) -> list[list[int]]:
     """Positions of this replica, by step."""
-    return [
-        [p for micro_batch in step.header.micro_batches for p in micro_batch]
-        for step in _steps(loader, most=most)
-    ]
+    return [_positions(step) for step in _steps(loader, most=most)]
+
+
+def _positions(step: Any) -> list[int]:
+    return [p for micro_batch in step.header.micro_batches for p in micro_batch]
 
 
 def staged(folder: Path, replica: int) -> Path:
@@ -129,13 +134,14 @@ class Saved:
 
     def _save(self, exchange: ThreadExchange) -> tuple[list[list[int]], str, int]:
         loader = loader_of(exchange, self.policy, **self.options)
-        steps = ids(loader, STEPS)
-        state: Any = loader.state_dict()
+        feed = StepFeed(loader)
+        steps = [_positions(step) for step in islice(_read_feed(feed), STEPS)]
+        state: Any = feed.state_dict()
         args = megatron_args(self.folder, consumed_train_samples=state["consumed"])
         saving = DataCheckpoint(args, exchange=exchange, channel=None)  # type: ignore[arg-type]
-        saving.watch(loader, identity=data_identity(args, loader.stream))
+        saving.watch(feed, identity=data_identity(args, loader.stream))
         saving.note_trained()
-        next(loader)  # a step that is handed out and not trained is not in the state
+        next(feed.iterators[0])  # a step that is handed out and not trained is not in the state
         saving.stage(STEPS, tokens_so_far=7, is_persistent=True)
         assert staged(self.folder, exchange.replica).exists()
         exchange.exchange(b"all are staged")
@@ -446,15 +452,17 @@ def test_the_tokenizer_is_told_by_its_files(tmp_path: Path) -> None:
 
 
 class Source:
-    """A loader whose state cannot be told on replica `failing`."""
+    """A feed whose state cannot be told on replica `failing`."""
 
     def __init__(self, replica: int = 0, failing: int | None = None) -> None:
         self._fails = replica == failing
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def progress(self) -> Progress:
         if self._fails:
             raise OSError("no space left")
-        return {"consumed": 0}
+        snapshot = {"consumed": 0, "window": np.zeros((0, 3), dtype=np.int64)}
+        return Progress(snapshot=snapshot, source_counts=(), exchange_choice=None, window_bytes=0)
 
 
 def test_a_replica_that_cannot_write(tmp_path: Path) -> None:

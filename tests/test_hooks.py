@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_counters import _totals
 
-from odb_megatron.data.step_loader import StepHeader
+from odb_megatron.data.finished_step import StepHeader
 from odb_megatron.megatron import hooks as hooks_module
 from odb_megatron.megatron.hooks import Hooks
 

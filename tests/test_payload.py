@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 from odb_megatron.comm.control import ControlError, ControlGroup
 from odb_megatron.comm.payload import PayloadGroup, check_frame, frame
-from odb_megatron.data.step_loader import StepHeader, StepLoader
+from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.step_feed import StepFeed
+from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.thd import MicroBatch
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
@@ -91,12 +93,12 @@ def _loader_case(rank: int, policy: PolicyName) -> dict[str, Any]:
         cost=CostModel.from_ratios(quadratic=1 / 64, fixed_tokens=3),
         exchange=ExchangeMode.TOKENS,
     )
-    loader = StepLoader(stream, config, exchange=control)
+    iterator = StepFeed(StepLoader(stream, config, exchange=control), plan_ahead=2).iterators[0]
     positions: list[int] = []
     wrong, moved, left = [], 0, 0
     while True:
         try:
-            item = next(loader)
+            item = next(iterator)
         except StopIteration:
             break
         if isinstance(item, StepHeader):

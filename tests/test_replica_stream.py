@@ -9,16 +9,17 @@ from made_up_data import Records, single_stream
 
 from odb_megatron.data.replica_stream import PositionFeed, ReplicaStream
 from odb_megatron.data.sample import Sample
+from odb_megatron.data.workers import Workers
 
 
 def test_a_feed_never_blocks() -> None:
     feed = PositionFeed()
-    asked = iter(feed)
-    assert list(islice(asked, 2)) == [-1, -1]
-    feed.extend([5, 3])
-    assert list(islice(asked, 3)) == [5, 3, -1]
+    asked = feed.groups(2)
+    assert list(islice(asked, 2)) == [(), ()]
+    feed.extend([5, 3, 9])
+    assert list(islice(asked, 3)) == [(5, 3), (9,), ()]
     feed.extend([4])
-    assert next(asked) == 4
+    assert next(asked) == (4,)
 
 
 @pytest.mark.parametrize(("num_workers", "lead"), [(0, 0), (1, 0), (1, 1), (2, 5), (4, 2)])
@@ -26,7 +27,7 @@ def test_samples_come_in_the_order_of_the_feed(num_workers: int, lead: int) -> N
     """Also where workers ask for more than is known."""
     stream = single_stream(Records([3] * 40), num_samples=40)
     feed = PositionFeed()
-    source = ReplicaStream(stream, feed, num_workers=num_workers, lead=lead)
+    source = ReplicaStream(stream, feed, workers=Workers(num=num_workers), lead=lead)
     order = [7, 2, 30, 4, 11, 39, 0, 1]
     for start in range(0, len(order), 3):
         feed.extend(order[start : start + 3])

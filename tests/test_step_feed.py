@@ -14,9 +14,10 @@ import pytest
 import torch
 from made_up_data import Records, rules, single_stream
 
+from odb_megatron.data.finished_step import StepHeader
 from odb_megatron.data.sample import BadRecordError
 from odb_megatron.data.step_feed import ContextPart, StepFeed
-from odb_megatron.data.step_loader import StepHeader, StepLoader
+from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.policy import PolicyName
@@ -32,6 +33,7 @@ class ThreadChannel:
     def __init__(self, queues: list[queue.Queue[Any]], rank: int, *, has_payload: bool) -> None:
         self._queues, self._rank, self._has_payload = queues, rank, has_payload
         self.num_headers = self.num_payloads = 0
+        self.num_collectives = self.num_bytes = 0
 
     @property
     def has_payload(self) -> bool:
@@ -108,10 +110,13 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_every_rank_gets_the_leaders_steps(padded: bool) -> None:
-    expected = list(loader(padded=padded))
+    expected = list(StepFeed(loader(padded=padded)).iterators[0])
     results = run_ranks(
         lambda rank, channel: StepFeed(
-            loader(padded=padded) if rank == 0 else None, channel=channel, multiple=4, num_chunks=2
+            loader(padded=padded) if rank == 0 else None,
+            channel=channel,
+            plan_ahead=2,
+            num_chunks=2,
         )
     )
     sizes = {item.tokens.numel() for item in expected if isinstance(item, MicroBatch)}
@@ -137,12 +142,12 @@ def test_every_rank_gets_the_leaders_steps(padded: bool) -> None:
 
 
 def test_context_parallel_ranks_get_their_parts() -> None:
-    expected = [item for item in loader() if isinstance(item, MicroBatch)]
+    items = StepFeed(loader()).iterators[0]
+    expected = [item for item in items if isinstance(item, MicroBatch)]
     results = run_ranks(
         lambda rank, channel: StepFeed(
             loader() if rank == 0 else None,
             channel=channel,
-            multiple=4,
             part=ContextPart(size=2, rank=rank % 2),
         )
     )
@@ -157,7 +162,7 @@ def test_context_parallel_ranks_get_their_parts() -> None:
 def test_the_leaders_error_reaches_all() -> None:
     results = run_ranks(
         lambda rank, channel: StepFeed(
-            loader(failing=5) if rank == 0 else None, channel=channel, multiple=4
+            loader(failing=5) if rank == 0 else None, channel=channel, plan_ahead=1
         )
     )
     assert isinstance(results[0], (BadRecordError, KeyError, RuntimeError))
@@ -168,7 +173,7 @@ def test_the_leaders_error_reaches_all() -> None:
 
 
 def test_a_restart_begins_again() -> None:
-    feed = StepFeed(loader(), channel=None, multiple=4)
+    feed = StepFeed(loader())
     first = [next(feed.iterators[0]) for _ in range(4)]
     feed.restart()
     again = list(feed.iterators[0])

@@ -22,13 +22,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_data import BASE, Records, rules, single_stream
 
+from odb_megatron.data.finished_step import StepHeader
 from odb_megatron.data.order import CyclicOrder
 from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.sample import BadRecordError, Sample
 from odb_megatron.data.source_counts import SourceCounts
-from odb_megatron.data.step_loader import StepHeader, StepLoader
+from odb_megatron.data.step_feed import StepFeed
+from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatch
+from odb_megatron.data.workers import WorkerStart
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.padding import OverlongPolicy
@@ -74,14 +77,19 @@ def _steps(loader: StepLoader, *, most: int | None = None) -> list[Step]:
     return list(islice(_read(loader), most))
 
 
-def _read(loader: StepLoader) -> Iterator[Step]:
+def _read(loader: StepLoader, *, plan_ahead: int = 0) -> Iterator[Step]:
+    return _read_feed(StepFeed(loader, plan_ahead=plan_ahead))
+
+
+def _read_feed(feed: StepFeed) -> Iterator[Step]:
+    (iterator,) = feed.iterators
     while True:
         try:
-            header = next(loader)
+            header = next(iterator)
         except StopIteration:
             return
         assert isinstance(header, StepHeader)
-        items = [next(loader) for _ in range(header.totals.num_micro_batches)]
+        items = [next(iterator) for _ in range(header.totals.num_micro_batches)]
         micro_batches = [item for item in items if isinstance(item, MicroBatch)]
         assert len(micro_batches) == len(items)
         yield Step(header=header, micro_batches=micro_batches)
@@ -95,9 +103,9 @@ def _run(
     def go(exchange: ThreadExchange) -> tuple[list[Step], list[SourceCounts]]:
         loader = StepLoader(stream, config, exchange=exchange, **options)
         steps = _steps(loader)
-        with pytest.raises(StopIteration):
-            next(loader)
-        return steps, loader.source_counts
+        assert loader.make_step() is None
+        assert loader.progress().window_bytes == 0
+        return steps, list(loader.progress().source_counts)
 
     results = _results(run_in_threads(go, thread_exchanges(config.num_replicas)))
     return [steps for steps, _ in results], [counts for _, counts in results]
@@ -434,24 +442,19 @@ def test_late_workers_change_no_plan(window: int, batch: int) -> None:
 
 def test_workers_end_when_all_is_drawn() -> None:
     """Megatron never asks for an item after the last, so the end of iteration is too late."""
-    before = set(psutil.Process().children())
     loader = StepLoader(
         _stream([3] * 8),
         _config(total=8, num_replicas=1),
         exchange=thread_exchanges(1)[0],
         num_workers=2,
+        worker_start=WorkerStart.FORK,
     )
-    assert isinstance(next(loader), StepHeader)
+    before = set(psutil.Process().children())
+    steps = [loader.make_step()]
     assert len(set(psutil.Process().children()) - before) == 2
-    steps = 1
-    while True:
-        item = next(loader)
-        steps += isinstance(item, StepHeader)
-        if isinstance(item, StepHeader) and item.totals.is_final:
-            break
-    assert steps == 2
+    steps.append(loader.make_step())
+    assert [step and step.header.totals.is_final for step in steps] == [False, True]
     assert set(psutil.Process().children()) <= before
-    assert isinstance(next(loader), MicroBatch)
 
 
 @settings(max_examples=25)
@@ -657,19 +660,15 @@ def test_evaluation_iterates_anew_each_time() -> None:
     config = _config(total=10, global_batch_size=4)
 
     def go(exchange: ThreadExchange) -> list[list[Any]]:
-        headers: list[StepHeader] = []
-        loader = StepLoader(
-            stream, config, exchange=exchange, num_workers=1, on_step=headers.append
-        )
+        loader = StepLoader(stream, config, exchange=exchange, num_workers=1)
         assert len(loader) == 3
-        passes = [_named(_steps(iter(loader))) for _ in range(3)]
-        assert len(headers) == 9
-        return passes
+        return [_named(_steps(loader.restarted())) for _ in range(3)]
 
     for passes in _results(run_in_threads(go, thread_exchanges(2))):
         assert passes[0] == passes[1] == passes[2]
         assert len(passes[0]) == 3
-    assert not [child for child in psutil.Process().children() if "pt_data" in child.name()]
+    names = [child.name() for child in psutil.Process().children(recursive=True)]
+    assert not [name for name in names if "pt_data" in name]
 
 
 def test_length_and_properties() -> None:
@@ -679,24 +678,7 @@ def test_length_and_properties() -> None:
     steps = _steps(loader)
     assert len(steps) == 5
     assert steps[0].header.totals.consumed_before == 6
-    assert _named(_steps(iter(loader))) == _named(steps)
-
-
-def test_on_step_sees_a_header_before_it_is_handed_out() -> None:
-    seen: list[int] = []
-    loader = StepLoader(
-        _stream([3] * 20),
-        _config(num_replicas=1),
-        exchange=thread_exchanges(1)[0],
-        on_step=lambda header: seen.append(header.totals.step),
-    )
-    assert seen == []
-    for _ in range(3):
-        header = next(loader)
-        assert isinstance(header, StepHeader)
-        assert seen == list(range(header.totals.step + 1))
-        for _ in range(header.totals.num_micro_batches):
-            next(loader)
+    assert _named(_steps(loader.restarted())) == _named(steps)
 
 
 def test_the_wait_for_data_is_measured() -> None:

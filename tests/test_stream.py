@@ -25,6 +25,7 @@ from odb_megatron.data.replica_stream import ReplicaStream
 from odb_megatron.data.sample import BadRecordError, Hole, Sample
 from odb_megatron.data.sources import ChatSource, MapSource
 from odb_megatron.data.stream import Blend, FetchError, SampleStream, SourcePart
+from odb_megatron.data.workers import Workers
 from odb_megatron.plan.padding import OverlongError
 
 
@@ -206,7 +207,7 @@ def _shard(
 ) -> ReplicaStream:
     """The fixed shard of a replica, from `first` on."""
     positions = range(first, max(first, total), num_replicas)
-    return ReplicaStream(stream, positions, num_workers=num_workers)
+    return ReplicaStream(stream, positions, workers=Workers(num=num_workers))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

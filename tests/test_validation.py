@@ -38,6 +38,8 @@ GOOD: dict[str, Any] = {
     "odb_attention": "auto",
     "odb_log_dir": None,
     "odb_resume_strict": None,
+    "odb_plan_ahead": None,
+    "odb_worker_start": None,
     "calculate_per_token_loss": True,
     "micro_batch_size": 1,
     "eval_micro_batch_size": 1,

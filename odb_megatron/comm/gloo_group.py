@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["GlooGroup", "numbered"]
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
 
 _made: Counter[str] = Counter()
 """How often `numbered` was asked for a name."""
@@ -95,7 +98,8 @@ class GlooGroup:
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        self._open().broadcast([tensor], options).wait()
+        group = self._open()
+        _complete(group.broadcast([tensor], options))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return all members' tensors of one shape, [size, ...], in group order.
@@ -104,7 +108,8 @@ class GlooGroup:
             RuntimeError: see `broadcast`.
         """
         gathered = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype)
-        self._open().allgather([list(gathered.unbind())], [tensor]).wait()
+        group = self._open()
+        _complete(group.allgather([list(gathered.unbind())], [tensor]))
         return gathered
 
     def send(self, tensor: Tensor, *, target: int, tag: int = 0) -> Any:
@@ -124,7 +129,12 @@ class GlooGroup:
         return self._open().recv([tensor], source, tag)
 
     def close(self) -> None:
-        """Close the connections; members that wait for this one learn it at once."""
+        """Close the connections; members that wait for this one learn it at once.
+
+        While another thread waits in an operation they are closed when that ends: the group waits
+        for its operations as it is freed, and would hold up this thread, and so the end of the
+        process, until a peer is gone. The waiting thread's frame keeps it.
+        """
         group, self._group = self._group, None
         del group
 
@@ -132,3 +142,17 @@ class GlooGroup:
         if self._group is None:
             raise RuntimeError("the group is closed")
         return self._group
+
+
+def _complete(work: Any) -> None:
+    """Wait for a collective in Python, looking after it at least once per millisecond.
+
+    A daemon thread that waited inside `work.wait()` would be ended there if a peer's death woke it
+    while the interpreter shuts down: that aborts the process ("terminate called without an active
+    exception", exit code 134 in place of the run's own).
+    """
+    started = time.perf_counter()
+    while not work.is_completed():
+        waited = time.perf_counter() - started
+        time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, waited / 4)))
+    work.wait()

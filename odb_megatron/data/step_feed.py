@@ -1,58 +1,59 @@
-"""The data iterators of one rank of a replica: the leader's steps, as this rank uses them.
+"""The data iterators of one rank of a replica: steps made ahead, as this rank uses them.
 
-Must not plan: the leader's step loader does. The leader takes a whole step from it and hands it to
-the other ranks; each rank cuts its context-parallel part. Virtual pipeline chunks get an iterator
-each, over the same steps.
+Must not plan: the leader's step loader does. A thread of its own takes each step from the loader
+and hands it to the replica's other ranks, whose threads receive it; each rank cuts its
+context-parallel part. Virtual pipeline chunks get an iterator each, over the same steps. What is
+asked about the loader (state, counts) is answered for the last step that the trainer was given.
 """
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from odb_megatron.data.finished_step import FinishedStep, Progress, StepHeader
+from odb_megatron.data.rank_steps import Channel, ContextPart, RankSteps
+from odb_megatron.data.step_loader import StepLoader
+from odb_megatron.data.step_queue import StepQueue
+from odb_megatron.data.thd import MicroBatchLayout
 
-from odb_megatron.data.context_parallel import slice_micro_batch
-from odb_megatron.data.step_loader import StepHeader, StepLoader
-from odb_megatron.data.step_wire import (
-    Ending,
-    StepMetadata,
-    decode_header,
-    decode_payload,
-    encode_header,
-    encode_payload,
-    payload_bytes,
-)
-from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
-from odb_megatron.plan.records import ReplicaFailedError
-
-__all__ = ["Channel", "ChunkIterator", "ContextPart", "StepFeed"]
+__all__ = ["Channel", "ChunkIterator", "ContextPart", "HandedOut", "StepFeed"]
 
 Item = StepHeader | MicroBatchLayout
 
+_AT_EXIT_S = 1.0
+"""Seconds that the end of the process waits for each feed that nobody closed."""
 
-class Channel(Protocol):
-    """What `comm.delivery.ReplicaGroup` does."""
+_feeds: weakref.WeakSet[StepFeed] = weakref.WeakSet()
 
-    @property
-    def has_payload(self) -> bool:
-        """Whether this rank takes part in payload broadcasts."""
 
-    def header(self, data: bytes | None = None) -> bytes:
-        """Broadcast a header; the leader passes it."""
-
-    def payload(self, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Broadcast a payload into a buffer of its size."""
+@atexit.register
+def _close_all() -> None:
+    for feed in list(_feeds):
+        feed.close(timeout_s=_AT_EXIT_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContextPart:
-    """Which part of a context-parallel group's tokens a rank holds."""
+class HandedOut:
+    """How the last step came to the trainer.
 
-    size: int = 1
-    rank: int = 0
+    Attributes:
+        wait_s: seconds the trainer waited for it.
+        window_bytes: see `Progress`; 0 on ranks that do not lead.
+        queue_bytes: bytes of the finished steps behind it.
+        collectives: see `FinishedStep`.
+        bytes_delivered: see `FinishedStep`.
+    """
+
+    wait_s: float = 0.0
+    window_bytes: int = 0
+    queue_bytes: int = 0
+    collectives: int = 0
+    bytes_delivered: int = 0
 
 
 class StepFeed:
@@ -63,110 +64,165 @@ class StepFeed:
         channel: to the replica's other ranks; None for a replica of one rank.
         part: this rank's context-parallel part.
         num_chunks: virtual pipeline chunks of this rank.
-        multiple: padded lengths are multiples of this.
+        plan_ahead: most finished steps that wait for the trainer; 0 makes each when it is asked
+            for, without a thread.
         num_steps: steps of one pass over the stream.
 
     Attributes:
         num_steps: see above.
-        iterators: one for each chunk; all give the same items.
+        handed_out: how the last step came to the trainer.
     """
 
     def __init__(
         self,
         loader: StepLoader | None,
         *,
-        channel: Channel | None,
+        channel: Channel | None = None,
         part: ContextPart | None = None,
         num_chunks: int = 1,
-        multiple: int = 1,
+        plan_ahead: int = 0,
         num_steps: int = 0,
     ) -> None:
-        if loader is None and channel is None:
-            raise ValueError("a rank without a loader needs a channel to its leader")
         self._loader = loader
         self._channel = channel
         self._part = part or ContextPart()
-        self._multiple = multiple
+        self._plan_ahead = plan_ahead
+        self._progress: Progress | None = None
         self.num_steps = num_steps
-        self.iterators = [ChunkIterator(self) for _ in range(num_chunks)]
+        self.handed_out = HandedOut()
+        self._items: list[deque[Item]] = [deque() for _ in range(num_chunks)]  # for each chunk
+        self._has_begun = [False] * num_chunks
+        self._queue = self._new_queue()
+        _feeds.add(self)
 
-    def restart(self) -> None:
-        """Begin the loader's stream again (Megatron's full validation)."""
+    @property
+    def iterators(self) -> list[ChunkIterator]:
+        """Iterators of all chunks, which give the same items."""
+        return [ChunkIterator(self, chunk) for chunk in range(len(self._items))]
+
+    @property
+    def progress(self) -> Progress:
+        """Where the loader stood after the last step that was handed out; leaders only."""
+        assert self._loader is not None, "only the leader of a replica has a loader"
+        return self._progress or self._loader.progress()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether steps are being made ahead."""
+        return self._queue.is_running
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the planner's state after the last step that was handed out."""
+        return self.progress.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`, before the first step is taken; see `StepLoader`.
+
+        Raises:
+            ValueError: see `StepLoader.load_state_dict`.
+        """
+        assert self._loader is not None, "only the leader of a replica has a loader"
+        assert self._progress is None, "a state is loaded before the first step"
+        self._loader.load_state_dict(state)
+
+    def planner_cpu_ns(self) -> int:
+        """CPU time of the thread that makes steps."""
+        return self._queue.cpu_ns()
+
+    def restart(self, *, timeout_s: float = 600.0) -> None:
+        """Begin the loader's stream again (Megatron's full validation).
+
+        Every rank of every replica restarts; a pass that is not at its end is closed by all.
+
+        Args:
+            timeout_s: most seconds that others may take to come here.
+
+        Raises:
+            RuntimeError: others did not come.
+        """
+        if not self.close(timeout_s=timeout_s):
+            raise RuntimeError(
+                f"the pass before this one did not end within {timeout_s:.0f} s: a rank of this "
+                "or another replica has not begun a new pass; its own output says why"
+            )
         if self._loader is not None:
-            self._loader = iter(self._loader)
-        for iterator in self.iterators:
-            iterator.clear()
+            self._loader = self._loader.restarted()
+        self._progress = None
+        self._queue = self._new_queue()
+        self._has_begun = [False] * len(self._items)
+        for items in self._items:
+            items.clear()
 
-    def fetch(self) -> None:
-        """Get the next step and put its items into every iterator.
+    def begin(self, chunk: int) -> None:
+        """Start the stream again, if it has begun for this chunk."""
+        if self._has_begun[chunk]:
+            self.restart()
+
+    def next_item(self, chunk: int) -> Item:
+        """Return a chunk's next item: a step's header, or a micro-batch.
 
         Raises:
             StopIteration: the stream has ended.
             ReplicaFailedError: the leader failed; it raises its own error.
+            LoaderClosedError: a replica closed its loader before this step.
+            Exception: what making the step raised.
         """
-        header, micro_batches = self._send() if self._loader is not None else self._receive()
-        items: list[Item] = [header]
-        for item in micro_batches:
-            if isinstance(item, MicroBatch):
-                item = slice_micro_batch(item, size=self._part.size, rank=self._part.rank)
-            items.append(item)
-        for iterator in self.iterators:
-            iterator.extend(items)
+        self._has_begun[chunk] = True
+        if not self._items[chunk]:
+            self._fetch()
+        return self._items[chunk].popleft()
 
-    def _send(self) -> tuple[StepHeader, list[MicroBatch]]:
-        try:
-            header, micro_batches = self._next_step()
-            assert self._loader is not None
-            metadata = StepMetadata.of(
-                header.totals,
-                micro_batches,
-                multiple=self._multiple,
-                length=self._loader.config.micro_batch_length,
-            )
-            payload = encode_payload(micro_batches) if self._channel is not None else None
-        except BaseException as error:
-            if self._channel is not None:
-                ended = isinstance(error, StopIteration)
-                text = "" if ended else f"{type(error).__name__}: {error}"
-                self._channel.header(encode_header(Ending(error=text)))
-            raise
-        if self._channel is not None and payload is not None:
-            self._channel.header(encode_header(metadata))
-            self._channel.payload(payload)
-        return header, micro_batches
+    def close(self, *, timeout_s: float) -> bool:
+        """End: no further step is made anywhere. Harmless when called again.
 
-    def _next_step(self) -> tuple[StepHeader, list[MicroBatch]]:
-        assert self._loader is not None
-        header = next(self._loader)
-        assert isinstance(header, StepHeader), f"expected a step header, got {header!r}"
-        items = [next(self._loader) for _ in header.micro_batches]
-        return header, [item for item in items if isinstance(item, MicroBatch)]
+        All replicas stop at this one's next exchange, and all ranks of this replica with it.
 
-    def _receive(self) -> tuple[StepHeader, list[MicroBatch] | list[MicroBatchLayout]]:
-        assert self._channel is not None
-        content = decode_header(self._channel.header())
-        if isinstance(content, Ending):
-            if content.error:
-                raise ReplicaFailedError(f"the leader of this replica failed: {content.error}")
-            raise StopIteration
-        header = StepHeader(totals=content.totals, micro_batches=content.positions)
-        if not self._channel.has_payload:
-            return header, content.layouts()
-        buffer = np.zeros(payload_bytes(content), dtype=np.uint8)
-        return header, decode_payload(content, self._channel.payload(buffer))
+        Args:
+            timeout_s: most seconds to wait for that. The thread is a daemon: it does not hold up
+                the end of the process.
+
+        Returns:
+            Whether it came to that.
+        """
+        return self._queue.close(timeout_s=timeout_s)
+
+    def _fetch(self) -> None:
+        if self._progress is None and self._loader is not None:
+            self._progress = self._loader.progress()
+        step = self._queue.take()
+        self._progress = step.progress
+        self.handed_out = HandedOut(
+            wait_s=self._queue.wait_s,
+            window_bytes=0 if step.progress is None else step.progress.window_bytes,
+            queue_bytes=self._queue.num_bytes,
+            collectives=step.collectives,
+            bytes_delivered=step.bytes_delivered,
+        )
+        if step.fit is not None and self._loader is not None:
+            self._loader.tell_fit(step.fit)
+        for items in self._items:
+            items.append(step.header)
+            items.extend(step.micro_batches)
+
+    def _new_queue(self) -> StepQueue[FinishedStep]:
+        steps = RankSteps(self._loader, channel=self._channel, part=self._part)
+        return StepQueue(steps, depth=self._plan_ahead, name="the step queue")
 
 
 class ChunkIterator:
     """Iterator of one model chunk over step headers and micro-batches.
 
+    A step's header travels through it like any item, so whoever replays the iterator replays the
+    step's M with it.
+
     Args:
         feed: where steps come from, shared by the chunks of a rank.
+        chunk: which one this is.
     """
 
-    def __init__(self, feed: StepFeed) -> None:
+    def __init__(self, feed: StepFeed, chunk: int) -> None:
         self._feed = feed
-        self._items: deque[Item] = deque()
-        self._has_begun = False
+        self._chunk = chunk
 
     def __len__(self) -> int:
         """Steps of one pass over the stream."""
@@ -174,21 +230,8 @@ class ChunkIterator:
 
     def __iter__(self) -> ChunkIterator:
         """Start the stream again if it has begun (Megatron's full validation iterates so)."""
-        if self._has_begun:
-            self._feed.restart()
+        self._feed.begin(self._chunk)
         return self
 
     def __next__(self) -> Item:
-        self._has_begun = True
-        if not self._items:
-            self._feed.fetch()
-        return self._items.popleft()
-
-    def extend(self, items: list[Item]) -> None:
-        """Take a step's items."""
-        self._items.extend(items)
-
-    def clear(self) -> None:
-        """Forget items that were not taken."""
-        self._items.clear()
-        self._has_begun = False
+        return self._feed.next_item(self._chunk)

@@ -1,29 +1,26 @@
-"""The data iterator of one replica: per step a header, then its micro-batches.
+"""Makes the steps of one replica, one per call: draws samples, runs the planner, assembles.
 
-Draws samples, runs the planner, assembles. Must not know Megatron's globals; other replicas are
-reached only through the `Exchange` it is given. A step's header travels through the iterator like
-any item, so whoever replays the iterator replays the step's M with it.
+Must not know Megatron's globals, or who takes the steps and when (`step_feed`, `step_queue`); other
+replicas are reached only through the `Exchange` it is given.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from odb_megatron.data.finished_step import FinishedStep, Progress, StepHeader
+from odb_megatron.data.held_samples import HeldSamples
 from odb_megatron.data.replica_stream import PositionFeed, ReplicaStream
 from odb_megatron.data.sample import Hole, Sample
-from odb_megatron.data.sample_hand_over import HandOver, Payloads
+from odb_megatron.data.sample_hand_over import Payloads
 from odb_megatron.data.sample_wire import wire_size
-from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
+from odb_megatron.data.workers import Workers, WorkerStart
 from odb_megatron.plan.calibration import CostFit, MicroBatchTime
 from odb_megatron.plan.config import PlanConfig
-from odb_megatron.plan.exchange_choice import ExchangeChoice
-from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.planner import ReplicaPlanner
 from odb_megatron.plan.policy import ExchangeMode
 from odb_megatron.plan.records import (
@@ -35,7 +32,7 @@ from odb_megatron.plan.records import (
 )
 from odb_megatron.plan.sample_list import failed_list
 from odb_megatron.plan.state import NOT_CALIBRATED, saved_cost
-from odb_megatron.plan.step import StepPlan, StepTotals
+from odb_megatron.plan.step import StepPlan
 
 __all__ = ["Exchange", "StepHeader", "StepLoader"]
 
@@ -59,28 +56,14 @@ class Exchange(Protocol):
         """Send `record`, return everybody's, in replica order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepHeader:
-    """First item of a step.
-
-    Attributes:
-        totals: the step, summed over replicas.
-        micro_batches: this replica's stream positions per micro-batch.
-    """
-
-    totals: StepTotals
-    micro_batches: tuple[tuple[int, ...], ...]
-
-
 @dataclass(slots=True, kw_only=True)
 class _Calibration:
     measure: Callable[[], Sequence[MicroBatchTime]]
     left: int
-    on_fit: Callable[[CostFit], None]
 
 
 class StepLoader:
-    """Iterator (and, for evaluation, re-iterable) over step headers and micro-batches.
+    """Makes steps.
 
     Args:
         stream: the run's stream.
@@ -88,8 +71,8 @@ class StepLoader:
         exchange: this loader's own channel to the other replicas; with `payloads` where
             `config.exchange` is not `none`.
         num_workers: data-loader workers.
+        worker_start: how they are started.
         consumed: stream positions consumed before (resume).
-        on_step: called with each header before it is handed out.
 
     Raises:
         ValueError: `config.exchange` needs a channel for samples.
@@ -102,8 +85,8 @@ class StepLoader:
         *,
         exchange: Exchange,
         num_workers: int = 0,
+        worker_start: WorkerStart = WorkerStart.FORKSERVER,
         consumed: int = 0,
-        on_step: Callable[[StepHeader], None] | None = None,
     ) -> None:
         moves = config.exchange is not ExchangeMode.NONE and config.num_replicas > 1
         if moves and exchange.payloads is None:
@@ -115,19 +98,20 @@ class StepLoader:
         self._config = config
         self._exchange = exchange
         self._moves = moves
-        self._hand_over: HandOver | None = None
         self._num_workers = num_workers
-        self._on_step = on_step
+        self._worker_start = worker_start
         self._first_consumed = consumed
-        self.source_counts = [SourceCounts() for _ in stream.source_names]
+        self._held = HeldSamples(config, num_sources=len(stream.source_names))
         self._planner = ReplicaPlanner(config, replica=exchange.replica, consumed=consumed)
         self._source: ReplicaStream | None = None
         self._feed = PositionFeed()
-        self._held: dict[int, Sample] = {}
         self._wait_s = 0.0
         self._calibration: _Calibration | None = None
         self._fit: CostFit | None = None
-        self._pending: deque[tuple[int, ...]] = deque()  # micro-batches of the current step
+        self._on_fit: Callable[[CostFit], None] | None = None
+        self._is_over = False
+        self._untold = ""  # an error that other replicas have not been told of
+        self._until_trained: Callable[[], None] = _at_once
 
     @property
     def config(self) -> PlanConfig:
@@ -154,9 +138,15 @@ class StepLoader:
         Args:
             measure: returns this replica's times when they are needed.
             after: steps of this loader before the fit.
-            on_fit: called when the model has been decided, before the next step's header.
+            on_fit: called by `tell_fit`.
         """
-        self._calibration = _Calibration(measure=measure, left=after, on_fit=on_fit)
+        self._calibration = _Calibration(measure=measure, left=after)
+        self._on_fit = on_fit
+
+    def tell_fit(self, fit: CostFit) -> None:
+        """Tell whoever asked to calibrate that the trainer is about to get the first step of it."""
+        if self._on_fit is not None:
+            self._on_fit(fit)
 
     @property
     def stream(self) -> SampleStream:
@@ -168,48 +158,72 @@ class StepLoader:
         left = self._config.total - self._first_consumed
         return -(-left // self._config.global_batch_size)
 
-    def __iter__(self) -> StepLoader:
-        """Start again from where the loader was made (Megatron's full validation iterates so)."""
-        return StepLoader(
+    def restarted(self) -> StepLoader:
+        """Return a loader that starts where this one was made (Megatron's full validation)."""
+        return type(self)(
             self._stream,
             self._config,
             exchange=self._exchange,
             num_workers=self._num_workers,
+            worker_start=self._worker_start,
             consumed=self._first_consumed,
-            on_step=self._on_step,
         )
 
-    def __next__(self) -> StepHeader | MicroBatch:
-        # No generator: it would tie this object into a cycle, and data-loader workers that wait
-        # for the garbage collector stop only after torch's time-out of 5 s.
-        if self._pending:
-            micro_batch = self._assemble(self._pending.popleft())
-            if not self._pending and self._hand_over is not None:
-                self._hand_over.finish()
-                self._hand_over = None
-            return micro_batch
-        if self._planner.is_finished:
-            raise StopIteration
-        plan = self._plan_step()
-        header = StepHeader(totals=plan.totals, micro_batches=plan.micro_batches)
-        if self._on_step is not None:
-            self._on_step(header)
-        self._pending.extend(plan.micro_batches)
-        return header
-
     @property
-    def exchange_choice(self) -> ExchangeChoice | None:
-        """See `ReplicaPlanner.exchange_choice`."""
-        return self._planner.exchange_choice
+    def is_over(self) -> bool:
+        """Whether no further step can be made."""
+        return self._is_over
 
-    @property
-    def exchanges(self) -> bool | None:
-        """Whether replicas hand samples to each other; None while `auto` may choose otherwise."""
-        state: Mapping[str, Any] = self._planner.state_dict()
-        return None if state["exchanges"] < 0 else bool(state["exchanges"])
+    def close(self) -> None:
+        """Make no further step: the next call of `make_step` tells the other replicas.
+
+        The only method that may be called while another thread is in one.
+        """
+        self._planner.close()
+
+    def make_step(self, until_trained: Callable[[], None] | None = None) -> FinishedStep | None:
+        """Plan the next step with all other replicas and assemble it; None after the last.
+
+        Args:
+            until_trained: called before measured times are read; returns when the trainer has
+                finished all steps made so far, or `close` was called. None: it has.
+
+        Raises:
+            LoaderClosedError: a replica has closed its loader; it may be this one.
+            ReplicaFailedError, ControlError: another replica has failed, or is gone.
+            BadRecordError, OverlongError, ChatTemplateError: by policy.
+        """
+        if self._is_over or self._planner.is_finished:
+            self._is_over = True
+            return None
+        try:
+            self._until_trained = until_trained or _at_once
+            plan = self._plan_step()
+        except BaseException:
+            self._is_over = True
+            self._source = None  # its workers end here
+            raise
+        finally:
+            self._until_trained = _at_once  # not kept: workers should not wait for a cycle's end
+        if plan.totals.is_final:
+            self._source = None  # all is drawn
+        try:
+            return self._finish_step(plan)
+        except BaseException as error:
+            self._untold = f"{type(error).__name__}: {error}"
+            raise
+
+    def progress(self) -> Progress:
+        """Return where the loader stands after the last step made."""
+        return Progress(
+            snapshot=self._planner.snapshot(),
+            source_counts=self._held.counted(),
+            exchange_choice=self._planner.exchange_choice,
+            window_bytes=self._held.num_bytes,
+        )
 
     def state_dict(self) -> dict[str, object]:
-        """Planner state after the last step handed out; see `ReplicaPlanner.state_dict`."""
+        """Planner state after the last step made; see `ReplicaPlanner.state_dict`."""
         return self._planner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -224,7 +238,7 @@ class StepLoader:
             if isinstance(item, Hole):
                 fetched[position] = (0, 0, 0)
             else:
-                self._held[position] = item
+                self._held.add(position, item)
                 fetched[position] = (
                     len(item),
                     item.num_loss_tokens,
@@ -255,16 +269,15 @@ class StepLoader:
         plans = self._share(self._plan_record, PlanRecord(target=0))
         table = RecordTable(PlanRecord, plans)
         lists = self._share_lists(table) if self._planner.wants_exchange(table) else []
-        plan = self._planner.commit(table, lists)
-        for position in plan.reassigned.given:
-            del self._held[position]
-        if plan.sends or plan.receives:
-            payloads = self._exchange.payloads
-            assert payloads is not None, "checked in the constructor"
-            self._hand_over = HandOver.start(plan, self._held, payloads=payloads)
-        if self._planner.is_finished:
-            self._source = None  # all is drawn: its workers end here
-        return plan
+        return self._planner.commit(table, lists)
+
+    def _finish_step(self, plan: StepPlan) -> FinishedStep:
+        micro_batches = self._held.emit(plan, payloads=self._exchange.payloads)
+        fit, self._fit = self._fit, None
+        header = StepHeader(totals=plan.totals, micro_batches=plan.micro_batches)
+        return FinishedStep(
+            header=header, micro_batches=micro_batches, progress=self.progress(), fit=fit
+        )
 
     def _share(
         self,
@@ -272,6 +285,10 @@ class StepLoader:
         blank: AnyRecord,
     ) -> list[bytes]:
         """Exchange a record; when it cannot be built, tell the others before raising."""
+        if self._planner.is_closing:  # nothing more is drawn or measured
+            failed, message = bool(self._untold), self._untold
+            last = replace(blank, closing=True, failed=failed, message=message)
+            return self._exchange.exchange(last.to_bytes())
         try:
             record = build().to_bytes()
         except Exception as error:
@@ -286,12 +303,12 @@ class StepLoader:
         if calibration.left >= 0:
             return
         self._calibration = None
+        self._until_trained()
         sums = self._share(
             lambda: self._planner.calibration_record(calibration.measure()),
             CalibrationRecord(step=0),
         )
         self._fit = self._planner.fit_cost(RecordTable(CalibrationRecord, sums))
-        calibration.on_fit(self._fit)
 
     def _share_lists(self, table: RecordTable[PlanRecord]) -> list[bytes]:
         """Exchange sample lists; see `_share`."""
@@ -304,8 +321,7 @@ class StepLoader:
 
     def _window_record(self) -> WindowRecord:
         if self._fit is not None:  # here, so that others are told if a cost does not fit
-            fit, self._fit = self._fit, None
-            self._planner.set_cost(fit.cost, linear_ps=fit.linear_ps)
+            self._planner.set_cost(self._fit.cost, linear_ps=self._fit.linear_ps)
         self._draw()
         return self._planner.window_record()
 
@@ -320,6 +336,8 @@ class StepLoader:
         while positions := self._planner.draw():
             source = self._open(positions[0])
             for position in positions:
+                if self._planner.is_closing:  # the record that comes next says so
+                    return
                 self._observe(position, source.take(position))
         self._wait_s += time.perf_counter() - started
 
@@ -327,22 +345,23 @@ class StepLoader:
         """Return this replica's samples; opened when the first position is drawn."""
         if self._source is None:
             config = self._config
+            workers = Workers(num=self._num_workers, start=self._worker_start)
             if config.is_online:
                 self._source = ReplicaStream(
-                    self._stream, self._feed, num_workers=self._num_workers, lead=config.lead
+                    self._stream, self._feed, workers=workers, lead=config.lead
                 )
             else:
                 own = config.own_positions(self._exchange.replica)
                 shard = range(first, own.stop, own.step)
-                self._source = ReplicaStream(self._stream, shard, num_workers=self._num_workers)
+                self._source = ReplicaStream(self._stream, shard, workers=workers)
         return self._source
 
     def _observe(self, position: int, item: Sample | Hole) -> None:
         if isinstance(item, Hole):
-            self.source_counts[item.source].add_hole(item.reason, item.message)
+            self._held.leave_out(item)
             self._planner.observe(position, num_tokens=0, num_loss_tokens=0)
             return
-        self._held[position] = item
+        self._held.add(position, item)
         self._planner.observe(
             position,
             num_tokens=len(item),
@@ -355,23 +374,6 @@ class StepLoader:
     def _wire_size(self, sample: Sample) -> int:
         return wire_size(sample) if self._moves else 0
 
-    def _assemble(self, positions: tuple[int, ...]) -> MicroBatch:
-        multiple, total = self._config.multiple, self._config.micro_batch_length
-        if not positions:
-            return assemble_idle(multiple=multiple, total=total)
-        samples = [self._take(position) for position in positions]
-        for sample in samples:
-            self.source_counts[sample.source].add_sample(
-                num_tokens=len(sample),
-                num_loss_tokens=sample.num_loss_tokens,
-                truncated=sample.truncated > 0,
-                solo=padded_length(len(sample), multiple) > self._config.token_budget
-                or sample.num_patches > self._config.max_patches > 0,
-            )
-        return assemble(samples, positions=positions, multiple=multiple, total=total)
 
-    def _take(self, position: int) -> Sample:
-        """Return a sample of the current step: this replica's own, or handed over."""
-        if position not in self._held and self._hand_over is not None:
-            return self._hand_over.take(position)
-        return self._held.pop(position)
+def _at_once() -> None:
+    """In place of `until_trained` where steps are not made ahead."""

@@ -30,13 +30,15 @@ _MAX_TOKEN_ID = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """In place of a step: the loader is exhausted, or (with a message) has failed.
+    """In place of a step: the loader is exhausted, or (with a message) has failed or was closed.
 
     Attributes:
         error: what the leader raised; empty at the end of the data.
+        closed: who closed its loader, empty for none.
     """
 
     error: str = ""
+    closed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
+from odb_megatron.data.workers import WorkerStart
 from odb_megatron.megatron.topology import balance_scope
 from odb_megatron.plan.cost import CostPrices
 from odb_megatron.plan.padding import OverlongPolicy, budget_length
@@ -33,6 +34,8 @@ _PLANNING_FLAGS = {
     "odb_max_patches": "--odb-max-patches",
     "odb_balance": "--odb-balance",
     "odb_resume_strict": "--odb-resume-strict",
+    "odb_plan_ahead": "--odb-plan-ahead",
+    "odb_worker_start": "--odb-worker-start",
 }
 
 
@@ -66,6 +69,8 @@ class OdbConfig:
         attention: attention backend's name.
         log_dir: folder of the step logs, or None.
         context: `--seq-length`.
+        plan_ahead: most finished steps that wait for the trainer.
+        worker_start: how data-loader workers are started.
     """
 
     enabled: bool
@@ -86,6 +91,8 @@ class OdbConfig:
     attention: str
     log_dir: str | None
     context: int
+    plan_ahead: int
+    worker_start: WorkerStart
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, *, num_replicas: int) -> OdbConfig:
@@ -115,6 +122,9 @@ class OdbConfig:
                         f"{_PLANNING_FLAGS[name]} would do nothing with --odb-policy samples, "
                         "which never reorders: use --odb-policy cost, or drop it"
                     )
+        plan_ahead = 2 if args.odb_plan_ahead is None else args.odb_plan_ahead
+        if plan_ahead < 0:
+            raise ValueError(f"--odb-plan-ahead must not be negative, got {plan_ahead}")
         share = -(-args.global_batch_size // num_replicas)
         return cls(
             enabled=args.odb,
@@ -135,6 +145,8 @@ class OdbConfig:
             attention=args.odb_attention,
             log_dir=args.odb_log_dir,
             context=args.seq_length,
+            plan_ahead=plan_ahead,
+            worker_start=WorkerStart(args.odb_worker_start or WorkerStart.FORKSERVER.value),
         )
 
     def micro_batch_length(self, multiple: int) -> int:
@@ -174,6 +186,8 @@ class OdbConfig:
             flags += ["--no-odb-resume-strict"]
         if self.epochs is not None:
             flags += [f"--odb-epochs {self.epochs}"]
+        flags += [f"--odb-plan-ahead {self.plan_ahead}"]
+        flags += [f"--odb-worker-start {self.worker_start.value}"]
         return " ".join(["--odb", *flags])
 
 
@@ -309,6 +323,22 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--odb-plan-ahead",
+        type=int,
+        default=None,
+        help="Most finished steps that wait for the trainer; a thread makes them while it trains. "
+        "0: each step is made when the trainer asks for it, without a thread. Plans and resumed "
+        "runs do not depend on it. Default 2.",
+    )
+    group.add_argument(
+        "--odb-worker-start",
+        choices=[start.value for start in WorkerStart],
+        default=None,
+        help="How the processes of --num-workers are started. forkserver and spawn never fork a "
+        "process that holds process groups or CUDA, and send your data set to the workers by "
+        "pickle; fork shares it. Default forkserver.",
+    )
     group.add_argument(
         "--odb-overlong",
         choices=[policy.value for policy in OverlongPolicy],

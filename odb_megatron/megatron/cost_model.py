@@ -6,13 +6,14 @@ Must not plan: the fit is in `plan.calibration`, the switch in the loader.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from odb_megatron.data.step_loader import StepHeader, StepLoader
+from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.thd import MicroBatch
 from odb_megatron.megatron.arguments import CostSource, OdbConfig, cost_flags
 from odb_megatron.megatron.step_timer import CpuClock, CudaClock, MicroBatchTimer
@@ -43,14 +44,23 @@ class RunCost:
         self._args = args
         self._loader = loader
         self._timer: MicroBatchTimer | None = None
+        self._other_thread: Callable[[], int] | None = None
         self._origin = "as given" if config.prices else "the model's shape"
         self._prices = config.prices
         self._linear_ps = 0
         self._skips_first = bool(getattr(args, "overlap_param_gather", False))
         if config.cost is CostSource.AUTO:
-            clock = CudaClock() if torch.cuda.is_available() else CpuClock()
+            clock = CudaClock() if torch.cuda.is_available() else CpuClock(self._others_ns)
             self._timer = MicroBatchTimer(clock, skips_first=self._skips_first)
             loader.calibrate(self._timer.times, after=CALIBRATION_STEPS, on_fit=self._on_fit)
+
+    def leave_out(self, cpu_ns: Callable[[], int]) -> None:
+        """Leave the CPU time of a thread of this process out of measured times.
+
+        Args:
+            cpu_ns: returns it, in nanoseconds.
+        """
+        self._other_thread = cpu_ns
 
     @property
     def is_timing(self) -> bool:
@@ -90,6 +100,9 @@ class RunCost:
         if self._timer is not None:
             origin += "; not calibrated yet"
         return f"{self._text(self._loader.config.cost)} ({origin})"
+
+    def _others_ns(self) -> int:
+        return 0 if self._other_thread is None else self._other_thread()
 
     def _on_fit(self, fit: CostFit) -> None:
         assert self._timer is not None

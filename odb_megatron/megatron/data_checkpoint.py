@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from odb_megatron.comm.control import ControlGroup
+from odb_megatron.data.finished_step import Progress
 from odb_megatron.megatron.data_state import (
     Digest,
     encode_state,
@@ -35,10 +36,11 @@ _NON_PERSISTENT = "non_persistent"  # checkpointing.py _NON_PERSISTENT_CKPT_SUBD
 
 
 class DataSource(Protocol):
-    """What a loader has to tell for its state to be saved."""
+    """What `data.step_feed.StepFeed` has to tell for its state to be saved."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Planner state; see `ReplicaPlanner.state_dict`."""
+    @property
+    def progress(self) -> Progress:
+        """Where the loader stood after the last step that was handed out."""
 
 
 class HeaderChannel(Protocol):
@@ -93,13 +95,13 @@ class DataCheckpoint:
         self._channel = channel
         self._source: DataSource | None = None
         self._identity: Mapping[str, Any] = {}
-        self._trained: Mapping[str, Any] = {}
+        self._trained: Progress | None = None
 
     def watch(self, source: DataSource, *, identity: Mapping[str, Any]) -> None:
-        """Save the state of this loader of training data; leaders call it.
+        """Save the state of this feed of training data; leaders call it.
 
         Args:
-            source: the loader.
+            source: the feed of training data.
             identity: of its data; see `data_identity`.
         """
         self._source, self._identity = source, identity
@@ -111,9 +113,9 @@ class DataCheckpoint:
         while it replays one.
         """
         if self._source is not None:
-            state = self._source.state_dict()
-            if state["consumed"] == self._args.consumed_train_samples:
-                self._trained = state
+            progress = self._source.progress
+            if progress.snapshot["consumed"] == self._args.consumed_train_samples:
+                self._trained = progress
 
     def stage(self, iteration: int, *, tokens_so_far: int, is_persistent: bool) -> None:
         """Write this replica's file, before Megatron saves; all ranks call it.
@@ -152,11 +154,11 @@ class DataCheckpoint:
     def _stage(self, path: str, exchange: ControlGroup, *, tokens_so_far: int) -> bytes:
         try:
             self.note_trained()
-            assert self._trained, "a checkpoint is saved after a step that nobody handed out"
+            assert self._trained is not None, "a checkpoint before any step"
             state = {
                 "data": self._identity,
                 "tokens_so_far": tokens_so_far,
-                "planner": self._trained,
+                "planner": self._trained.state_dict(),
             }
             data = encode_state(state)
             write_file(path, data)

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from odb_megatron.data.finished_step import StepHeader
 from odb_megatron.data.step_feed import ChunkIterator
-from odb_megatron.data.step_loader import StepHeader, StepLoader
 from odb_megatron.megatron.routers import RouterMasks, logged_per_micro_batch
 
 __all__ = ["Hooks", "RunListener"]
@@ -193,7 +193,7 @@ class Hooks:
             first = iterator[0] if isinstance(iterator, list) else iterator
             loader = getattr(first, "iterable", None)
             # The count is the validation set's; only that one is wrapped to start again by itself.
-            one_pass = len(loader) if isinstance(loader, (StepLoader, ChunkIterator)) else steps
+            one_pass = len(loader) if isinstance(loader, ChunkIterator) else steps
             megatron_args.eval_iters = [one_pass]
             try:
                 return original(*args, **kwargs)

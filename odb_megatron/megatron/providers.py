@@ -6,7 +6,7 @@ Must not plan, print or keep global state.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from odb_megatron.data.order import Order, PassOrder, build_order
 from odb_megatron.data.padded import PaddedDataset
 from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.sources import MapSource
-from odb_megatron.data.step_loader import StepHeader, StepLoader
+from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.data.tokenizer import adds_special_tokens, usable_tokenizer
 from odb_megatron.megatron.arguments import OdbConfig
@@ -104,7 +104,6 @@ def build_loader(
     *,
     split: Split,
     exchange: ControlGroup,
-    on_step: Callable[[StepHeader], None] | None = None,
 ) -> StepLoader:
     """Build a split's step loader; evaluation always has the composition of `samples`."""
     training = split is Split.train
@@ -140,8 +139,8 @@ def build_loader(
         plan,
         exchange=exchange,
         num_workers=args.num_workers,
+        worker_start=config.worker_start,
         consumed=consumed,
-        on_step=on_step,
     )
 
 

@@ -13,9 +13,10 @@ import numpy as np
 
 from odb_megatron.comm.control import ControlGroup
 from odb_megatron.data.context_parallel import cost_balance
+from odb_megatron.data.finished_step import StepHeader
 from odb_megatron.data.sample import HoleReason
 from odb_megatron.data.source_counts import SourceCounts
-from odb_megatron.data.step_loader import StepHeader
+from odb_megatron.data.step_feed import HandedOut
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatch
 from odb_megatron.megatron.arguments import OdbConfig
@@ -90,14 +91,20 @@ class StepRecorder:
         self._lengths.append(lengths)
 
     def end_step(
-        self, values: dict[str, Any], *, delivered: tuple[int, int, int] = (0, 0, 0)
+        self,
+        values: dict[str, Any],
+        *,
+        handed_out: HandedOut | None = None,
+        reports: int = 0,
     ) -> StepRecord:
         """Megatron has logged the iteration.
 
         Args:
             values: `training_log`'s arguments.
-            delivered: see `ReplicaData.delivered`.
+            handed_out: how a packed step came to the trainer.
+            reports: see `ReplicaData.num_reported`.
         """
+        handed_out = handed_out or HandedOut()
         elapsed = time.perf_counter() - (self._started or time.perf_counter())
         loss, grad_norm = values["loss_dict"].get("lm loss"), values["grad_norm"]
         record = StepRecord(
@@ -110,9 +117,12 @@ class StepRecorder:
             step_s=elapsed,
             ids=tuple(self._ids),
             lengths=tuple(self._lengths),
-            collectives=delivered[0],
-            bytes_delivered=delivered[1],
-            reports=delivered[2],
+            wait_s=handed_out.wait_s,
+            window_bytes=handed_out.window_bytes,
+            queue_bytes=handed_out.queue_bytes,
+            collectives=handed_out.collectives,
+            bytes_delivered=handed_out.bytes_delivered,
+            reports=reports,
             **(
                 self._padded_totals() if self._header is None else self._packed_totals(self._header)
             ),
@@ -162,7 +172,7 @@ class StepRecorder:
             "moved": totals.num_moved,
             "reassigned": totals.num_reassigned,
             "bytes_moved": totals.bytes_moved,
-            "wait_s": totals.wait_us / 1e6,
+            "fetch_wait_s": totals.wait_us / 1e6,
             "context_balance": self._context_balance(),
             "idle_router_share": self._idle_router_share(totals),
         }
@@ -196,6 +206,6 @@ class StepRecorder:
         ]
         sums = [sum(values) for values in zip(*self._exchange.gather_counts(own), strict=True)]
         names = ("samples", "left_out", "tokens", "computed_tokens", "loss_tokens")
-        absent = {"idle": 0, "split": 0, "fill": None, "balance": None, "wait_s": 0.0}
+        absent = {"idle": 0, "split": 0, "fill": None, "balance": None}
         absent |= {"balance_before": None, "moved": 0, "bytes_moved": 0}
         return dict(zip(names, sums, strict=True)) | absent

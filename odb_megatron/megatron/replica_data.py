@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,7 +20,6 @@ from odb_megatron.comm.delivery import ReplicaGroup
 from odb_megatron.data.step_feed import ChunkIterator, ContextPart, StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.megatron.replica_ranks import ReplicaRanks
-from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.plan.records import ReplicaFailedError
 
 __all__ = ["ReplicaData", "require_agreement"]
@@ -65,6 +65,7 @@ class ReplicaData:
     Args:
         args: Megatron's arguments.
         place: this rank's place in its replica.
+        plan_ahead: see `StepFeed`.
 
     Attributes:
         place: see above.
@@ -72,14 +73,18 @@ class ReplicaData:
         checkpoint_channel: the one that saving uses; None for a replica of one rank.
     """
 
-    def __init__(self, args: argparse.Namespace, place: ReplicaRanks) -> None:
+    def __init__(
+        self, args: argparse.Namespace, place: ReplicaRanks, *, plan_ahead: int = 0
+    ) -> None:
         self.place = place
         self._args = args
         self._num_chunks = args.virtual_pipeline_model_parallel_size or 1
         self._feeds: list[StepFeed | None] = []
         self._loaders: Loaders = ()
-        self._counted = (0, 0, 0)
+        self._reported = 0
+        self._plan_ahead = plan_ahead
         self.channels: list[ReplicaGroup] = []
+        self._reports: ReplicaGroup | None = None
         if len(place.ranks) > 1:
             self.channels = [
                 ReplicaGroup(
@@ -96,6 +101,14 @@ class ReplicaData:
                 place.ranks,
                 payload_ranks=place.ranks[:1],
                 name="checkpoint",
+                timeout_s=60.0 * args.distributed_timeout_minutes,
+            )
+        if place.reporter != place.ranks[0] and place.rank in (place.ranks[0], place.reporter):
+            # Of its own: the channels belong to the threads that make steps.
+            self._reports = ReplicaGroup(
+                [place.ranks[0], place.reporter],
+                payload_ranks=[place.ranks[0]],
+                name="report",
                 timeout_s=60.0 * args.distributed_timeout_minutes,
             )
 
@@ -126,50 +139,50 @@ class ReplicaData:
             if self.place.is_leader:
                 self._loaders = make_loaders()
         lengths = self._share_lengths()
-        if not self.channels:
-            return
         part = ContextPart(size=self.place.context_size, rank=self.place.context_rank)
         for at, split in enumerate(Split):
             feed = None
             if lengths[at] is not None:
                 feed = StepFeed(
                     self._loaders[at] if self._loaders else None,
-                    channel=self.channels[split.value],
+                    channel=self.channels[split.value] if self.channels else None,
                     part=part,
                     num_chunks=self._num_chunks,
-                    multiple=padding_multiple(self._args),
+                    plan_ahead=self._plan_ahead,
                     num_steps=lengths[at] or 0,
                 )
             self._feeds.append(feed)
-        self.delivered()  # what start-up took belongs to no step
 
-    def delivered(self) -> tuple[int, int, int]:
-        """Return what training data took inside the replica since the last call.
+    @property
+    def train(self) -> StepFeed | None:
+        """The training data's feed; None before `build`, or without training data."""
+        return self._feeds[Split.train.value] if self._feeds else None
 
-        Returns:
-            Broadcasts, their bytes, and point-to-point reports; zeros for a replica of one rank.
-        """
-        if not self.channels:
-            return 0, 0, 0
-        train, before = self.channels[Split.train.value], self._counted
-        self._counted = (train.num_collectives, train.num_bytes, train.num_reports)
-        collectives, size, reports = (
-            now - then for now, then in zip(self._counted, before, strict=True)
-        )
-        return collectives, size, reports
+    def close(self, *, timeout_s: float) -> bool:
+        """Close all feeds; return whether all have ended within the time. See `StepFeed.close`."""
+        deadline = time.monotonic() + timeout_s
+        have_ended = [
+            feed.close(timeout_s=max(0.0, deadline - time.monotonic()))
+            for feed in self._feeds
+            if feed is not None
+        ]
+        return all(have_ended)
 
-    def iterators(self, chunk: int) -> tuple[StepLoader | ChunkIterator | None, ...]:
+    def num_reported(self) -> int:
+        """Return how many reports the replica's leader has got since the last call."""
+        total = 0 if self._reports is None else self._reports.num_reports
+        new, self._reported = total - self._reported, total
+        return new
+
+    def iterators(self, chunk: int) -> tuple[ChunkIterator | None, ...]:
         """Return the iterators of the three splits for a virtual pipeline chunk."""
-        if not self.channels:
-            return tuple(self._loaders)
         return tuple(None if feed is None else feed.iterators[chunk] for feed in self._feeds)
 
     def report(self, values: Sequence[float]) -> list[float]:
         """Return on the leader what the last pipeline stage knows (training only)."""
-        place = self.place
-        if not self.channels or place.rank not in (place.ranks[0], place.reporter):
+        if self._reports is None:
             return list(values)
-        return self.channels[0].report(values, reporter=place.reporter)
+        return self._reports.report(values, reporter=self.place.reporter)
 
     def _tell(self, error: str) -> None:
         if not self.channels:
@@ -185,7 +198,7 @@ class ReplicaData:
             None if loader is None else len(loader) for loader in self._loaders
         ]
         if not self.channels:
-            return own
+            return own or [None] * len(Split)
         leads = self.place.is_leader
         shared: list[int | None] = json.loads(
             self.channels[0].header(json.dumps(own).encode() if leads else None)

@@ -17,7 +17,9 @@ import torch
 
 from odb_megatron.comm.control import ControlGroup
 from odb_megatron.comm.elastic import leave_reason
-from odb_megatron.data.step_loader import StepHeader, StepLoader
+from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.step_feed import StepFeed
+from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
@@ -48,6 +50,12 @@ from odb_megatron.plan.policy import ExchangeMode
 from odb_megatron.plan.records import ReplicaFailedError
 
 __all__ = ["OdbRun"]
+
+_CLEAN_CLOSE_S = 60.0
+"""Seconds to wait for other replicas at the end of a run that all of them have reached."""
+
+_CLOSE_S = 2.0
+"""The same after an error, which others may not know of: this process must end for them to."""
 
 
 class OdbRun:
@@ -160,7 +168,8 @@ class OdbRun:
         if self._calculator is not None:
             self._calculator.remove()
         clean = kind is None or (isinstance(error, SystemExit) and not error.code)
-        self._report.finish(self._loader, together=clean)
+        ended = self._close_data(clean=clean)
+        self._report.finish(self._own_feed, together=clean and ended)
 
     # --- what the hooks tell -------------------------------------------------------------------
 
@@ -179,7 +188,7 @@ class OdbRun:
             return
         assert self._calculator is not None
         self._calculator.begin_step(header.totals)
-        self._report.begin_step(header, self._loader)
+        self._report.begin_step(header, self._own_feed)
         if self._cost is not None:
             self._cost.begin_step(header)
         done = self._args.curr_iteration + 1
@@ -202,8 +211,11 @@ class OdbRun:
         values = self._with_loss(values)
         if self._report.recorder is None:
             return
-        delivered = (0, 0, 0) if self._replica is None else self._replica.delivered()
-        self._report.end_step(values, delivered=delivered)
+        self._report.end_step(
+            values,
+            handed_out=None if self._train_feed is None else self._train_feed.handed_out,
+            reports=0 if self._replica is None else self._replica.num_reported(),
+        )
 
     def on_loaded(self, checkpoint_args: Any) -> None:
         """See `hooks.RunListener`."""
@@ -233,7 +245,9 @@ class OdbRun:
             if not vp_stage:
                 require_agreement(self._args, self._place)
             if self._replica is None:  # else another chunk of a virtual pipeline asks
-                self._replica = ReplicaData(self._args, self._place)
+                self._replica = ReplicaData(
+                    self._args, self._place, plan_ahead=self.config.plan_ahead
+                )
                 if self.config.enabled:
                     self._build_packed(self._replica, sizes)
                 else:
@@ -294,12 +308,30 @@ class OdbRun:
             self._checkpoint = DataCheckpoint(args, exchange=exchange, channel=channel)
             if self._loader is not None:
                 identity = data_identity(args, self._loader.stream)
-                self._checkpoint.watch(self._loader, identity=identity)
+                assert replica.train is not None, "built with the loader"
+                self._checkpoint.watch(replica.train, identity=identity)
+        if self._cost is not None and replica.train is not None:
+            self._cost.leave_out(replica.train.planner_cpu_ns)
         self._calculator = StepCalculator.install(num_replicas=args.data_parallel_size)
         args.dataloader_type = "external"
         remaining = max(0, self._total - args.consumed_train_samples)
         steps = -(-remaining // args.global_batch_size)
         args.train_iters = args.iteration + steps
+
+    @property
+    def _train_feed(self) -> StepFeed | None:
+        return None if self._replica is None else self._replica.train
+
+    @property
+    def _own_feed(self) -> StepFeed | None:
+        """The training feed where this rank leads its replica: it knows the planner's progress."""
+        return None if self._loader is None else self._train_feed
+
+    def _close_data(self, *, clean: bool) -> bool:
+        """Stop the threads that make steps, here and on all replicas; return whether all have."""
+        if self._replica is None:
+            return True
+        return self._replica.close(timeout_s=_CLEAN_CLOSE_S if clean else _CLOSE_S)
 
     def _build_loaders(self, streams: Sequence[SampleStream | None]) -> list[StepLoader | None]:
         from megatron.core.datasets.utils import Split

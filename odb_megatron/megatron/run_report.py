@@ -9,7 +9,8 @@ import argparse
 from typing import Any
 
 from odb_megatron.comm.control import ControlGroup
-from odb_megatron.data.step_loader import StepHeader, StepLoader
+from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.step_feed import HandedOut, StepFeed
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron.arguments import OdbConfig
 from odb_megatron.megatron.attention.registry import AttentionBackend
@@ -80,11 +81,11 @@ class RunReport:
             replica, is_new = exchange.replica, args.iteration == 0
             self._log = StepLog(config.log_dir, replica=replica, is_new=is_new)
 
-    def begin_step(self, header: StepHeader, loader: StepLoader | None) -> None:
+    def begin_step(self, header: StepHeader, feed: StepFeed | None) -> None:
         """A training step starts; say once what `--odb-exchange auto` chose for the run."""
         if self.recorder is not None:
             self.recorder.begin_step(header)
-        choice = None if loader is None else loader.exchange_choice
+        choice = None if feed is None else feed.progress.exchange_choice
         if choice is not None and not self._choice:
             self._choice = choice.reason()
             if self._args.rank == 0:
@@ -95,10 +96,12 @@ class RunReport:
         if self.recorder is not None:
             self.recorder.on_batch(item)
 
-    def end_step(self, values: dict[str, Any], *, delivered: tuple[int, int, int]) -> None:
+    def end_step(
+        self, values: dict[str, Any], *, handed_out: HandedOut | None, reports: int
+    ) -> None:
         """Record the step and show it; see `StepRecorder.end_step`."""
         assert self.recorder is not None
-        record = self.recorder.end_step(values, delivered=delivered)
+        record = self.recorder.end_step(values, handed_out=handed_out, reports=reports)
         if self._log is not None:
             self._log.write(record)
         if self._live is not None:
@@ -109,24 +112,24 @@ class RunReport:
         self._eval_left_out += left_out
         self._eval_truncated += truncated
 
-    def finish(self, loader: StepLoader | None, *, together: bool) -> None:
+    def finish(self, feed: StepFeed | None, *, together: bool) -> None:
         """Print the summary and close the log.
 
         Args:
-            loader: the training loader, None for the padded baseline and on ranks that lead none.
+            feed: of the training data, None for the padded baseline and on ranks that lead none.
             together: the run ended cleanly, so that all replicas can add up their counts.
 
         Raises:
             ValueError: every sample was left out.
         """
         try:
-            sources = self._sources(loader, together=together)
+            sources = self._sources(feed, together=together)
             if together and not self._config.enabled and self._exchange is not None:
                 own = [self._eval_left_out, self._eval_truncated]
                 sums = zip(*self._exchange.gather_counts(own), strict=True)
                 self._eval_left_out, self._eval_truncated = map(sum, sums)
             if self._live is not None:
-                self._summarize(self._live, sources, loader, together=together)
+                self._summarize(self._live, sources, feed, together=together)
         finally:
             if self._log is not None:
                 self._log.close()
@@ -141,15 +144,15 @@ class RunReport:
         self,
         live: LiveReport,
         sources: list[SourceTotals],
-        loader: StepLoader | None,
+        feed: StepFeed | None,
         *,
         together: bool,
     ) -> None:
         chosen = {}
         if self.cost is not None:
             chosen["cost model"] = self.cost.describe()
-        if self._config.exchange is ExchangeMode.AUTO and loader is not None:
-            chosen["exchange auto"] = self._choice or self._chosen_otherwise(live, loader)
+        if self._config.exchange is ExchangeMode.AUTO and feed is not None:
+            chosen["exchange auto"] = self._choice or self._chosen_otherwise(live, feed)
         scope = "" if together else " (this replica only: the run did not end cleanly)"
         live.finish(sources, scope=scope, chosen=chosen)
         if self._eval_left_out or self._eval_truncated:
@@ -158,25 +161,28 @@ class RunReport:
                 f"{self._eval_truncated}",
                 flush=True,
             )
-        if self._config.log_dir is not None:
+        if self._config.log_dir is not None and self._log is not None:
             flags = _flags(self._args, self._config)
             write_run(self._config.log_dir, {"flags": flags, **chosen, "ended_cleanly": together})
 
-    def _chosen_otherwise(self, live: LiveReport, loader: StepLoader) -> str:
+    def _chosen_otherwise(self, live: LiveReport, feed: StepFeed) -> str:
         """Return what mode `auto` did where it made no choice for the run in this process."""
-        if loader.config.num_replicas == 1:
+        if self._args.data_parallel_size == 1:
             return "none: one replica has nobody to hand samples to"
         if self._config.policy is PolicyName.SAMPLES:
             totals = live.totals
             return f"step by step: samples moved in {totals.exchanged} of {totals.steps} steps"
-        if loader.exchanges is None:
+        exchanges = feed.progress.exchanges
+        if exchanges is None:
             return "nothing chosen yet"
-        return f"{'tokens' if loader.exchanges else 'none'}, chosen before the resume"
+        return f"{'tokens' if exchanges else 'none'}, chosen before the resume"
 
-    def _sources(self, loader: StepLoader | None, *, together: bool) -> list[SourceTotals]:
+    def _sources(self, feed: StepFeed | None, *, together: bool) -> list[SourceTotals]:
         if self._stream is None or self.recorder is None or self._exchange is None:
             return []
-        counted = (loader or self.recorder).source_counts
+        counted = self.recorder.source_counts
+        if feed is not None:
+            counted = list(feed.progress.source_counts)
         return source_totals(
             self._stream.source_names, counted, exchange=self._exchange if together else None
         )

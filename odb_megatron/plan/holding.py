@@ -169,8 +169,8 @@ class Holding:
         self.window.mark_due(num_emitted=self.num_emitted, step=step)
         self.num_left_out = 0
 
-    def state(self) -> dict[str, object]:
-        """Return this part of `ReplicaPlanner.state_dict`."""
+    def state(self) -> dict[str, Any]:
+        """Return this part of `ReplicaPlanner.snapshot`."""
         assert not self.num_left_out, "the state is that between two steps: take it after commit"
         rows = self.window.rows()[[Column.POSITION, Column.ARRIVAL, Column.DUE]]
         return {
@@ -178,7 +178,7 @@ class Holding:
             "upcoming": list(self.shard.upcoming),
             "num_emitted": self.num_emitted,
             "num_recorded": self.num_recorded,
-            "window": rows.T.tolist(),
+            "window": rows.T,  # a copy: the columns were picked by number
         }
 
     def restore(self, state: Mapping[str, Any], *, fetched: Mapping[int, tuple[int, ...]]) -> None:

@@ -31,6 +31,7 @@ from odb_megatron.plan.state import (
     NOT_CALIBRATED,
     begin_state,
     check_state,
+    plain_state,
     resume_point,
     saved_cost,
 )
@@ -102,6 +103,11 @@ class ReplicaPlanner:
     def exchange_choice(self) -> ExchangeChoice | None:
         """See `ExchangePhase.choice`."""
         return self._exchange.choice
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closing
 
     def close(self) -> None:
         """End the loader: this replica's next record carries the closing bit."""
@@ -308,6 +314,10 @@ class ReplicaPlanner:
         `window` lists position, arrival and due step (-1: none), `upcoming` positions assigned and
         not drawn, `cost` the model's integers and `linear_ps` of `set_cost`.
         """
+        return plain_state(self.snapshot())
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the same as `state_dict`, cheaply: `plain_state` makes that of it, at any time."""
         cost = self.config.cost
         return {
             **begin_state(self.config, replica=self.replica),
@@ -335,7 +345,7 @@ class ReplicaPlanner:
         Raises:
             ValueError: see `state.check_state`, or a window sample that is no longer usable.
         """
-        check_state(state, self.state_dict())
+        check_state(state, plain_state(self.snapshot()))
         self._start, deadline = resume_point(state, self.config)
         self._step, self._consumed = state["step"], state["consumed"]
         self._target = self._selection = None

@@ -22,6 +22,7 @@ __all__ = [
     "begin_state",
     "check_state",
     "check_values",
+    "plain_state",
     "restored_window",
     "resume_point",
     "saved_cost",
@@ -174,6 +175,11 @@ def _wrong(name: str, value: Any, expected: str) -> ValueError:
     return ValueError(
         f"data state has {name} {seen}; expected {expected}: the file is damaged, restore it"
     )
+
+
+def plain_state(snapshot: Mapping[str, Any]) -> dict[str, object]:
+    """Return a planner's snapshot as plain ints and lists."""
+    return {**snapshot, "window": snapshot["window"].tolist()}
 
 
 def saved_cost(state: Mapping[str, Any]) -> tuple[CostModel, int]:

@@ -47,6 +47,9 @@ class RunTotals:
     split: int = 0
     micro_batches: int = 0
     wait_s: float = 0.0
+    fetch_wait_s: float = 0.0
+    max_window_bytes: int = 0
+    max_queue_bytes: int = 0
     step_s: float = 0.0
     balance: float = 0.0
     exchanged: int = 0
@@ -79,6 +82,9 @@ class RunTotals:
         self.split += record.split
         self.micro_batches += record.num_micro_batches
         self.wait_s += record.wait_s
+        self.fetch_wait_s += record.fetch_wait_s
+        self.max_window_bytes = max(self.max_window_bytes, record.window_bytes)
+        self.max_queue_bytes = max(self.max_queue_bytes, record.queue_bytes)
         self.step_s += record.step_s
         self.balance += record.balance or 0.0
         self.fill += record.fill or 0.0
@@ -242,6 +248,12 @@ class LiveReport:
             f"  time                {totals.step_s:.1f} s in steps, {totals.wait_s:.1f} s of it "
             f"waiting for data; {totals.samples / max(totals.step_s, 1e-9):.2f} samples/s"
         )
+        if totals.max_window_bytes or totals.max_queue_bytes:
+            lines.append(
+                f"  data path           planner waited {totals.fetch_wait_s:.1f} s for samples; "
+                f"window up to {totals.max_window_bytes / 1e6:.1f} MB, finished steps up to "
+                f"{totals.max_queue_bytes / 1e6:.1f} MB"
+            )
         if totals.first_loss is not None and totals.last_loss is not None:
             lines.append(f"  loss                {totals.first_loss:.4f} -> {totals.last_loss:.4f}")
         return lines

@@ -37,7 +37,7 @@ class StepRecord:
         balance_before: what `balance` would be without the exchange of samples; None without one.
         moved: samples handed from one replica to another (all).
         bytes_moved: their bytes on the wire (all).
-        wait_s: longest wait for data of any replica, seconds.
+        wait_s: seconds this replica's trainer waited for the step; 0 for the padded baseline.
         step_s: wall-clock seconds since the previous step ended, evaluation and saving excluded.
         ids: this replica's samples as "source:record@epoch", per micro-batch.
         lengths: their lengths, same shape.
@@ -49,6 +49,9 @@ class StepRecord:
             ranks; None without context parallelism.
         idle_router_share: share of the tokens that routers' losses see which are those of idle
             micro-batches (all); None for dense models.
+        fetch_wait_s: longest that a replica's planner waited for samples of the step, seconds.
+        window_bytes: bytes of this replica's samples that are preprocessed and not emitted.
+        queue_bytes: bytes of the finished steps that wait behind this one.
     """
 
     iteration: int
@@ -79,6 +82,9 @@ class StepRecord:
     reports: int = 0
     context_balance: float | None = None
     idle_router_share: float | None = None
+    fetch_wait_s: float = 0.0
+    window_bytes: int = 0
+    queue_bytes: int = 0
 
 
 class StepLog:

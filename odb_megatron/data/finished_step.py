@@ -1,0 +1,101 @@
+"""A finished step on its way to the trainer, and where the loader stood when it was finished.
+
+Values only: whatever belongs to a step travels with it, so that the trainer's side never asks a
+planner that is already some steps further.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torch import Tensor
+
+from odb_megatron.data.source_counts import SourceCounts
+from odb_megatron.data.thd import MicroBatchLayout
+from odb_megatron.plan.calibration import CostFit
+from odb_megatron.plan.exchange_choice import ExchangeChoice
+from odb_megatron.plan.state import plain_state
+from odb_megatron.plan.step import StepTotals
+
+__all__ = ["FinishedStep", "Progress", "StepHeader"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHeader:
+    """First item of a step.
+
+    Attributes:
+        totals: the step, summed over replicas.
+        micro_batches: this replica's stream positions per micro-batch.
+    """
+
+    totals: StepTotals
+    micro_batches: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a leader's loader stands after a step, or before the first.
+
+    Attributes:
+        snapshot: see `ReplicaPlanner.snapshot`.
+        source_counts: what the replica has consumed of each source.
+        exchange_choice: see `ReplicaPlanner.exchange_choice`.
+        window_bytes: bytes of the samples that are preprocessed and not emitted.
+    """
+
+    snapshot: dict[str, Any]
+    source_counts: tuple[SourceCounts, ...]
+    exchange_choice: ExchangeChoice | None
+    window_bytes: int
+
+    @property
+    def exchanges(self) -> bool | None:
+        """Whether replicas hand samples to each other; None while `auto` may choose otherwise."""
+        state = self.snapshot["exchanges"]
+        return None if state < 0 else bool(state)
+
+    def state_dict(self) -> dict[str, object]:
+        """See `ReplicaPlanner.state_dict`."""
+        return plain_state(self.snapshot)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedStep:
+    """A step as one rank trains it.
+
+    Attributes:
+        header: first item for the trainer.
+        micro_batches: the others.
+        progress: the loader's after this step; None on ranks that do not lead their replica.
+        fit: the cost model that is in force from this step on, if it was fitted right before it.
+        collectives: broadcasts that brought it to this rank.
+        bytes_delivered: their bytes.
+    """
+
+    header: StepHeader
+    micro_batches: tuple[MicroBatchLayout, ...]
+    progress: Progress | None = None
+    fit: CostFit | None = None
+    collectives: int = 0
+    bytes_delivered: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(value.nbytes for item in self.micro_batches for value in _tensors(item).values())
+
+    def pinned(self) -> FinishedStep:
+        """Return it in page-locked memory, which the device copies from without waiting."""
+        return replace(self, micro_batches=tuple(map(_pinned, self.micro_batches)))
+
+
+def _pinned(item: MicroBatchLayout) -> MicroBatchLayout:
+    pinned: dict[str, Any] = {name: value.pin_memory() for name, value in _tensors(item).items()}
+    return replace(item, **pinned)
+
+
+def _tensors(item: MicroBatchLayout) -> dict[str, Tensor]:
+    values = {field.name: getattr(item, field.name) for field in fields(item)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}

@@ -1,0 +1,135 @@
+"""How data-loader workers start, and what is sent to them.
+
+Must not fetch. A process that holds process groups or a CUDA context is never forked unless the
+user asks for it: workers come from a server that was started afresh (`forkserver`), or are started
+afresh themselves (`spawn`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.context
+import pickle
+import pickletools
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from multiprocessing.context import BaseContext
+from typing import Any
+
+__all__ = ["Packed", "WorkerStart", "Workers"]
+
+_PRELOADED = ("odb_megatron.data.replica_stream",)
+_starting = threading.Lock()
+
+_MOST_SEARCHED = 16 << 20
+"""Bytes in which names of modules are looked for, at most: it takes about a second per 16 MB."""
+
+
+class WorkerStart(Enum):
+    """How worker processes are started; see `multiprocessing`'s start methods."""
+
+    FORKSERVER = "forkserver"
+    SPAWN = "spawn"
+    FORK = "fork"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """Worker processes of one loader.
+
+    Attributes:
+        num: how many; 0 fetches in the calling thread.
+        start: how they are started.
+    """
+
+    num: int = 0
+    start: WorkerStart = WorkerStart.FORKSERVER
+
+
+class Packed:
+    """An object as it is sent to workers: pickled once, unpickled by each when it is first used.
+
+    Args:
+        value: the object.
+
+    Raises:
+        ValueError: it cannot be pickled.
+    """
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self._data = pickle.dumps(value, protocol=5)
+        except Exception as error:  # pickle raises what it likes
+            raise ValueError(
+                f"the data cannot be sent to worker processes ({type(error).__name__}: {error}): "
+                "define its classes and functions at the top level of a module and open files when "
+                "they are first read, or pass --odb-worker-start fork, or --num-workers 0"
+            ) from error
+
+    def unpack(self) -> Any:
+        """Return the object; made from this process's own data."""
+        return pickle.loads(self._data)
+
+    @property
+    def needs_main(self) -> bool:
+        """Whether the main script must be imported to unpack it."""
+        return b"__main__" in self._data
+
+    def modules(self) -> list[str]:
+        """Return modules that unpacking it imports; those of a very large object are not known."""
+        if len(self._data) > _MOST_SEARCHED:
+            return []
+        texts = {text for _, text, _ in pickletools.genops(self._data) if isinstance(text, str)}
+        return sorted(name for name in texts if name in sys.modules and name != "__main__")
+
+    def context(self, start: WorkerStart) -> BaseContext:
+        """Return what starts processes afresh that unpack this object, and imports no more.
+
+        Python imports the main script in every process it starts afresh. A training script imports
+        Megatron, which takes each of them seconds and its memory.
+        """
+        assert start is not WorkerStart.FORK, "forked workers have the object"
+        if start is WorkerStart.SPAWN:
+            return multiprocessing.get_context("spawn") if self.needs_main else _Spawn()
+        multiprocessing.set_forkserver_preload([*_PRELOADED, *self.modules()])
+        return multiprocessing.get_context("forkserver") if self.needs_main else _ForkServer()
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the main script's place from `multiprocessing.spawn.get_preparation_data`."""
+    main: Any = sys.modules["__main__"]
+    names = ("__spec__", "__file__")
+    with _starting:
+        values = {name: getattr(main, name) for name in names if hasattr(main, name)}
+        for name in values:
+            setattr(main, name, None)
+        try:
+            yield
+        finally:
+            for name, value in values.items():
+                setattr(main, name, value)
+
+
+class _SpawnProcess(multiprocessing.context.SpawnProcess):
+    def start(self) -> None:
+        with _without_main():
+            super().start()
+
+
+class _ForkServerProcess(multiprocessing.context.ForkServerProcess):
+    def start(self) -> None:
+        with _without_main():
+            super().start()
+
+
+class _Spawn(multiprocessing.context.SpawnContext):
+    Process = _SpawnProcess
+
+
+class _ForkServer(multiprocessing.context.ForkServerContext):
+    Process = _ForkServerProcess

@@ -1,0 +1,187 @@
+"""Every way a run of `pretrain()` ends while steps are made ahead: no hang, no thread left."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from megatron_run import Fault
+from megatron_world import Megatron, Run
+
+pytest_plugins = ["megatron_fixtures"]
+pytestmark = pytest.mark.megatron
+
+AHEAD = (0, 2, 5)
+SAMPLES = ("--train-samples", 45)
+EVALUATING = ("--eval-interval", 2, "--eval-iters", 3)
+
+
+def _flags(plan_ahead: int, *flags: object) -> tuple[object, ...]:
+    return ("--odb", "--odb-plan-ahead", plan_ahead, *SAMPLES, *flags)
+
+
+def _rested(run: Run) -> None:
+    """Nothing is left, and the same step was the last everywhere."""
+    assert [replica.threads for replica in run.replicas] == [0] * len(run.replicas)
+    assert len({len(replica.steps) for replica in run.replicas}) == 1
+
+
+@pytest.fixture(scope="module")
+def whole(megatron: Megatron, data_flags: tuple[str, ...]) -> Run:
+    """An uninterrupted run whose steps are made when they are asked for."""
+    return megatron.train(*_flags(0, *EVALUATING), *data_flags)
+
+
+@pytest.mark.parametrize("plan_ahead", AHEAD)
+def test_the_end_of_the_data(
+    megatron: Megatron, data_flags: tuple[str, ...], whole: Run, plan_ahead: int
+) -> None:
+    run = megatron.train(*_flags(plan_ahead, *EVALUATING), *data_flags)
+    _rested(run)
+    assert (run.losses, run.all_ids) == (whole.losses, whole.all_ids)
+    assert run.evaluations == whole.evaluations
+    assert run.evaluated == whole.evaluated
+    records = [replica.steps for replica in run.replicas]
+    assert all(record["wait_s"] >= 0 for steps in records for record in steps)
+    if plan_ahead:
+        assert "data path           planner waited" in run.summary
+        assert max(record["queue_bytes"] for steps in records for record in steps) > 0
+
+
+@pytest.mark.parametrize("plan_ahead", AHEAD)
+def test_an_exit_interval_and_an_iteration_limit(
+    megatron: Megatron, data_flags: tuple[str, ...], whole: Run, plan_ahead: int
+) -> None:
+    run = megatron.train(*_flags(plan_ahead, "--exit-interval", 3), *data_flags)
+    assert all(replica.exited for replica in run.replicas)
+    _rested(run)
+    assert run.losses == whole.losses[:3]
+    flags = ("--odb", "--odb-plan-ahead", plan_ahead, "--train-iters", 3)
+    limited = megatron.train(*flags, *data_flags)
+    _rested(limited)
+    assert len(limited.steps) == 3
+
+
+@pytest.mark.parametrize("plan_ahead", AHEAD)
+@pytest.mark.parametrize("training", [True, False])
+def test_an_exit_duration(
+    megatron: Megatron,
+    data_flags: tuple[str, ...],
+    whole: Run,
+    plan_ahead: int,
+    training: bool,
+) -> None:
+    """Also when it is over inside an evaluation, whose steps are then left in the queue."""
+    fault = Fault(iteration=2, kind="late", training=training)
+    run = megatron.run(
+        *_flags(plan_ahead, *EVALUATING, "--exit-duration-in-mins", 1000), *data_flags, fault=fault
+    )
+    assert all(replica.exited for replica in run.replicas), run.replicas[0].trace
+    _rested(run)
+    assert run.losses == whole.losses[: len(run.losses)]
+    assert len(run.losses) == 2
+
+
+@pytest.mark.parametrize("plan_ahead", AHEAD)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["raise", "exit", "exit 3"])
+def test_a_trainer_that_raises_or_exits(
+    megatron: Megatron, data_flags: tuple[str, ...], plan_ahead: int, training: bool, kind: str
+) -> None:
+    fault = Fault(iteration=2, kind=kind, training=training)
+    run = megatron.run(*_flags(plan_ahead, *EVALUATING), *data_flags, fault=fault)
+    expected = {
+        "raise": "ValueError: no luck in iteration 2",
+        "exit": "",
+        "exit 3": "SystemExit: 3",
+    }
+    for replica in run.replicas:
+        assert replica.error == expected[kind], replica.trace
+        assert replica.exited == (kind == "exit")
+        assert replica.restored
+    _rested(run)
+    # The next run finds its peers: nothing of this one is left on the groups.
+    assert megatron.train(*_flags(plan_ahead, "--exit-interval", 1), *data_flags).losses
+
+
+def test_full_validation_begins_each_pass_anew(
+    megatron: Megatron, data_flags: tuple[str, ...]
+) -> None:
+    flags = ("--full-validation", "--eval-interval", 2, "--exit-interval", 4)
+    found = [megatron.train(*_flags(ahead, *flags), *data_flags) for ahead in (0, 2)]
+    assert found[0].evaluations == found[1].evaluations
+    assert len(found[0].evaluations) >= 2
+    _rested(found[1])
+
+
+def test_replicas_of_several_ranks_end_together(
+    megatron: Megatron, data_flags: tuple[str, ...], whole: Run
+) -> None:
+    pipeline = ("--pipeline-model-parallel-size", 2, "--num-layers", 2)
+    found = [
+        megatron.train(*_flags(ahead, *pipeline, "--exit-interval", 3), *data_flags)
+        for ahead in (0, 2)
+    ]
+    assert found[0].losses == found[1].losses
+    for run in found:
+        assert [replica.threads for replica in run.replicas] == [0, 0]
+        assert {record["collectives"] for record in run.replicas[0].steps} == {2}
+        assert {record["reports"] for record in run.replicas[0].steps} == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["raise", "exit 3"])
+def test_one_trainer_that_leaves_ends_all_processes(
+    megatron: Megatron, data_flags: tuple[str, ...], tmp_path: Path, kind: str
+) -> None:
+    """In processes of their own: the other one waits in a collective for it."""
+    line = megatron.command_line(*_flags(2), *data_flags)
+    script = tmp_path / "one_leaves.py"
+    script.write_text(_ONE_LEAVES, encoding="utf-8")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    processes = []
+    for rank in range(2):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(script), kind, *line],
+                env={**os.environ, **place, **world, "PYTHONPATH": paths},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    started = time.monotonic()
+    try:
+        outputs = [process.communicate(timeout=150)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert time.monotonic() - started < 150
+    assert processes[1].returncode == (1 if kind == "raise" else 3), outputs[1][-3000:]
+    assert processes[0].returncode not in (0, None), outputs[0][-3000:]
+    assert "no luck in iteration 2" in outputs[1] or kind != "raise"
+
+
+_ONE_LEAVES = """
+import os, sys
+from odb_megatron.testing import cpu_device
+cpu_device.activate()
+from megatron_run import Case, Fault, Outcome, _pretrain
+
+if __name__ == "__main__":
+    kind, rank = sys.argv[1], int(os.environ["RANK"])
+    fault = Fault(iteration=2, kind=kind) if rank == 1 else None
+    case = Case(flags=tuple(sys.argv[2:]), fault=fault)
+    sys.argv = ["pretrain_gpt_odb.py", *case.flags]
+    _pretrain(case, Outcome())
+"""
