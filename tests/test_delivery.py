@@ -78,7 +78,7 @@ def test_a_rank_that_does_not_come(results: list[dict[str, Any]]) -> None:
     assert failed
     for seen in failed:
         assert "of the valid loader failed after at most 12 s" in seen["error"]
-        assert "A rank of the replica [2, 0, 1] has stopped or is stuck" in seen["error"]
+        assert "A rank of [2, 0, 1] has stopped or is stuck" in seen["error"]
         assert seen["waited_s"] < 60
         assert seen["closed"] == "delivery of the valid loader is closed: it had failed"
 

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from odb_megatron.comm.gloo_group import GlooGroup, numbered
+from odb_megatron.comm.patience import PeerError
 
 if TYPE_CHECKING:
+    from odb_megatron.comm.patience import Patience
     from odb_megatron.comm.payload import PayloadGroup
 
-__all__ = ["ControlError", "ControlGroup", "cluster_size", "ranks_of"]
+__all__ = ["ControlError", "ControlGroup", "cluster_size", "ranks_of", "why_failed"]
 
 _MOST_IN_A_RING = 128
 """Leaders that exchange in one ring; more exchange in clusters. A ring takes a hop per leader and
@@ -50,6 +52,7 @@ class ControlGroup:
         name: shown in errors, such as "train".
         timeout_s: seconds an exchange may take.
         cluster: leaders per cluster; None for `cluster_size`.
+        patience: ends exchanges in place of the time-out, and names who is missing.
 
     Attributes:
         num_exchanges: exchanges completed.
@@ -58,8 +61,15 @@ class ControlGroup:
     """
 
     def __init__(
-        self, ranks: Sequence[int], *, name: str, timeout_s: float, cluster: int | None = None
+        self,
+        ranks: Sequence[int],
+        *,
+        name: str,
+        timeout_s: float,
+        cluster: int | None = None,
+        patience: Patience | None = None,
     ) -> None:
+        self._patience, self._what = patience, f"{name} exchange"
         self._ranks = list(ranks)
         self._name = name
         self._timeout_s = timeout_s
@@ -72,12 +82,12 @@ class ControlGroup:
         self._groups: list[GlooGroup] = []
         for number, members in enumerate(clusters):
             if rank in members:
-                self._groups.append(
-                    GlooGroup(members, name=f"{own_name}/{number}", timeout_s=timeout_s)
-                )
+                self._groups.append(self._group(members, f"{own_name}/{number}"))
         heads = [members[0] for members in clusters]
         if len(clusters) > 1 and rank in heads:
-            self._groups.append(GlooGroup(heads, name=f"{own_name}/heads", timeout_s=timeout_s))
+            self._groups.append(self._group(heads, f"{own_name}/heads"))
+        if patience is not None and self._replica >= 0:
+            patience.expect(self._what)
         self.num_exchanges = 0
         self.payloads: PayloadGroup | None = None
 
@@ -104,14 +114,15 @@ class ControlGroup:
             raise ControlError(f"rank {dist.get_rank()} is no leader of control group {self._name}")
         if self._groups[0].is_closed:
             raise ControlError(f"control group {self._name} is closed: an exchange had failed")
+        if self._patience is not None:
+            self._patience.begin(self._what, self.num_exchanges)
         try:
             gathered = self._gather(torch.frombuffer(bytearray(record), dtype=torch.uint8))
         except RuntimeError as error:
             self._close()  # whoever waits for this rank in the same exchange learns it at once
             raise ControlError(
                 f"replica {self._replica}: exchange {self.num_exchanges} of the {self._name} "
-                f"loader failed after at most {self._timeout_s:.0f} s ({error}). A rank of "
-                f"{self._ranks} has stopped or is stuck; its own output says why"
+                + why_failed(error, self._patience, ranks=self._ranks, timeout_s=self._timeout_s)
             ) from error
         self.num_exchanges += 1
         data, size = gathered.numpy().tobytes(), len(record)
@@ -142,9 +153,24 @@ class ControlGroup:
         cluster.broadcast(received, source=0)
         return received
 
+    def _group(self, ranks: Sequence[int], name: str) -> GlooGroup:
+        return GlooGroup(ranks, name=name, timeout_s=self._timeout_s, patience=self._patience)
+
     def _close(self) -> None:
         for group in self._groups:
             group.close()
+
+
+def why_failed(
+    error: RuntimeError, patience: Patience | None, *, ranks: Sequence[int], timeout_s: float
+) -> str:
+    """Return how an operation of a loader's group ended, and who is missing if that is known."""
+    if isinstance(error, PeerError):
+        return f"loader ended: {error}"
+    missing = "" if patience is None else patience.explain()
+    limit = f" after at most {timeout_s:.0f} s" if patience is None else ""
+    blame = missing or (f"A rank of {list(ranks)} has stopped or is stuck; its own output says why")
+    return f"loader failed{limit} ({error}). {blame}"
 
 
 def ranks_of(group: Any) -> list[int]:

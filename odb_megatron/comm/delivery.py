@@ -7,13 +7,18 @@ header to every rank of the replica, and a payload to those that use it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from odb_megatron.comm.control import why_failed
 from odb_megatron.comm.gloo_group import GlooGroup, numbered
+
+if TYPE_CHECKING:
+    from odb_megatron.comm.patience import Patience
 
 __all__ = ["DeliveryError", "ReplicaGroup"]
 
@@ -40,6 +45,7 @@ class ReplicaGroup:
         payload_ranks: those that get payloads, the leader first; a subset of `ranks`.
         name: shown in errors, such as "train".
         timeout_s: seconds a broadcast may take.
+        patience: see `ControlGroup`.
 
     Attributes:
         num_collectives: broadcasts this rank has taken part in.
@@ -48,8 +54,15 @@ class ReplicaGroup:
     """
 
     def __init__(
-        self, ranks: Sequence[int], *, payload_ranks: Sequence[int], name: str, timeout_s: float
+        self,
+        ranks: Sequence[int],
+        *,
+        payload_ranks: Sequence[int],
+        name: str,
+        timeout_s: float,
+        patience: Patience | None = None,
     ) -> None:
+        self._patience = patience
         if payload_ranks[0] != ranks[0] or not set(payload_ranks) <= set(ranks):
             raise ValueError(
                 f"payload ranks {list(payload_ranks)} must begin with the leader {ranks[0]} and be "
@@ -60,12 +73,20 @@ class ReplicaGroup:
         self._rank = dist.get_rank()
         self._has_payload = self._rank in payload_ranks
         own_name = numbered(f"{name} delivery", ranks)
-        self._headers = GlooGroup(ranks, name=f"{own_name}/headers", timeout_s=timeout_s)
+        self._what = f"{name} delivery from rank {ranks[0]}"
+        self._headers = GlooGroup(
+            ranks, name=f"{own_name}/headers", timeout_s=timeout_s, patience=patience
+        )
         self._payloads = None
         if len(payload_ranks) > 1 and self._has_payload:
             self._payloads = GlooGroup(
-                payload_ranks, name=f"{own_name}/payloads", timeout_s=timeout_s
+                payload_ranks,
+                name=f"{own_name}/payloads",
+                timeout_s=timeout_s,
+                patience=patience,
             )
+        if patience is not None:
+            patience.expect(self._what)
         self._capacity = _FIRST_CAPACITY
         self.num_collectives = 0
         self.num_bytes = 0
@@ -158,14 +179,15 @@ class ReplicaGroup:
     def _broadcast(self, data: Bytes, *, group: GlooGroup) -> None:
         if group.is_closed:
             raise DeliveryError(f"delivery of the {self._name} loader is closed: it had failed")
+        if self._patience is not None:
+            self._patience.begin(self._what, self.num_collectives)
         try:
             group.broadcast(torch.from_numpy(data), source=0)
         except RuntimeError as error:
             self.close()
             raise DeliveryError(
-                f"rank {self._rank}: broadcast {self.num_collectives} of the {self._name} loader "
-                f"failed after at most {self._timeout_s:.0f} s ({error}). A rank of the replica "
-                f"{self._ranks} has stopped or is stuck; its own output says why"
+                f"rank {self._rank}: broadcast {self.num_collectives} of the {self._name} "
+                + why_failed(error, self._patience, ranks=self._ranks, timeout_s=self._timeout_s)
             ) from error
         self.num_collectives += 1
         self.num_bytes += data.nbytes

@@ -8,21 +8,31 @@ take minutes. This is the same backend object on the same store, without that.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import hashlib
 import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from odb_megatron.comm.patience import Patience
+
 __all__ = ["GlooGroup", "numbered"]
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
+
+_UNCHECKED_S = 0.05
+"""Seconds of waiting that nobody's patience is asked about."""
+
+_ENDLESS = timedelta(days=365)
+"""Time-out of an operation that patience ends."""
 
 _made: Counter[str] = Counter()
 """How often `numbered` was asked for a name."""
@@ -61,9 +71,18 @@ class GlooGroup:
         ranks: global ranks of the members, in group order; this rank is one of them.
         name: equal on all members, and of no other group of this run (see `numbered`).
         timeout_s: seconds that making it, or an operation, may take.
+        patience: ends operations in place of the time-out.
     """
 
-    def __init__(self, ranks: Sequence[int], *, name: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        *,
+        name: str,
+        timeout_s: float,
+        patience: Patience | None = None,
+    ) -> None:
+        self._patience = patience
         self._rank = list(ranks).index(dist.get_rank())
         self._size = len(ranks)
         c10d: Any = dist  # its stubs lack what is used here
@@ -98,8 +117,10 @@ class GlooGroup:
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
+        if self._patience is not None:
+            options.timeout = _ENDLESS
         group = self._open()
-        _complete(group.broadcast([tensor], options))
+        self._complete(group, group.broadcast([tensor], options))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return all members' tensors of one shape, [size, ...], in group order.
@@ -108,8 +129,12 @@ class GlooGroup:
             RuntimeError: see `broadcast`.
         """
         gathered = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype)
+        c10d: Any = dist.distributed_c10d
+        options = c10d.AllgatherOptions()
+        if self._patience is not None:
+            options.timeout = _ENDLESS
         group = self._open()
-        _complete(group.allgather([list(gathered.unbind())], [tensor]))
+        self._complete(group, group.allgather([list(gathered.unbind())], [tensor], options))
         return gathered
 
     def send(self, tensor: Tensor, *, target: int, tag: int = 0) -> Any:
@@ -143,16 +168,26 @@ class GlooGroup:
             raise RuntimeError("the group is closed")
         return self._group
 
+    def _complete(self, group: Any, work: Any) -> None:
+        """Wait for a collective in Python, looking after it at least once per millisecond.
 
-def _complete(work: Any) -> None:
-    """Wait for a collective in Python, looking after it at least once per millisecond.
+        A daemon thread that waited inside `work.wait()` would be ended there if a peer's death woke
+        it while the interpreter shuts down: that aborts the process ("terminate called without an
+        active exception", exit code 134 in place of the run's own).
+        """
+        started = time.perf_counter()
+        while not work.is_completed():
+            waited = time.perf_counter() - started
+            if self._patience is not None and waited > _UNCHECKED_S:
+                try:
+                    self._patience.check()
+                except BaseException:
+                    _never_free(group)
+                    raise
+            time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, waited / 4)))
+        work.wait()
 
-    A daemon thread that waited inside `work.wait()` would be ended there if a peer's death woke it
-    while the interpreter shuts down: that aborts the process ("terminate called without an active
-    exception", exit code 134 in place of the run's own).
-    """
-    started = time.perf_counter()
-    while not work.is_completed():
-        waited = time.perf_counter() - started
-        time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, waited / 4)))
-    work.wait()
+
+def _never_free(group: Any) -> None:
+    """Keep a group with an operation under way: freeing it would wait for that operation."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -7,17 +7,20 @@ them. Uses torch's public DataLoader.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from odb_megatron.data.fetch_limit import limited
 from odb_megatron.data.sample import Hole, Sample
 from odb_megatron.data.stream import FetchError, SampleStream
 from odb_megatron.data.workers import Packed, Workers, WorkerStart
 
-__all__ = ["PositionFeed", "ReplicaStream"]
+__all__ = ["PositionFeed", "ReplicaStream", "WorkerError"]
 
 _MOST_IN_GROUP = 8
 """Positions that a worker fetches and sends at once, at most: sending each sample by itself costs
@@ -28,6 +31,10 @@ _PREFETCH = 2
 
 Group = tuple[int, ...]
 Fetched = list[tuple[int, Sample | Hole | FetchError]]
+
+
+class WorkerError(RuntimeError):
+    """A data-loader worker died."""
 
 
 class PositionFeed:
@@ -78,6 +85,7 @@ class ReplicaStream:
         num = min(workers.num, max(1, lead))
         size, options = 1, dict[str, Any]()
         fetcher = _Fetcher(stream)
+        limit_s = workers.timeout_s if num else 0.0
         if num:
             ahead = lead if isinstance(positions, PositionFeed) else min(lead, len(positions))
             size = max(1, min(_MOST_IN_GROUP, ahead // (num * _PREFETCH)))
@@ -87,6 +95,7 @@ class ReplicaStream:
                 packed = Packed(stream)
                 options["multiprocessing_context"] = packed.context(workers.start)
                 fetcher = _Fetcher(packed)
+        fetcher.limit_s = limit_s
         loader = torch.utils.data.DataLoader(
             fetcher,
             batch_size=None,
@@ -94,8 +103,10 @@ class ReplicaStream:
             num_workers=num,
             collate_fn=_as_is,
             generator=torch.Generator().manual_seed(0),  # else the model's would be advanced
+            worker_init_fn=_end_with_trainer,
             **options,
         )
+        self._stream = stream
         self._groups: Iterator[Fetched] = iter(loader)
         self._items: deque[tuple[int, Sample | Hole | FetchError]] = deque()
 
@@ -105,14 +116,27 @@ class ReplicaStream:
         Raises:
             BadRecordError, OverlongError: by policy.
             ChatTemplateError: always.
+            WorkerError: a worker process has died.
         """
         while not self._items:
-            self._items.extend(next(self._groups))  # nothing of a placeholder
+            try:
+                self._items.extend(next(self._groups))  # nothing of a placeholder
+            except RuntimeError as error:
+                raise self._worker_error(position, error) from error
         at, item = self._items.popleft()
         assert position == at, f"position {position} asked, {at} is next"
         if isinstance(item, FetchError):
             raise item.error
         return item
+
+    def _worker_error(self, position: int, error: RuntimeError) -> WorkerError:
+        """Say in words what torch's loader found; it has no types for it."""
+        where = self._stream.describe(position)
+        return WorkerError(
+            f"a data-loader worker ended while {where}, or one fetched with it, was due ({error}). "
+            "Its own output, or the system's log, may say why; SIGKILL often means that memory ran "
+            "out: lower --num-workers"
+        )
 
 
 class _Groups(torch.utils.data.Sampler[Group]):
@@ -129,19 +153,46 @@ class _Groups(torch.utils.data.Sampler[Group]):
 
 
 class _Fetcher(torch.utils.data.Dataset[Any]):
-    """The stream by groups of positions, with the position beside each sample."""
+    """The stream by groups of positions, with the position beside each sample.
+
+    Attributes:
+        limit_s: seconds that a sample may take in a worker process; 0 for any time.
+    """
 
     def __init__(self, stream: SampleStream | Packed) -> None:
         self._packed = stream if isinstance(stream, Packed) else None
         self._stream = None if isinstance(stream, Packed) else stream
+        self.limit_s = 0.0
 
     def __getitem__(self, positions: Group) -> Fetched:
         if self._stream is None:
             assert self._packed is not None
             self._stream = self._packed.unpack()
             self._packed = None
-        return [(position, self._stream[position]) for position in positions]
+        if self.limit_s == 0.0:
+            return [(position, self._stream[position]) for position in positions]
+        stream, found = self._stream, []
+        for position in positions:
+            with limited(self.limit_s, what=lambda: stream.describe(position)):  # noqa: B023
+                found.append((position, stream[position]))
+        return found
 
 
 def _as_is(item: Any) -> Any:
     return item
+
+
+def _end_with_trainer(_worker: int) -> None:
+    """End this worker when the trainer's process is gone.
+
+    Torch's workers look after their parent, which is the fork server; and that one lives as long as
+    a worker does, which holds the pipe it watches.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_wait_for_end, args=(parent,), daemon=True).start()
+
+
+def _wait_for_end(parent: Any) -> None:
+    parent.join()
+    os._exit(1)

@@ -21,24 +21,27 @@ class BadRecordError(ValueError):
         path: file the record comes from.
         line: 1-based line of the file (JSONL), or 1-based record number (JSON array, document).
         reason: what was seen and what was expected.
+        trace: traceback of what a user's dataset raised, if it did.
     """
 
-    def __init__(self, *, path: str, line: int, reason: str) -> None:
+    def __init__(self, *, path: str, line: int, reason: str, trace: str = "") -> None:
+        original = f"\nOriginal traceback:\n{trace}" if trace else ""
         super().__init__(
             f"{path}:{line}: {reason}. Mend the record, or pass --odb-bad-record skip "
-            "to leave such records out (counted in the summary)"
+            f"to leave such records out (counted in the summary){original}"
         )
         self.path = path
         self.line = line
         self.reason = reason
+        self.trace = trace
 
     def __reduce__(self) -> tuple[object, ...]:
         """Survive the trip from a data-loader worker."""
-        return _bad_record, (self.path, self.line, self.reason)
+        return _bad_record, (self.path, self.line, self.reason, self.trace)
 
 
-def _bad_record(path: str, line: int, reason: str) -> BadRecordError:
-    return BadRecordError(path=path, line=line, reason=reason)
+def _bad_record(path: str, line: int, reason: str, trace: str) -> BadRecordError:
+    return BadRecordError(path=path, line=line, reason=reason, trace=trace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+import traceback
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Protocol
@@ -114,7 +115,10 @@ class _RuledSource:
         except ChatTemplateError as error:
             raise ChatTemplateError(f"{self.path}:{line}: {error}") from None
         except ValueError as error:
-            bad = BadRecordError(path=self.path, line=line, reason=str(error))
+            bad = BadRecordError(path=self.path, line=line, reason=str(error), trace=_trace(error))
+        except Exception as error:  # of a user's dataset, or a damaged file
+            reason = f"record {index} raised {type(error).__name__}: {error}"
+            bad = BadRecordError(path=self.path, line=line, reason=reason, trace=_trace(error))
         else:
             return apply_rules(sample, self._rules, path=self.path, line=line)
         if self._rules.bad_record is BadRecordPolicy.ERROR:
@@ -272,6 +276,14 @@ def file_fingerprint(path: str) -> str:
         file.seek(max(0, size - (1 << 16)))
         digest.update(file.read())
     return digest.hexdigest()
+
+
+def _trace(error: Exception) -> str:
+    """Return where a user's dataset raised; empty where this package did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and frames[-1].filename == __file__:
+        return ""
+    return "".join(traceback.format_exception(error))
 
 
 def _numbers(values: Any, name: str, *, kinds: str) -> npt.NDArray[Any]:

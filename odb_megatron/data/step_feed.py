@@ -18,7 +18,7 @@ from typing import Any
 from odb_megatron.data.finished_step import FinishedStep, Progress, StepHeader
 from odb_megatron.data.rank_steps import Channel, ContextPart, RankSteps
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.step_queue import StepQueue
+from odb_megatron.data.step_queue import StepQueue, Waits
 from odb_megatron.data.thd import MicroBatchLayout
 
 __all__ = ["Channel", "ChunkIterator", "ContextPart", "HandedOut", "StepFeed"]
@@ -71,6 +71,7 @@ class StepFeed:
     Attributes:
         num_steps: see above.
         handed_out: how the last step came to the trainer.
+        patience: see `StepQueue`; set before the first step is taken.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class StepFeed:
         self._plan_ahead = plan_ahead
         self._progress: Progress | None = None
         self.num_steps = num_steps
+        self.patience: Waits | None = None
         self.handed_out = HandedOut()
         self._items: list[deque[Item]] = [deque() for _ in range(num_chunks)]  # for each chunk
         self._has_begun = [False] * num_chunks
@@ -189,6 +191,7 @@ class StepFeed:
     def _fetch(self) -> None:
         if self._progress is None and self._loader is not None:
             self._progress = self._loader.progress()
+        self._queue.patience = self.patience
         step = self._queue.take()
         self._progress = step.progress
         self.handed_out = HandedOut(

@@ -20,7 +20,7 @@ from odb_megatron.data.sample_wire import wire_size
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.workers import Workers, WorkerStart
 from odb_megatron.plan.calibration import CostFit, MicroBatchTime
-from odb_megatron.plan.config import PlanConfig
+from odb_megatron.plan.config import PlanConfig, config_differences
 from odb_megatron.plan.planner import ReplicaPlanner
 from odb_megatron.plan.policy import ExchangeMode
 from odb_megatron.plan.records import (
@@ -28,6 +28,7 @@ from odb_megatron.plan.records import (
     CalibrationRecord,
     PlanRecord,
     RecordTable,
+    ReplicaFailedError,
     WindowRecord,
 )
 from odb_megatron.plan.sample_list import failed_list
@@ -74,6 +75,10 @@ class StepLoader:
         worker_start: how they are started.
         consumed: stream positions consumed before (resume).
 
+    Attributes:
+        fetch_limit_s: seconds that a worker has for a sample, 0 for any time; set before the first
+            step.
+
     Raises:
         ValueError: `config.exchange` needs a channel for samples.
     """
@@ -106,6 +111,7 @@ class StepLoader:
         self._source: ReplicaStream | None = None
         self._feed = PositionFeed()
         self._wait_s = 0.0
+        self.fetch_limit_s = 0.0
         self._calibration: _Calibration | None = None
         self._fit: CostFit | None = None
         self._on_fit: Callable[[CostFit], None] | None = None
@@ -160,7 +166,7 @@ class StepLoader:
 
     def restarted(self) -> StepLoader:
         """Return a loader that starts where this one was made (Megatron's full validation)."""
-        return type(self)(
+        again = type(self)(
             self._stream,
             self._config,
             exchange=self._exchange,
@@ -168,6 +174,8 @@ class StepLoader:
             worker_start=self._worker_start,
             consumed=self._first_consumed,
         )
+        again.fetch_limit_s = self.fetch_limit_s
+        return again
 
     @property
     def is_over(self) -> bool:
@@ -265,11 +273,21 @@ class StepLoader:
         if self._calibration is not None:
             self._count_down(self._calibration)
         windows = self._share(self._window_record, WindowRecord(config=0, step=0, position=0))
-        self._planner.set_target(RecordTable(WindowRecord, windows))
+        table = RecordTable(WindowRecord, windows)
+        self._require_one_config(table)
+        self._planner.set_target(table)
         plans = self._share(self._plan_record, PlanRecord(target=0))
-        table = RecordTable(PlanRecord, plans)
-        lists = self._share_lists(table) if self._planner.wants_exchange(table) else []
-        return self._planner.commit(table, lists)
+        selected = RecordTable(PlanRecord, plans)
+        lists = self._share_lists(selected) if self._planner.wants_exchange(selected) else []
+        return self._planner.commit(selected, lists)
+
+    def _require_one_config(self, table: RecordTable[WindowRecord]) -> None:
+        """Name the fields in which configurations differ; one more exchange, if they do."""
+        configs = table.column("config")
+        if (configs == configs[0]).all() or table.largest("failed") or table.largest("closing"):
+            return
+        texts = self._exchange.exchange(self.config.to_text())
+        raise ReplicaFailedError(config_differences(texts))
 
     def _finish_step(self, plan: StepPlan) -> FinishedStep:
         micro_batches = self._held.emit(plan, payloads=self._exchange.payloads)
@@ -345,7 +363,9 @@ class StepLoader:
         """Return this replica's samples; opened when the first position is drawn."""
         if self._source is None:
             config = self._config
-            workers = Workers(num=self._num_workers, start=self._worker_start)
+            workers = Workers(
+                num=self._num_workers, start=self._worker_start, timeout_s=self.fetch_limit_s
+            )
             if config.is_online:
                 self._source = ReplicaStream(
                     self._stream, self._feed, workers=workers, lead=config.lead

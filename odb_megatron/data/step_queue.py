@@ -6,13 +6,14 @@ is full, and waits. With a depth of 0 there is no thread: the trainer makes its 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["StepQueue", "Steps"]
+__all__ = ["StepQueue", "Steps", "Waits"]
 
 Step = TypeVar("Step", covariant=True)
 Sized = TypeVar("Sized", bound="_HasBytes")
@@ -22,6 +23,13 @@ class _HasBytes(Protocol):
     @property
     def num_bytes(self) -> int:
         """Bytes of the step's tensors."""
+
+
+class Waits(Protocol):
+    """What `comm.patience.Patience` does: it counts the time that the trainer waits."""
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """The trainer waits within."""
 
 
 class Steps(Protocol[Step]):
@@ -56,6 +64,7 @@ class StepQueue(Generic[Sized]):
     Attributes:
         num_bytes: bytes of the steps that wait.
         wait_s: seconds that the last `take` waited.
+        patience: is told when the trainer waits, if there is one.
     """
 
     def __init__(self, steps: Steps[Sized], *, depth: int, name: str) -> None:
@@ -75,6 +84,7 @@ class StepQueue(Generic[Sized]):
         self._error: BaseException | None = None
         self.num_bytes = 0
         self.wait_s = 0.0
+        self.patience: Waits | None = None
 
     @property
     def is_running(self) -> bool:
@@ -91,7 +101,8 @@ class StepQueue(Generic[Sized]):
         """
         started = time.perf_counter()
         try:
-            return self._make_now() if self._depth == 0 else self._take()
+            with self.patience.waiting() if self.patience else contextlib.nullcontext():
+                return self._make_now() if self._depth == 0 else self._take()
         finally:
             self.wait_s = time.perf_counter() - started
 

@@ -129,6 +129,12 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
             epoch=epoch, place=place, source=source, record=self._parts[source].order[index]
         )
 
+    def describe(self, position: int) -> str:
+        """Return in words where a position comes from, for errors."""
+        where = self.locate(position)
+        path = self._parts[where.source].source.path
+        return f"stream position {position} (record {where.record} of {path})"
+
     def fetch(self, position: int) -> Sample | Hole:
         """Preprocess the sample at `position`.
 

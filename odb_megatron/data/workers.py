@@ -44,10 +44,12 @@ class Workers:
     Attributes:
         num: how many; 0 fetches in the calling thread.
         start: how they are started.
+        timeout_s: seconds that a sample may take; 0 for any time.
     """
 
     num: int = 0
     start: WorkerStart = WorkerStart.FORKSERVER
+    timeout_s: float = 0.0
 
 
 class Packed:

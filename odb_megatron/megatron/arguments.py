@@ -6,9 +6,11 @@ Must not decide what works with what (that is `validation`) and must not import 
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import asdict, dataclass
 from enum import Enum
 
+from odb_megatron.comm.watchdog import OnPeerFailure
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
 from odb_megatron.data.workers import WorkerStart
 from odb_megatron.megatron.topology import balance_scope
@@ -36,7 +38,13 @@ _PLANNING_FLAGS = {
     "odb_resume_strict": "--odb-resume-strict",
     "odb_plan_ahead": "--odb-plan-ahead",
     "odb_worker_start": "--odb-worker-start",
+    "odb_timeout_s": "--odb-timeout-s",
+    "odb_stall_warn_s": "--odb-stall-warn-s",
+    "odb_on_peer_failure": "--odb-on-peer-failure",
 }
+
+
+_STALL_WARN_S = 60.0
 
 
 class CostSource(Enum):
@@ -71,6 +79,9 @@ class OdbConfig:
         context: `--seq-length`.
         plan_ahead: most finished steps that wait for the trainer.
         worker_start: how data-loader workers are started.
+        timeout_s: seconds that the trainer waits for an exchange, and a worker has for a fetch.
+        stall_warn_s: seconds before a peer that does not come is named in a warning.
+        on_peer_failure: what becomes of this process when another rank is gone.
     """
 
     enabled: bool
@@ -93,6 +104,9 @@ class OdbConfig:
     context: int
     plan_ahead: int
     worker_start: WorkerStart
+    timeout_s: float
+    stall_warn_s: float
+    on_peer_failure: OnPeerFailure
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, *, num_replicas: int) -> OdbConfig:
@@ -114,6 +128,10 @@ class OdbConfig:
             value = getattr(args, name)
             if value is not None and value < 1:
                 raise ValueError(f"{_PLANNING_FLAGS[name]} must be at least 1, got {value}")
+        for name in ("odb_timeout_s", "odb_stall_warn_s"):
+            value = getattr(args, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{_PLANNING_FLAGS[name]} must be above 0 seconds, got {value:g}")
         policy = PolicyName(args.odb_policy or PolicyName.SAMPLES.value)
         if policy is PolicyName.SAMPLES:
             for name in ("odb_window", "odb_max_delay_steps"):
@@ -147,6 +165,9 @@ class OdbConfig:
             context=args.seq_length,
             plan_ahead=plan_ahead,
             worker_start=WorkerStart(args.odb_worker_start or WorkerStart.FORKSERVER.value),
+            timeout_s=args.odb_timeout_s or 60.0 * args.distributed_timeout_minutes,
+            stall_warn_s=args.odb_stall_warn_s or _STALL_WARN_S,
+            on_peer_failure=OnPeerFailure(args.odb_on_peer_failure or OnPeerFailure.EXIT.value),
         )
 
     def micro_batch_length(self, multiple: int) -> int:
@@ -188,6 +209,9 @@ class OdbConfig:
             flags += [f"--odb-epochs {self.epochs}"]
         flags += [f"--odb-plan-ahead {self.plan_ahead}"]
         flags += [f"--odb-worker-start {self.worker_start.value}"]
+        flags += [f"--odb-timeout-s {self.timeout_s:g}"]
+        flags += [f"--odb-stall-warn-s {self.stall_warn_s:g}"]
+        flags += [f"--odb-on-peer-failure {self.on_peer_failure.value}"]
         return " ".join(["--odb", *flags])
 
 
@@ -216,6 +240,7 @@ def add_odb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     _add_planning_arguments(group)
     _add_cost_arguments(group)
     _add_data_arguments(group)
+    _add_fault_arguments(group)
     return parser
 
 
@@ -375,4 +400,31 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
         help="Write one JSON line per optimizer step and replica into this folder: sample ids, "
         "micro-batches, loss, gradient norm, cost, waits; and run.json, with the flags and "
         "what the run chose for itself.",
+    )
+
+
+def _add_fault_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--odb-timeout-s",
+        type=float,
+        default=None,
+        help="Seconds that the trainer may wait for data that other ranks have to agree on, and "
+        "that a data-loader worker has to fetch a sample. A rank that evaluates, saves or computes "
+        "for longer trips nothing; the loss of one is noticed at once, whatever this is. Default: "
+        "--distributed-timeout-minutes.",
+    )
+    group.add_argument(
+        "--odb-stall-warn-s",
+        type=float,
+        default=None,
+        help="Seconds after which a rank that does not answer, or that the trainer waits for, is "
+        "named in a warning. Default 60.",
+    )
+    group.add_argument(
+        "--odb-on-peer-failure",
+        choices=[action.value for action in OnPeerFailure],
+        default=None,
+        help="What a process does when another rank of the run is gone: exit, with code 75 and the "
+        "missing ranks' names, if its trainer has not ended by itself within 8 s (a checkpoint "
+        "that is being written is waited for); report: only name them. Default exit.",
     )

@@ -14,6 +14,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.datasets.utils import Split
 
 from odb_megatron.comm.control import ControlGroup, ranks_of
+from odb_megatron.comm.patience import Patience
 from odb_megatron.comm.payload import PayloadGroup
 from odb_megatron.data.chat_template import ChatRenderer
 from odb_megatron.data.megatron_dataset import build_datasets, stream_from_dataset
@@ -134,7 +135,7 @@ def build_loader(
         balance=config.balance,
         data=stream.fingerprint(),
     )
-    return StepLoader(
+    loader = StepLoader(
         stream,
         plan,
         exchange=exchange,
@@ -142,6 +143,9 @@ def build_loader(
         worker_start=config.worker_start,
         consumed=consumed,
     )
+    # Less than the others wait for this replica: so the worker is named, not the replica alone.
+    loader.fetch_limit_s = 0.8 * config.timeout_s
+    return loader
 
 
 def build_padded(
@@ -157,7 +161,11 @@ def build_padded(
 
 
 def control_group(
-    args: argparse.Namespace, *, name: str, has_payloads: bool = False
+    args: argparse.Namespace,
+    *,
+    name: str,
+    has_payloads: bool = False,
+    patience: Patience | None = None,
 ) -> ControlGroup:
     """Create one loader's control group; every rank must call it, in the same order.
 
@@ -165,10 +173,11 @@ def control_group(
         args: Megatron's arguments.
         name: the loader's.
         has_payloads: its replicas may hand samples to each other: create the group for that, too.
+        patience: see `ControlGroup`.
     """
     ranks = ranks_of(mpu.get_data_parallel_group())
     timeout_s = 60.0 * args.distributed_timeout_minutes
-    group = ControlGroup(ranks, name=name, timeout_s=timeout_s)
+    group = ControlGroup(ranks, name=name, timeout_s=timeout_s, patience=patience)
     if has_payloads:
         group.payloads = PayloadGroup(ranks, name=name, timeout_s=timeout_s)
     return group

@@ -10,13 +10,14 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from megatron.core.datasets.utils import Split
 
 from odb_megatron.comm.agreement import differences
 from odb_megatron.comm.delivery import ReplicaGroup
+from odb_megatron.comm.patience import Patience
 from odb_megatron.data.step_feed import ChunkIterator, ContextPart, StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.megatron.replica_ranks import ReplicaRanks
@@ -66,6 +67,7 @@ class ReplicaData:
         args: Megatron's arguments.
         place: this rank's place in its replica.
         plan_ahead: see `StepFeed`.
+        patience: of each split's loader, by its name.
 
     Attributes:
         place: see above.
@@ -74,8 +76,14 @@ class ReplicaData:
     """
 
     def __init__(
-        self, args: argparse.Namespace, place: ReplicaRanks, *, plan_ahead: int = 0
+        self,
+        args: argparse.Namespace,
+        place: ReplicaRanks,
+        *,
+        plan_ahead: int = 0,
+        patience: Mapping[str, Patience] | None = None,
     ) -> None:
+        self._patience = patience or {}
         self.place = place
         self._args = args
         self._num_chunks = args.virtual_pipeline_model_parallel_size or 1
@@ -92,6 +100,7 @@ class ReplicaData:
                     payload_ranks=place.payload_ranks,
                     name=split.name,
                     timeout_s=60.0 * args.distributed_timeout_minutes,
+                    patience=self._patience.get(split.name),
                 )
                 for split in Split
             ]
@@ -151,6 +160,7 @@ class ReplicaData:
                     plan_ahead=self._plan_ahead,
                     num_steps=lengths[at] or 0,
                 )
+                feed.patience = self._patience.get(split.name)
             self._feeds.append(feed)
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -34,6 +35,7 @@ from odb_megatron.megatron.forward_step import (
     padded_batch,
 )
 from odb_megatron.megatron.hooks import Hooks
+from odb_megatron.megatron.peer_watch import PeerWatch
 from odb_megatron.megatron.providers import (
     build_loader,
     build_padded,
@@ -53,6 +55,9 @@ __all__ = ["OdbRun"]
 
 _CLEAN_CLOSE_S = 60.0
 """Seconds to wait for other replicas at the end of a run that all of them have reached."""
+
+INTERRUPTED = 130
+"""Exit code after SIGINT, as shells have it."""
 
 _CLOSE_S = 2.0
 """The same after an error, which others may not know of: this process must end for them to."""
@@ -101,6 +106,7 @@ class OdbRun:
         self._padded: Sequence[SampleStream | None] = ()
         self._report = RunReport(args, self.config, backend=self._backend)
         self._cost: RunCost | None = None
+        self._peers: PeerWatch | None = None
         self._checkpoint: DataCheckpoint | None = None
         self._saved_digest: str | None = None  # what the loaded checkpoint says of its data state
         self._tokens_before = 0
@@ -159,17 +165,32 @@ class OdbRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, Exception):
-            is_told = isinstance(error, ReplicaFailedError)
-            leave_reason(f"{type(error).__name__}: {error}", is_told=is_told)
+        clean = kind is None or (isinstance(error, SystemExit) and not error.code)
+        if not clean and error is not None:
+            self._tell_failure(error)
         self._hooks.remove()
         if self._prediction is not None:
             self._prediction.remove()
         if self._calculator is not None:
             self._calculator.remove()
-        clean = kind is None or (isinstance(error, SystemExit) and not error.code)
         ended = self._close_data(clean=clean)
         self._report.finish(self._own_feed, together=clean and ended)
+        if self._peers is not None:
+            self._peers.close()
+        if isinstance(error, KeyboardInterrupt):
+            print(f"odb: rank {self._args.rank} was interrupted", file=sys.stderr, flush=True)
+            raise SystemExit(INTERRUPTED) from None
+
+    def _tell_failure(self, error: BaseException) -> None:
+        """Tell the launcher, and the other ranks, unless one of them is the cause."""
+        text = f"{type(error).__name__}: {error}"
+        is_told = isinstance(error, ReplicaFailedError)
+        loss = "" if self._peers is None or is_told else self._peers.loss_behind(error)
+        if isinstance(error, Exception):
+            known = not loss or loss in text
+            leave_reason(text if known else f"{loss} ({text})", is_told=is_told or bool(loss))
+        if self._peers is not None and not loss and not is_told:
+            self._peers.tell_failure(text)
 
     # --- what the hooks tell -------------------------------------------------------------------
 
@@ -223,6 +244,8 @@ class OdbRun:
 
     def on_saving(self, iteration: int, *, is_persistent: bool) -> None:
         """See `hooks.RunListener`: write the loader's state, and put its digest into the args."""
+        if self._peers is not None:
+            self._peers.saving(True)
         if self._checkpoint is not None:
             tokens = self.tokens_so_far() or 0
             self._checkpoint.stage(iteration, tokens_so_far=tokens, is_persistent=is_persistent)
@@ -231,6 +254,8 @@ class OdbRun:
         """See `hooks.RunListener`: put the loader's state beside the checkpoint."""
         if self._checkpoint is not None:
             self._checkpoint.publish(iteration, is_persistent=is_persistent)
+        if self._peers is not None:
+            self._peers.saving(False)
 
     def tokens_so_far(self) -> int | None:
         """See `hooks.RunListener`."""
@@ -245,8 +270,13 @@ class OdbRun:
             if not vp_stage:
                 require_agreement(self._args, self._place)
             if self._replica is None:  # else another chunk of a virtual pipeline asks
+                if self.config.enabled:
+                    self._peers = PeerWatch(self._args, self.config)
                 self._replica = ReplicaData(
-                    self._args, self._place, plan_ahead=self.config.plan_ahead
+                    self._args,
+                    self._place,
+                    plan_ahead=self.config.plan_ahead,
+                    patience=self._peers.patience if self._peers else None,
                 )
                 if self.config.enabled:
                     self._build_packed(self._replica, sizes)
@@ -289,6 +319,7 @@ class OdbRun:
                 has_payloads=self.config.enabled
                 and self.config.exchange is not ExchangeMode.NONE
                 and name == "train",
+                patience=self._peers.patience.get(name) if self._peers else None,
             )
             for name in ("train", "valid", "test", "checkpoint")
         ]

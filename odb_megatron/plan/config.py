@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from odb_megatron.plan.cost import CostModel
@@ -14,7 +15,12 @@ from odb_megatron.plan.draw import Assignment
 from odb_megatron.plan.padding import budget_length
 from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 
-__all__ = ["MAX_WINDOW", "PlanConfig"]
+__all__ = ["MAX_WINDOW", "TEXT_BYTES", "PlanConfig", "config_differences"]
+
+TEXT_BYTES = 8192
+"""Bytes in which replicas tell each other their configurations when they differ."""
+
+_MOST_SHOWN = 200
 
 MAX_WINDOW = 1 << 16
 """Largest window: the cost of so many samples fits a record (see `cost.MAX_SAMPLE_COST`)."""
@@ -124,14 +130,21 @@ class PlanConfig:
 
     def digest(self) -> int:
         """Signed 64-bit digest of all fields."""
-        values = asdict(self) | {
+        text = json.dumps(self._values(), sort_keys=True).encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+
+    def to_text(self) -> bytes:
+        """Return all fields in `TEXT_BYTES` bytes, for `config_differences`; long ones are cut."""
+        values = {name: str(value)[:_MOST_SHOWN] for name, value in self._values().items()}
+        return json.dumps(values, sort_keys=True).encode().ljust(TEXT_BYTES, b" ")[:TEXT_BYTES]
+
+    def _values(self) -> dict[str, object]:
+        return asdict(self) | {
             "policy": self.policy.value,
             "balance": self.balance.value,
             "assignment": self.assignment.value,
             "exchange": self.exchange.value,
         }
-        text = json.dumps(values, sort_keys=True).encode()
-        return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
 
     def _check_shards(self) -> None:
         if len(self.shards) != self.num_replicas or min(self.shards) < 0:
@@ -149,3 +162,23 @@ class PlanConfig:
                 "shards of their own need the policy cost and fixed assignment: the policy samples "
                 "and online assignment deal one stream to all replicas"
             )
+
+
+def config_differences(texts: Sequence[bytes]) -> str:
+    """Say how configurations differ from replica 0's, field by field.
+
+    Args:
+        texts: `PlanConfig.to_text` of each replica.
+    """
+    first, *others = (json.loads(text) for text in texts)
+    parts = [
+        f"{name} is {other.get(name, 'absent')} on replica {replica} and "
+        f"{first.get(name, 'absent')} on replica 0"
+        for replica, other in enumerate(others, 1)
+        for name in sorted({*first, *other})
+        if first.get(name) != other.get(name)
+    ]
+    return (
+        f"replicas were started differently: {'; '.join(parts) or 'in a field that was cut'}. "
+        "Start every rank with the same flags, data and code version"
+    )

@@ -1,0 +1,111 @@
+"""A pretrain script in which one thing goes wrong: `fault_script.py KIND RANK FOLDER [FLAGS...]`.
+
+As examples/pretrain_gpt_odb.py on the CPU device layer, with `fault_data` as its data. The kinds:
+`killed_in_step` and `killed_planning` (RANK ends by SIGKILL), `device_call` (the same, while the
+others are in a call that no signal or error ends), `waits` (RANK notes that it is in a step, for
+whoever stops or signals it), `slow_eval` and `slow_save` (RANK takes SLOW_S seconds), and those of
+`fault_data`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fault_data import FaultyDataset, mark
+
+from odb_megatron.testing import cpu_device
+
+FAULT_STEP = 4
+SLOW_S = float(os.environ.get("SLOW_S", "0"))
+
+
+def main() -> None:
+    """Run the script."""
+    kind, victim, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    sys.argv[1:4] = []
+    cpu_device.activate()
+    from megatron.core.enums import ModelType
+    from megatron.training import argument_utils, pretrain, training
+
+    from odb_megatron.megatron.run import OdbRun
+    from odb_megatron.megatron.setup import parse_and_validate_args
+
+    args = parse_and_validate_args({"tokenizer_type": "NullTokenizer"})
+    is_victim = args.rank == victim
+    fault = kind.removeprefix("worker_") if kind.startswith("worker_") else ""
+    data = FaultyDataset(args.train_samples, fault=fault, folder=folder)
+    model_config = argument_utils.gpt_config_from_args(args)
+    if kind == "killed_planning" and is_victim:
+        _killed_in_exchange(folder)
+    if kind == "slow_save":
+        _slow_save(training, is_victim=is_victim)
+    with OdbRun(args, datasets=lambda _: [data, data, None]) as run:
+        run.prepare_model(model_config)
+        step = _watched(run.forward_step, args, kind=kind, is_victim=is_victim, folder=folder)
+        pretrain(
+            argument_utils.pretrain_cfg_container_from_args(args, model_config),
+            run.datasets_provider,
+            ModelType.encoder_or_decoder,
+            step,
+        )
+
+
+def _watched(
+    forward_step: Callable[..., Any], args: Any, *, kind: str, is_victim: bool, folder: str
+) -> Callable[..., Any]:
+    import torch
+
+    def watched(*arguments: Any) -> Any:
+        is_time = torch.is_grad_enabled() and args.curr_iteration + 1 == FAULT_STEP
+        if is_time and kind in ("killed_in_step", "device_call") and is_victim:
+            time.sleep(1.0 if kind == "device_call" else 0.0)
+            mark(folder)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if is_time and kind == "device_call":
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+            while True:  # as a collective on the device whose peer is gone
+                ctypes.CDLL(None).sleep(1000)
+        if is_time and kind == "waits" and is_victim:
+            mark(folder)
+        if kind == "waits" and torch.is_grad_enabled():
+            time.sleep(0.2)
+        if kind == "slow_eval" and not torch.is_grad_enabled() and is_victim:
+            time.sleep(SLOW_S)
+        return forward_step(*arguments)
+
+    return watched
+
+
+def _killed_in_exchange(folder: str) -> None:
+    from odb_megatron.comm.control import ControlGroup
+
+    original = ControlGroup.exchange
+
+    def exchange(self: ControlGroup, record: bytes) -> list[bytes]:
+        if self._what == "train exchange" and self.num_exchanges == 2 * FAULT_STEP:
+            mark(folder)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, record)
+
+    ControlGroup.exchange = exchange  # type: ignore[method-assign]
+
+
+def _slow_save(training: Any, *, is_victim: bool) -> None:
+    original = training.save_checkpoint
+
+    def save_checkpoint(*arguments: Any, **named: Any) -> Any:
+        time.sleep(SLOW_S if is_victim else 0.0)
+        return original(*arguments, **named)
+
+    training.save_checkpoint = save_checkpoint
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Ends a process whose peer is gone and whose trainer does not notice.
+
+The trainer may sit in a collective on the device that never returns. A thread of its own names who
+is missing, gives the process a few seconds to end by itself, and ends it. Must not decide who is
+missing (`lifeline` does), and must not raise in the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from enum import Enum
+
+from odb_megatron.comm.elastic import leave_reason
+from odb_megatron.comm.lifeline import Lifeline
+
+__all__ = ["PEER_LOST", "OnPeerFailure", "Watchdog"]
+
+PEER_LOST = 75
+"""Exit code of a process that is ended because of another (EX_TEMPFAIL: it may be started anew)."""
+
+_LOOK_S, _FLUSH_S = 0.25, 0.5
+
+
+class OnPeerFailure(Enum):
+    """What becomes of this process when another rank of the run is gone.
+
+    EXIT: it is named, and this process ends after a grace period. REPORT: it is only named.
+    """
+
+    EXIT = "exit"
+    REPORT = "report"
+
+
+class Watchdog:
+    """Watches over one process.
+
+    Args:
+        lifeline: says who is missing.
+        action: what to do then.
+        grace_s: seconds that the process has to end by itself.
+        is_saving: whether a checkpoint is being written: the process is not ended then.
+        longest_save_s: most seconds that a checkpoint is waited for.
+    """
+
+    def __init__(
+        self,
+        lifeline: Lifeline,
+        *,
+        action: OnPeerFailure,
+        grace_s: float,
+        is_saving: Callable[[], bool],
+        longest_save_s: float,
+    ) -> None:
+        self._lifeline = lifeline
+        self._action = action
+        self._grace_s = grace_s
+        self._is_saving = is_saving
+        self._longest_save_s = longest_save_s
+        self._stopped = threading.Event()
+        self._trainer = threading.get_ident()
+        threading.Thread(target=self._run, name="the watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        """The run is over. A process whose peer is gone is still ended: it may hang in its end."""
+        if not self._lifeline.gone:
+            self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._lifeline.wait_for_loss(_LOOK_S):
+            if self._stopped.is_set():
+                return
+        since = time.monotonic()
+        ends = self._action is OnPeerFailure.EXIT
+        text = self._lifeline.diagnosis()
+        then = f"this process ends within {self._grace_s:.0f} s" if ends else "nothing is done"
+        _print(f"odb: {self._lifeline.who}: {text}; {then} (--odb-on-peer-failure)")
+        while ends and not self._is_time(since):
+            if self._stopped.wait(_LOOK_S):
+                return
+        if not ends:
+            return
+        text = self._lifeline.diagnosis()  # others may be gone by now
+        leave_reason(text, is_told=True)
+        _print(f"odb: {self._lifeline.who} is ended: {text}. The trainer was in {self._where()}")
+        end_process(PEER_LOST)
+
+    def _is_time(self, since: float) -> bool:
+        waited_s = time.monotonic() - since
+        longest_s = max(self._grace_s, self._longest_save_s)
+        return waited_s > (longest_s if self._is_saving() else self._grace_s)
+
+    def _where(self) -> str:
+        frame = sys._current_frames().get(self._trainer)
+        if frame is None:
+            return "its end"
+        last = traceback.extract_stack(frame)[-1]
+        return f"{last.name} ({os.path.basename(last.filename)}:{last.lineno})"
+
+
+def end_process(code: int) -> None:
+    """End this process at once, and its workers, without any clean-up that could wait."""
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(Exception):
+            child.kill()
+    # Of its own: the trainer may be stuck while it holds the stream.
+    flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+    flush.start()
+    flush.join(_FLUSH_S)
+    os._exit(code)
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,82 @@
+"""What one rank of a run knows of the others: lifeline, watchdog, and patience for each loader.
+
+Must not plan or train. A world of one rank has no peers, and no threads for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.core import parallel_state as mpu
+
+from odb_megatron.comm.lifeline import Lifeline
+from odb_megatron.comm.patience import Patience
+from odb_megatron.comm.watchdog import Watchdog
+from odb_megatron.megatron.arguments import OdbConfig
+
+__all__ = ["PeerWatch"]
+
+_GRACE_S = 8.0
+"""Seconds that a process has to end by itself once a peer is gone: its trainer may raise first."""
+
+_NEWS_S = 0.5
+"""Seconds in which the news of a loss comes that an error may be the consequence of."""
+
+_SHOWN = 600
+
+
+class PeerWatch:
+    """Every rank of the world makes one, in the same order.
+
+    Args:
+        args: Megatron's arguments.
+        config: ODB's.
+
+    Attributes:
+        patience: of each loader, by the split's name.
+    """
+
+    def __init__(self, args: argparse.Namespace, config: OdbConfig) -> None:
+        self._is_saving = False
+        self._lifeline: Lifeline | None = None
+        self._watchdog: Watchdog | None = None
+        timeout_s = 60.0 * args.distributed_timeout_minutes
+        if args.world_size > 1:
+            self._lifeline = Lifeline(
+                f"replica {mpu.get_data_parallel_rank()}",
+                timeout_s=timeout_s,
+                silent_s=config.stall_warn_s,
+            )
+            self._watchdog = Watchdog(
+                self._lifeline,
+                action=config.on_peer_failure,
+                grace_s=_GRACE_S,
+                is_saving=lambda: self._is_saving,
+                longest_save_s=timeout_s,
+            )
+        self.patience = {
+            name: Patience(self._lifeline, timeout_s=config.timeout_s, warn_s=config.stall_warn_s)
+            for name in ("train", "valid", "test")
+        }
+
+    def saving(self, is_saving: bool) -> None:
+        """A checkpoint is, or is no longer, being written."""
+        self._is_saving = is_saving
+
+    def loss_behind(self, error: BaseException | None) -> str:
+        """Return the loss of a peer that an error may be the consequence of; empty for none."""
+        if self._lifeline is None or error is None:
+            return ""
+        return self._lifeline.diagnosis() if self._lifeline.wait_for_loss(_NEWS_S) else ""
+
+    def tell_failure(self, text: str) -> None:
+        """Tell all ranks that this one ends with an error."""
+        if self._lifeline is not None:
+            self._lifeline.tell_failure(text[:_SHOWN])
+
+    def close(self) -> None:
+        """End; while a peer is gone the watchdog stays until the process has ended."""
+        if self._watchdog is not None and self._lifeline is not None:
+            self._watchdog.stop()
+            if not self._lifeline.gone:
+                self._lifeline.close()
