@@ -5,6 +5,7 @@ Must not judge: what an output has to say is the caller's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -196,7 +197,5 @@ def _session(leader: int) -> list[int]:
 
 def _kill_session(leader: int) -> None:
     for pid in _session(leader):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass

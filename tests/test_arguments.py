@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from odb_megatron.comm.watchdog import OnPeerFailure
 from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.workers import WorkerStart
 from odb_megatron.megatron.arguments import CostSource, OdbConfig, add_odb_arguments
@@ -20,6 +21,7 @@ def _parse(text: str) -> argparse.Namespace:
     parser = add_odb_arguments(argparse.ArgumentParser(allow_abbrev=False))
     args = parser.parse_args(shlex.split(text))
     args.seq_length, args.global_batch_size = 128, 10
+    args.distributed_timeout_minutes = 10
     return args
 
 
@@ -50,6 +52,9 @@ def test_defaults() -> None:
         context=128,
         plan_ahead=2,
         worker_start=WorkerStart.FORKSERVER,
+        timeout_s=600.0,
+        stall_warn_s=60.0,
+        on_peer_failure=OnPeerFailure.EXIT,
     )
 
 
@@ -89,6 +94,11 @@ def test_micro_batches_of_one_length() -> None:
         ("--odb-exchange auto", "--odb-exchange would do nothing without --odb"),
         ("--odb-plan-ahead 0", "--odb-plan-ahead would do nothing without --odb"),
         ("--odb-worker-start fork", "--odb-worker-start would do nothing without --odb"),
+        ("--odb-timeout-s 9", "--odb-timeout-s would do nothing without --odb"),
+        ("--odb-stall-warn-s 9", "--odb-stall-warn-s would do nothing without --odb"),
+        ("--odb-on-peer-failure exit", "--odb-on-peer-failure would do nothing without --odb"),
+        ("--odb --odb-timeout-s 0", "--odb-timeout-s must be above 0 seconds, got 0"),
+        ("--odb --odb-stall-warn-s inf", "--odb-stall-warn-s must be above 0 seconds, got inf"),
         ("--odb --odb-plan-ahead -1", "--odb-plan-ahead must not be negative, got -1"),
         ("--odb-window 9", "--odb-window would do nothing without --odb"),
         ("--odb-max-delay-steps 9", "--odb-max-delay-steps would do nothing without --odb"),
@@ -179,6 +189,7 @@ def test_the_budget_limits_packed_samples(budget: int) -> None:
         "--odb --odb-cost-linear 0.1 --odb-cost-quadratic 3e-7 --odb-cost-fixed 12.34567890123",
         "--odb --odb-balance microbatch",
         "--odb --odb-plan-ahead 5 --odb-worker-start fork",
+        "--odb --odb-timeout-s 90 --odb-stall-warn-s 5 --odb-on-peer-failure report",
     ],
 )
 def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:

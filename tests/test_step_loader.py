@@ -648,8 +648,11 @@ def test_replicas_that_are_configured_differently_are_refused(changes: dict[str,
     results = _all_fail(make, 3)
     for result in results:
         assert isinstance(result, ReplicaFailedError)
-        assert "disagree on config: replica 0 has" in str(result)
-        assert "replica 2 has" in str(result)
+        (name, value), own = next(iter(changes.items())), asdict(_config(num_replicas=3))
+        assert str(result) == (
+            f"replicas were started differently: {name} is {value} on replica 2 and {own[name]} on "
+            "replica 0. Start every rank with the same flags, data and code version"
+        )
 
 
 # --- evaluation ------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A time limit for what a worker process does with one sample.
 
 Must not be used outside worker processes: it takes over SIGALRM. What runs in Python, sleeps or
-waits for a file or socket is interrupted where it is; code in C that never returns ends its process.
+waits for a file or socket is interrupted where it is; code in C that never returns ends the worker.
 """
 
 from __future__ import annotations

@@ -143,6 +143,7 @@ class OdbConfig:
         plan_ahead = 2 if args.odb_plan_ahead is None else args.odb_plan_ahead
         if plan_ahead < 0:
             raise ValueError(f"--odb-plan-ahead must not be negative, got {plan_ahead}")
+        minutes = getattr(args, "distributed_timeout_minutes", 10)  # Megatron's own default
         share = -(-args.global_batch_size // num_replicas)
         return cls(
             enabled=args.odb,
@@ -165,7 +166,7 @@ class OdbConfig:
             context=args.seq_length,
             plan_ahead=plan_ahead,
             worker_start=WorkerStart(args.odb_worker_start or WorkerStart.FORKSERVER.value),
-            timeout_s=args.odb_timeout_s or 60.0 * args.distributed_timeout_minutes,
+            timeout_s=args.odb_timeout_s or 60.0 * minutes,
             stall_warn_s=args.odb_stall_warn_s or _STALL_WARN_S,
             on_peer_failure=OnPeerFailure(args.odb_on_peer_failure or OnPeerFailure.EXIT.value),
         )

@@ -1,0 +1,216 @@
+"""What becomes of a run when a rank dies, stops or is signalled, or a data-loader worker fails.
+
+Real `pretrain()` runs on the CPU, each in processes of its own (gloo), two replicas. Must not
+excuse: a run that hangs, leaves a process or does not name the cause makes the exit code 1.
+
+    python benchmarks/faults.py --json faults.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fault_world import FaultRun, run_fault
+from training_runs import write_json
+
+from odb_megatron.comm.watchdog import PEER_LOST
+
+VICTIM = 1
+PAUSE_S = 20.0
+DEADLINE_S = 40.0
+MOST_S = 15.0
+"""Seconds after which no rank of a run that has lost one may be left."""
+
+_LIMIT_S = 180.0
+_BAD_RECORD = r"train dataset:\d+: "
+
+
+def _all_name(pattern: str, run: FaultRun) -> bool:
+    """Whether every rank but the victim says so."""
+    return all(re.search(pattern, text) for rank, text in enumerate(run.outputs) if rank != VICTIM)
+
+
+def _one_names(pattern: str, run: FaultRun) -> bool:
+    """Whether one rank says so, with the place, and the others which replica it was."""
+    named = [bool(re.search(pattern, text, re.DOTALL)) for text in run.outputs]
+    told = [bool(re.search(r"replica \d failed: ", text)) for text in run.outputs]
+    return any(named) and all(map(bool.__or__, named, told))
+
+
+def _saves(run: FaultRun) -> bool:
+    """Whether both the model's and the data's state were saved."""
+    return any("metadata.json" in name for name in run.files) and any(
+        "odb" in name for name in run.files
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A fault and what has to follow.
+
+    Attributes:
+        name: in the results.
+        kind: see `fault_script`.
+        names: whether the cause is named.
+        flags: of the run.
+        send: signals to the victim, each with the seconds to wait after it.
+        is_survived: all ranks must end with 0.
+        is_dead_peer: the victim is gone; the others have `MOST_S`.
+        slow_s: see `fault_script`.
+    """
+
+    name: str
+    kind: str
+    names: Callable[[FaultRun], bool]
+    flags: tuple[str, ...] = ()
+    send: tuple[tuple[int, float], ...] = ()
+    is_survived: bool = False
+    is_dead_peer: bool = False
+    slow_s: float = 0.0
+
+
+def _gone(run: FaultRun) -> bool:
+    return _all_name(rf"rank {VICTIM} \(replica {VICTIM}, .*\) is gone", run)
+
+
+def _paused(run: FaultRun) -> bool:
+    return _all_name(rf"warning: rank {VICTIM} \(.*\) has not answered since", run)
+
+
+_SLOW = ("--odb-timeout-s", "4", "--odb-stall-warn-s", "2")
+
+CASES = (
+    Case(name="killed_in_step", kind="killed_in_step", names=_gone, is_dead_peer=True),
+    Case(name="killed_while_planning", kind="killed_planning", names=_gone, is_dead_peer=True),
+    Case(name="killed_in_device_call", kind="device_call", names=_gone, is_dead_peer=True),
+    Case(
+        name="paused",
+        kind="waits",
+        names=_paused,
+        flags=("--odb-timeout-s", f"{DEADLINE_S:g}", "--odb-stall-warn-s", "4"),
+        send=((signal.SIGSTOP, PAUSE_S), (signal.SIGCONT, 0.0)),
+        is_survived=True,
+    ),
+    Case(
+        name="worker_raises",
+        kind="worker_raises",
+        names=lambda run: _one_names(
+            _BAD_RECORD + r"record 45 raised KeyError.*Original traceback.*fault_data\.py", run
+        ),
+    ),
+    Case(
+        name="worker_killed",
+        kind="worker_killed",
+        names=lambda run: _one_names(r"worker has ended .*record 45 of train dataset", run),
+    ),
+    Case(
+        name="worker_hangs",
+        kind="worker_hangs",
+        names=lambda run: _one_names(
+            _BAD_RECORD + r".*record 45 of train dataset\) took longer.*time\.sleep", run
+        ),
+        flags=("--odb-timeout-s", "20"),
+    ),
+    Case(
+        name="dataset_returns_none",
+        kind="worker_none",
+        names=lambda run: _one_names(_BAD_RECORD + "item is a NoneType", run),
+    ),
+    Case(
+        name="sigterm",
+        kind="waits",
+        names=_saves,
+        flags=("--exit-signal-handler", "--save", "SAVE", "--ckpt-format", "torch_dist"),
+        send=((signal.SIGTERM, 0.0),),
+        is_survived=True,
+    ),
+    Case(
+        name="slow_evaluation",
+        kind="slow_eval",
+        names=lambda _: True,
+        flags=(*_SLOW, "--eval-interval", "4", "--eval-iters", "1"),
+        is_survived=True,
+        slow_s=8.0,
+    ),
+    Case(
+        name="slow_save",
+        kind="slow_save",
+        names=lambda _: True,
+        flags=(*_SLOW, "--save", "SAVE", "--save-interval", "4"),
+        is_survived=True,
+        slow_s=8.0,
+    ),
+)
+QUICK = ("killed_in_device_call", "worker_raises")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the cases; 1 if one did not end as it has to."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--quick", action="store_true", help=f"only {' and '.join(QUICK)}")
+    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], metavar="CASE")
+    options = parser.parse_args(argv)
+    names = options.only or (QUICK if options.quick else [case.name for case in CASES])
+    results: dict[str, dict[str, object]] = {}
+    for case in CASES:
+        if case.name in names:
+            results[case.name] = _measure(case)
+            write_json(options.json, {"faults": results})
+    failed = [name for name, found in results.items() if not found["passed"]]
+    print(f"failed: {', '.join(failed)}" if failed else "all ended as they have to")
+    return 1 if failed else 0
+
+
+def _measure(case: Case) -> dict[str, object]:
+    run = run_fault(
+        case.kind,
+        victim=VICTIM,
+        flags=("--num-workers", "1", *case.flags),
+        send=case.send,
+        limit_s=_LIMIT_S,
+        environment={"SLOW_S": str(case.slow_s)},
+    )
+    named = case.names(run)
+    passed = named and not run.orphans and not run.shm_left and _codes_are_right(case, run)
+    if case.is_dead_peer:
+        passed = passed and run.seconds_to_exit <= MOST_S
+    print(
+        f"  {case.name}: exit codes {run.exit_codes} after {run.seconds_to_exit} s, "
+        f"{'names' if named else 'does not name'} the cause, {run.orphans} orphans",
+        flush=True,
+    )
+    if not passed:
+        for rank, text in enumerate(run.outputs):
+            print(f"--- rank {rank}\n{text[-4000:]}")
+    return {
+        "seconds_to_exit": run.seconds_to_exit,
+        "exit_codes": run.exit_codes,
+        "names_the_cause": named,
+        "orphans": run.orphans,
+        "shm_left": run.shm_left,
+        "passed": passed,
+    }
+
+
+def _codes_are_right(case: Case, run: FaultRun) -> bool:
+    if case.is_survived:
+        return set(run.exit_codes) == {0}
+    survivors = [
+        code
+        for rank, code in enumerate(run.exit_codes)
+        if not (case.is_dead_peer and rank == VICTIM)
+    ]
+    if case.kind == "device_call":
+        return survivors == [PEER_LOST]
+    return None not in survivors and 0 not in survivors
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
