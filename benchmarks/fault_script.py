@@ -10,6 +10,7 @@ whoever stops or signals it), `slow_eval` and `slow_save` (RANK takes SLOW_S sec
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ def main() -> None:
     """Run the script."""
     kind, victim, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     sys.argv[1:4] = []
+    faulthandler.register(signal.SIGUSR1)  # prints where a rank is that does not end
     cpu_device.activate()
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, pretrain, training

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shlex
 import signal
 import socket
@@ -91,7 +92,7 @@ def run_fault(
         try:
             began = _wait_for_fault(Path(folder) / "fault", world)
             for number, pause_s in send:
-                os.kill(world[victim].pid, number)
+                world[victim].send_signal(number)  # nothing, if it has ended
                 time.sleep(pause_s)
             pids = [pid for process in world for pid in _session(process.pid)]
             codes, ended = _wait(world, until=time.time() + limit_s)
@@ -123,9 +124,7 @@ def _start(
     num_ranks: int,
     environment: Mapping[str, str],
 ) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
+    port = str(_free_port())
     world = []
     for rank in range(num_ranks):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
@@ -150,6 +149,18 @@ def _start(
     return world
 
 
+def _free_port() -> int:
+    """Return a port that the system gives to nobody until rank 0 listens, seconds from now."""
+    limits = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()
+    given = range(int(limits[0]), int(limits[1]) + 1)
+    while True:
+        port = random.randrange(5000, 65000)
+        with socket.socket() as found, contextlib.suppress(OSError):
+            if port not in given:
+                found.bind(("127.0.0.1", port))
+                return port
+
+
 def _wait_for_fault(mark: Path, world: Sequence[subprocess.Popen[bytes]]) -> float:
     """Return when it happened; now, if all ranks have ended without it."""
     limit = time.monotonic() + _START_S
@@ -167,7 +178,11 @@ def _wait(
 ) -> tuple[tuple[int | None, ...], float]:
     while time.time() < until and any(process.poll() is None for process in world):
         time.sleep(0.02)
-    return tuple(process.poll() for process in world), time.time()
+    codes, ended = tuple(process.poll() for process in world), time.time()
+    for process, code in zip(world, codes, strict=True):
+        if code is None:
+            process.send_signal(signal.SIGUSR1)
+    return codes, ended
 
 
 def _count_left(world: Sequence[subprocess.Popen[bytes]]) -> int:
