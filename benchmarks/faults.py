@@ -126,7 +126,7 @@ CASES = (
         name="sigterm",
         kind="waits",
         names=_saves,
-        flags=("--exit-signal-handler", "--save", "SAVE", "--ckpt-format", "torch_dist"),
+        flags=("--exit-signal-handler", "--save", "SAVE", "--save-interval", "1000"),
         send=((signal.SIGTERM, 0.0),),
         is_survived=True,
     ),

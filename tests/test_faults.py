@@ -1,0 +1,70 @@
+"""Real runs in which a rank dies or is interrupted, or something takes long; one start for each."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def _module(name: str) -> ModuleType:
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.append(str(BENCHMARKS))
+    return importlib.import_module(name)
+
+
+def _run(kind: str, **options: Any) -> Any:
+    flags = ("--num-workers", "1", *options.pop("flags", ()))
+    return _module("fault_world").run_fault(kind, flags=flags, **options)
+
+
+@pytest.mark.parametrize(
+    ("flag", "victim"),
+    [
+        (None, 0),  # a leader, which also hosts the rendezvous store
+        ("--tensor-model-parallel-size", 1),
+        ("--pipeline-model-parallel-size", 1),
+        ("--context-parallel-size", 1),
+    ],
+)
+def test_a_survivor_ends_while_its_trainer_is_in_a_call_that_never_returns(
+    flag: str | None, victim: int
+) -> None:
+    flags = () if flag is None else (flag, "2")
+    run = _run("device_call", victim=victim, flags=flags)
+    survivor = 1 - victim
+    assert run.exit_codes[victim] == -signal.SIGKILL, run.outputs[victim][-3000:]
+    assert run.exit_codes[survivor] == 75, run.outputs[survivor][-3000:]
+    last = run.outputs[survivor].strip().splitlines()[-1]
+    assert re.search(rf"odb: rank {survivor} .* is ended: rank {victim} \(.*\) is gone", last)
+    assert "The trainer was in watched (fault_script.py:" in last
+    assert ("it hosted the rendezvous store" in last) == (victim == 0)
+    assert (run.orphans, run.shm_left) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["slow_evaluation", "slow_save", "worker_raises", "sigterm"])
+def test_a_case_of_the_benchmark(name: str) -> None:
+    faults = _module("faults")
+    (case,) = [case for case in faults.CASES if case.name == name]
+    found = faults._measure(case)
+    assert found["passed"], found
+
+
+def test_an_interrupt_ends_a_run_without_a_traceback() -> None:
+    run = _run("waits", victim=1, send=((signal.SIGINT, 0.0),))
+    assert run.exit_codes[1] == 130, run.outputs[1][-3000:]
+    assert run.exit_codes[0] not in (0, None), run.outputs[0][-3000:]
+    assert run.outputs[1].strip().endswith("odb: rank 1 was interrupted")
+    assert "Traceback" not in run.outputs[1]
+    assert re.search(r"rank 1 \(.*\) failed: KeyboardInterrupt", run.outputs[0])
+    assert (run.orphans, run.shm_left) == (0, 0)
