@@ -14,8 +14,10 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fault_data import FaultyDataset, mark
@@ -45,6 +47,8 @@ def main() -> None:
     model_config = argument_utils.gpt_config_from_args(args)
     if kind == "killed_planning" and is_victim:
         _killed_in_exchange(folder)
+    if kind == "device_call" and is_victim:
+        threading.Thread(target=_killed_once_stuck, args=(folder,), daemon=True).start()
     if kind == "slow_save":
         _slow_save(training, is_victim=is_victim)
     with OdbRun(args, datasets=lambda _: [data, data, None]) as run:
@@ -65,11 +69,11 @@ def _watched(
 
     def watched(*arguments: Any) -> Any:
         is_time = torch.is_grad_enabled() and args.curr_iteration + 1 == FAULT_STEP
-        if is_time and kind in ("killed_in_step", "device_call") and is_victim:
-            time.sleep(1.0 if kind == "device_call" else 0.0)
+        if is_time and kind == "killed_in_step" and is_victim:
             mark(folder)
             os.kill(os.getpid(), signal.SIGKILL)
-        if is_time and kind == "device_call":
+        if is_time and kind == "device_call" and not is_victim:
+            mark(folder, "stuck")
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
             while True:  # as a collective on the device whose peer is gone
@@ -83,6 +87,14 @@ def _watched(
         return forward_step(*arguments)
 
     return watched
+
+
+def _killed_once_stuck(folder: str) -> None:
+    while not (Path(folder) / "stuck").exists():
+        time.sleep(0.05)
+    time.sleep(1.0)
+    mark(folder)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _killed_in_exchange(folder: str) -> None:
