@@ -337,11 +337,17 @@ def test_bad_items_by_policy(item: object, reason: str) -> None:
     assert isinstance(lenient.sample(0, source=4), Sample)
 
 
-@pytest.mark.parametrize("policy", BadRecordPolicy)
-def test_a_datasets_own_failure_is_not_a_bad_record(policy: BadRecordPolicy) -> None:
-    source = MapSource(Records([3, 3], failing=1), rules=rules(bad_record=policy))
-    with pytest.raises(KeyError, match="no such thing in record 1"):
-        source.sample(1, source=0)
+def test_a_datasets_own_failure_is_a_bad_record_with_its_traceback() -> None:
+    data = Records([3, 3], failing=1)
+    with pytest.raises(BadRecordError, match="record 1 raised KeyError: ") as caught:
+        MapSource(data, rules=rules(), name="mine").sample(1, source=0)
+    assert str(caught.value).startswith("mine:2: record 1 raised KeyError: ")
+    assert "Original traceback:" in str(caught.value)
+    assert "__getitem__" in caught.value.trace
+    lenient = MapSource(data, rules=rules(bad_record=SKIP), name="mine")
+    hole = lenient.sample(1, source=4)
+    assert isinstance(hole, Hole)
+    assert (hole.reason, hole.source) == (HoleReason.BAD_RECORD, 4)
 
 
 def test_an_item_that_is_too_long() -> None:

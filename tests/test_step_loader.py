@@ -605,10 +605,10 @@ def test_a_datasets_own_failure_stops_all_replicas(num_workers: int) -> None:
         2,
     )
     guilty, other = results[position % 2], results[1 - position % 2]
-    assert isinstance(guilty, KeyError)
+    assert isinstance(guilty, BadRecordError)
     assert "no such thing in record 5" in str(guilty)
     assert isinstance(other, ReplicaFailedError)
-    assert str(other).startswith(f"replica {position % 2} failed: KeyError")
+    assert str(other).startswith(f"replica {position % 2} failed: BadRecordError")
 
 
 def test_an_error_in_the_second_phase_stops_all_replicas() -> None:
