@@ -118,10 +118,11 @@ class CostPolicy(StepPolicy):
 
     def offer(self, window: SampleWindow, *, load: int) -> dict[str, int]:
         """See base: near the end of the run, where more is left here than elsewhere."""
-        known = self._knowledge
+        known, config = self._knowledge, self._config
         ends = EndLoads(level=known.end_level, lowest=known.end_lowest)
-        if not known.end_level:
-            return {}
+        a_step = known.mean_cost * config.global_batch_size // config.num_replicas
+        if not 0 < known.end_level <= a_step * (config.max_delay_steps - 1):
+            return {}  # the end is further off than a sample may be late, wherever it is counted
         return offers(window.rows(), load=load, ends=ends, each=known.mean_cost)
 
     def note_ends(self, ends: EndLoads) -> None:
