@@ -230,10 +230,11 @@ def whole_path(setting: Setting, *, num_samples: int) -> float:
 
 def plain_dataloader(setting: Setting, *, num_samples: int) -> float:
     """Take batches of as many samples as one of our micro-batches has, collated by workers."""
-    stream = _stream(setting, num_samples=2 * num_samples)
+    per_batch = _per_micro_batch(_stream(setting, num_samples=200))
+    stream = _stream(setting, num_samples=2 * (num_samples + per_batch))
     loader = torch.utils.data.DataLoader(
         _Samples(stream),
-        batch_size=_per_micro_batch(stream),
+        batch_size=per_batch,
         num_workers=setting.workers,
         collate_fn=_collate,
         multiprocessing_context=setting.start,

@@ -285,7 +285,6 @@ def _observed(
 
 def _counted(forward_step: Any, outcome: Outcome, args: Any, case: Case) -> Any:
     """Count training micro-batches, and note what evaluation reads; fail as the case wants."""
-    is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
     seen: list[Any] = []  # first micro-batch of the iteration whose loss is NaN
 
     def counting(data_iterator: Any, model: Any, *rest: Any) -> Any:
@@ -293,6 +292,7 @@ def _counted(forward_step: Any, outcome: Outcome, args: Any, case: Case) -> Any:
             _fail(case.fault, args)
         if torch.is_grad_enabled():
             iteration = args.curr_iteration + 1
+            is_last = args.rank == args.world_size - 1
             if iteration == case.killed_in:
                 os.kill(os.getpid(), signal.SIGKILL)
             if is_last and iteration == case.terminated_in and iteration not in outcome.forwards:

@@ -144,6 +144,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mtp_num_layers": 1, "num_experts": 8}, "drop --mtp-num-layers or --num-experts"),
     ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size 1"),
     ({"odb_pad_to_budget": True, "odb_overlong": "solo"}, "cannot pad to one shape"),
+    (
+        {
+            "pipeline_model_parallel_size": 4,
+            "virtual_pipeline_model_parallel_size": 2,
+            "microbatch_group_size_per_vp_stage": 2,
+        },
+        "micro-batches: 2 is below the 4 pipeline stages",
+    ),
     ({"odb_token_budget": 64}, "--odb-token-budget 64 is below --seq-length 128"),
 ]
 

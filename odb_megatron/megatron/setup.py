@@ -43,6 +43,10 @@ def parse_and_validate_args(args_defaults: dict[str, Any] | None = None) -> argp
         return read_args(args_defaults)
 
 
+_NEVER = 2**31 - 1
+"""Iterations between evaluations where no `--eval-interval` was given: none while training."""
+
+
 def read_args(args_defaults: dict[str, Any] | None = None) -> argparse.Namespace:
     """Parse `sys.argv`, validate, and set Megatron's global variables.
 
@@ -71,6 +75,8 @@ def read_args(args_defaults: dict[str, Any] | None = None) -> argparse.Namespace
     _check_length(args)
     _resolve_epochs(args)
     megatron_arguments.validate_args(args, args_defaults or {})
+    if args.eval_interval is None:  # 0.19.2 divides by it all the same (training.py 4481)
+        args.eval_interval = _NEVER
     config = odb_config(args)
     refuse_unsupported(args, config)
     registry.select(config.attention, device_type=device_type())

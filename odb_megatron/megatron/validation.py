@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from odb_megatron.megatron.arguments import CostSource, OdbConfig
-from odb_megatron.megatron.topology import padding_multiple
+from odb_megatron.megatron.topology import count_multiple, padding_multiple
 from odb_megatron.plan.batch_size import check_batch_size
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.padding import OverlongPolicy
@@ -273,6 +273,13 @@ def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]
             build_policy(plan)
         except ValueError as error:
             messages.append(str(error))
+    stages, group = getattr(args, "pipeline_model_parallel_size", 1), count_multiple(args)
+    if getattr(args, "virtual_pipeline_model_parallel_size", None) and group < stages:
+        messages.append(
+            "--odb makes a multiple of --microbatch-group-size-per-virtual-pipeline-stage "
+            f"micro-batches: {group} is below the {stages} pipeline stages, which the interleaved "
+            "schedule refuses; raise it, or drop it"
+        )
     if config.pad_to_budget and config.overlong is OverlongPolicy.SOLO:
         messages.append(
             "--odb-overlong solo makes micro-batches above the budget, which --odb-pad-to-budget "

@@ -41,7 +41,6 @@ _VIEW_STEPS = 8
 _LEAST_VIEW = 1024
 _RESERVE = 6  # quarters of a step's standard deviation of excess cost to hold in reserve ...
 _RESERVE_PER_DOUBLING = 2  # ... and more for more replicas, since the poorest window limits all
-_LARGE_HOLD = 1, 2  # of the steps a window holds: how long large samples are held, on average
 _LARGE_SPARE = 2  # steps before they are due that large samples have to be released
 _EVEN_STEPS = 2  # so many last steps cost the same
 _RETURN = 4  # a window returns to its reserve by this part of the difference per step
@@ -118,10 +117,11 @@ class CostPolicy(StepPolicy):
 
     def offer(self, window: SampleWindow, *, load: int) -> dict[str, int]:
         """See base: near the end of the run, where more is left here than elsewhere."""
-        known = self._knowledge
+        known, config = self._knowledge, self._config
         ends = EndLoads(level=known.end_level, lowest=known.end_lowest)
-        if not known.end_level:
-            return {}
+        a_step = known.mean_cost * config.global_batch_size // config.num_replicas
+        if not 0 < known.end_level <= a_step * (config.max_delay_steps - 1):
+            return {}  # the end is further off than a sample may be late, wherever it is counted
         return offers(window.rows(), load=load, ends=ends, each=known.mean_cost)
 
     def note_ends(self, ends: EndLoads) -> None:
@@ -274,9 +274,8 @@ class CostPolicy(StepPolicy):
     def _large_hold(self, state: StepState) -> LargeHold:
         share = self._share(state)
         longest = (self._config.max_delay_steps - _LARGE_SPARE) * share
-        held, whole = _LARGE_HOLD
         return LargeHold(
-            num_steps=max(1, held * (self._config.window // share) // whole),
+            num_steps=max(1, self._config.window // share),
             longest=longest,
             life=self._config.window + longest,
         )

@@ -11,17 +11,13 @@ more, a case never occurred. A world is a function of the seed and its number al
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import multiprocessing
-import os
 import random
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
@@ -30,6 +26,7 @@ from odb_megatron.plan.planner import ReplicaPlanner
 from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 from odb_megatron.plan.step import StepPlan
 from odb_megatron.plan.termination import LoaderClosedError, Phase
+from odb_megatron.testing.fuzz_command import Failures, fuzz_command, run_parts
 from odb_megatron.testing.invariants import Tally, tally_run
 from odb_megatron.testing.worlds import World, plan_step
 
@@ -37,7 +34,6 @@ __all__ = ["Stop", "main", "random_world", "run_world"]
 
 _MOST_STEPS = 100_000
 _CASES = ("idle", "split", "drained_early", "moved", "epochs_crossed", "closed_early")
-_ENOUGH = 100
 _BATCH = 25  # worlds per task of a worker process
 
 
@@ -137,54 +133,22 @@ def run_world(world: World, stop: Stop | None = None) -> Tally:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the worlds asked for, print and write the tally; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m odb_megatron.testing.fuzz", description=__doc__.split("\n", 1)[0]
+    return fuzz_command(
+        argv,
+        name="odb_megatron.testing.fuzz",
+        description=__doc__.split("\n", 1)[0],
+        unit="world",
+        run_all=_run_all,
+        cases=_CASES,
     )
-    parser.add_argument("--worlds", type=int, default=1000, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="number of the first one")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", type=Path, metavar="OUT")
-    args = parser.parse_args(argv)
-    if args.worlds < 1 or args.first < 0 or args.processes < 1:
-        parser.error("--worlds and --processes must be at least 1, --first at least 0")
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: there is no folder {str(args.json.parent)!r}")
-
-    numbers = range(args.first, args.first + args.worlds)
-    total, failures = _run_all(numbers, seed=args.seed, processes=args.processes)
-    result: dict[str, object] = {"worlds": args.worlds, "seed": args.seed, **asdict(total)}
-    result["failures"] = failures
-    print(json.dumps({key: value for key, value in result.items() if key != "failures"}))
-    for failure in failures[:10]:
-        print(f"world {failure['world']}: {failure['what']}", file=sys.stderr)
-    missing = [name for name in _CASES if not getattr(total, name)]
-    if args.worlds < _ENOUGH:
-        missing = []  # too few to ask for every case
-    if missing:
-        print(
-            f"never occurred in {args.worlds} worlds: {', '.join(missing)}; run more of them",
-            file=sys.stderr,
-        )
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 1 if failures or missing else 0
 
 
-def _run_all(numbers: range, *, seed: int, processes: int) -> tuple[Tally, list[dict[str, object]]]:
-    total, failures = Tally(), []
+def _run_all(numbers: range, *, seed: int, processes: int) -> tuple[Tally, Failures]:
     parts = [(numbers[at : at + _BATCH], seed) for at in range(0, len(numbers), _BATCH)]
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(processes, len(parts))) as pool:
-        for done, (tally, failed) in enumerate(pool.imap_unordered(_run_part, parts), start=1):
-            total.add(tally)
-            failures += failed
-            if done % max(1, len(parts) // 10) == 0:
-                print(f"{min(done * _BATCH, len(numbers))} worlds", file=sys.stderr, flush=True)
-    return total, failures
+    return run_parts(_run_part, parts, total=Tally(), processes=processes, unit="world")
 
 
-def _run_part(part: tuple[range, int]) -> tuple[Tally, list[dict[str, object]]]:
+def _run_part(part: tuple[range, int]) -> tuple[Tally, Failures]:
     numbers, seed = part
     total, failures = Tally(), []
     for number in numbers:

@@ -12,16 +12,12 @@ differed or, in 100 trials or more, a case never occurred. `--first N --trials 1
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
-import os
 import random
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from odb_megatron.plan.cost import CostModel
@@ -29,6 +25,7 @@ from odb_megatron.plan.elastic import elastic_state
 from odb_megatron.plan.planner import ReplicaPlanner
 from odb_megatron.plan.policy import PolicyName
 from odb_megatron.testing.fuzz import random_world
+from odb_megatron.testing.fuzz_command import Failures, fuzz_command, run_parts
 from odb_megatron.testing.resume_checks import (
     Steps,
     check_coverage,
@@ -41,7 +38,6 @@ from odb_megatron.testing.worlds import World, plan_step
 __all__ = ["Kill", "ResumeTally", "Trial", "main", "random_trial", "run_trial"]
 
 _MOST_STEPS = 100_000
-_ENOUGH = 100
 _BATCH = 20  # trials per task of a worker process
 
 
@@ -193,61 +189,22 @@ def run_trial(trial: Trial) -> ResumeTally:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trials asked for, print and write the tally; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m odb_megatron.testing.resume_fuzz", description=__doc__.split("\n", 1)[0]
+    return fuzz_command(
+        argv,
+        name="odb_megatron.testing.resume_fuzz",
+        description=__doc__.split("\n", 1)[0],
+        unit="trial",
+        run_all=_run_all,
+        cases=[field.name for field in fields(ResumeTally) if field.name != "differences"],
     )
-    parser.add_argument("--trials", type=int, default=1000, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="number of the first one")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", type=Path, metavar="OUT")
-    args = parser.parse_args(argv)
-    if args.trials < 1 or args.first < 0 or args.processes < 1:
-        parser.error("--trials and --processes must be at least 1, --first at least 0")
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: there is no folder {str(args.json.parent)!r}")
-
-    numbers = range(args.first, args.first + args.trials)
-    total, failures = _run_all(numbers, seed=args.seed, processes=args.processes)
-    result: dict[str, object] = {"trials": args.trials, "seed": args.seed, **asdict(total)}
-    result["failures"] = failures
-    print(json.dumps({key: value for key, value in result.items() if key != "failures"}))
-    for failure in failures[:10]:
-        print(
-            f"trial {failure['trial']} (--seed {args.seed} --first {failure['trial']} --trials 1): "
-            f"{failure['what']}",
-            file=sys.stderr,
-        )
-    cases = [field.name for field in fields(ResumeTally) if field.name != "differences"]
-    missing = [name for name in cases if not getattr(total, name)]
-    if args.trials < _ENOUGH:
-        missing = []  # too few to ask for every case
-    if missing:
-        print(
-            f"never occurred in {args.trials} trials: {', '.join(missing)}; run more of them",
-            file=sys.stderr,
-        )
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 1 if failures or missing else 0
 
 
-def _run_all(
-    numbers: range, *, seed: int, processes: int
-) -> tuple[ResumeTally, list[dict[str, object]]]:
-    total, failures = ResumeTally(), []
+def _run_all(numbers: range, *, seed: int, processes: int) -> tuple[ResumeTally, Failures]:
     parts = [(numbers[at : at + _BATCH], seed) for at in range(0, len(numbers), _BATCH)]
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(processes, len(parts))) as pool:
-        for done, (tally, failed) in enumerate(pool.imap_unordered(_run_part, parts), start=1):
-            total.add(tally)
-            failures += failed
-            if done % max(1, len(parts) // 10) == 0:
-                print(f"{min(done * _BATCH, len(numbers))} trials", file=sys.stderr, flush=True)
-    return total, failures
+    return run_parts(_run_part, parts, total=ResumeTally(), processes=processes, unit="trial")
 
 
-def _run_part(part: tuple[range, int]) -> tuple[ResumeTally, list[dict[str, object]]]:
+def _run_part(part: tuple[range, int]) -> tuple[ResumeTally, Failures]:
     numbers, seed = part
     total, failures = ResumeTally(), []
     for number in numbers:
