@@ -11,7 +11,8 @@ import pytest
 from odb_megatron.comm.watchdog import OnPeerFailure
 from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.workers import WorkerStart
-from odb_megatron.megatron.arguments import CostSource, OdbConfig, add_odb_arguments
+from odb_megatron.megatron.arguments import add_odb_arguments
+from odb_megatron.megatron.config import CostSource, OdbConfig
 from odb_megatron.plan.cost import CostPrices
 from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName

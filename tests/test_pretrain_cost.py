@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from megatron_world import Megatron, Run
 
-from odb_megatron.megatron.arguments import cost_flags
+from odb_megatron.megatron.config import cost_flags
 from odb_megatron.plan.cost import CostPrices
 
 pytest_plugins = ["megatron_fixtures"]

@@ -7,7 +7,8 @@ import shlex
 
 import pytest
 
-from odb_megatron.megatron.arguments import OdbConfig, add_odb_arguments
+from odb_megatron.megatron.arguments import add_odb_arguments
+from odb_megatron.megatron.config import OdbConfig
 
 
 def _lines(flags: str, *, replicas: int, batch: int = 64) -> list[str]:

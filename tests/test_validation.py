@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from megatron_world import Megatron
 
-from odb_megatron.megatron.arguments import OdbConfig
+from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.validation import _REFUSALS, _REFUSALS_ALWAYS, refuse_unsupported
 
 pytest_plugins = ["megatron_fixtures"]

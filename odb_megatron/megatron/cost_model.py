@@ -15,7 +15,7 @@ import torch
 from odb_megatron.data.finished_step import StepHeader
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.thd import MicroBatch
-from odb_megatron.megatron.arguments import CostSource, OdbConfig, cost_flags
+from odb_megatron.megatron.config import CostSource, OdbConfig, cost_flags
 from odb_megatron.megatron.step_timer import CpuClock, CudaClock, MicroBatchTimer
 from odb_megatron.plan.calibration import (
     CALIBRATION_STEPS,

@@ -12,7 +12,7 @@ from megatron.core import parallel_state as mpu
 from odb_megatron.comm.lifeline import Lifeline
 from odb_megatron.comm.patience import Patience
 from odb_megatron.comm.watchdog import Watchdog
-from odb_megatron.megatron.arguments import OdbConfig
+from odb_megatron.megatron.config import OdbConfig
 
 __all__ = ["PeerWatch"]
 

@@ -19,7 +19,7 @@ from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.step_feed import HandedOut
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatch
-from odb_megatron.megatron.arguments import OdbConfig
+from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.step import StepTotals

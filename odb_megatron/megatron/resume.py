@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from odb_megatron.comm.control import ControlGroup
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.megatron.arguments import OdbConfig
+from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.data_checkpoint import loaded_folder
 from odb_megatron.megatron.data_identity import changed_files, check_same_samples, data_identity
 from odb_megatron.megatron.data_state import (

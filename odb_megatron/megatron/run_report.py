@@ -12,9 +12,9 @@ from odb_megatron.comm.control import ControlGroup
 from odb_megatron.data.finished_step import StepHeader
 from odb_megatron.data.step_feed import HandedOut, StepFeed
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.megatron.arguments import OdbConfig
 from odb_megatron.megatron.attention.registry import AttentionBackend
 from odb_megatron.megatron.compat import describe_megatron
+from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.cost_model import RunCost
 from odb_megatron.megatron.recorder import StepRecorder
 from odb_megatron.megatron.setup import total_samples

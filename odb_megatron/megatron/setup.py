@@ -15,8 +15,9 @@ import torch
 from odb_megatron.data.megatron_dataset import SampleDatasetConfig, count_epoch
 from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.tokenizer import tokenizer_folder
-from odb_megatron.megatron.arguments import OdbConfig, add_odb_arguments
+from odb_megatron.megatron.arguments import add_odb_arguments
 from odb_megatron.megatron.attention import registry
+from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.usage import raise_usage_errors, usage_errors
 from odb_megatron.megatron.validation import refuse_unsupported
 

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from odb_megatron.megatron.arguments import CostSource, OdbConfig
+from odb_megatron.megatron.config import CostSource, OdbConfig
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
 from odb_megatron.plan.batch_size import check_batch_size
 from odb_megatron.plan.config import PlanConfig
