@@ -63,6 +63,7 @@ class Case:
         terminated_in: iteration in whose first micro-batch the last rank gets a SIGTERM.
         nan_in: ("once" or "always", iteration): the last rank's loss of that iteration's first
             micro-batch is NaN, in the first attempt or in every one.
+        out_of_memory_in: micro-batch of this process, counted from 1, that runs out of memory.
         save_fails: ("before" or "after", iteration): Megatron's own save of that iteration raises
             before it has begun, or after it has ended.
     """
@@ -76,6 +77,7 @@ class Case:
     terminated_in: int | None = None
     save_fails: tuple[str, int] | None = None
     nan_in: tuple[str, int] | None = None
+    out_of_memory_in: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -298,6 +300,8 @@ def _counted(forward_step: Any, outcome: Outcome, args: Any, case: Case) -> Any:
             if is_last and iteration == case.terminated_in and iteration not in outcome.forwards:
                 os.kill(os.getpid(), signal.SIGTERM)
             outcome.forwards[iteration] = outcome.forwards.get(iteration, 0) + 1
+            if sum(outcome.forwards.values()) == case.out_of_memory_in:
+                raise torch.OutOfMemoryError("no more")
             items = _Noted(data_iterator, [])
             output, loss_func = forward_step(items, model, *rest)
             if not is_last or case.nan_in is None or iteration != case.nan_in[1]:

@@ -7,6 +7,7 @@ Every topology starts from one checkpoint and is compared with two replicas of o
 from __future__ import annotations
 
 import random
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -364,6 +365,72 @@ def test_micro_batches_padded_to_the_budget(
     assert [one.record["lengths"] for one in padded.steps] == [
         one.record["lengths"] for one in plain.steps
     ]
+
+
+WARMED_UP: dict[str, tuple[int, str]] = {
+    "dp2": (2, f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"),
+    "vpp2x2": (2, VPP),
+    "cp2": (2, CP),
+    "experts": (4, f"{EXPERTS} {EP} {PP} --moe-z-loss-coeff 0.01"),
+    "expert_bias": (
+        2,
+        f"{NO_ROUTER_LOSS} {EP} --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1",
+    ),
+    "global_loss": (2, EXPERTS.replace("aux_loss", "global_aux_loss")),
+    "mtp_pp2": (2, f"--mtp-num-layers 1 {PP}"),
+    "tp2_sp": (2, f"{TP} {SP} --hidden-dropout 0.1"),
+}
+
+
+@pytest.mark.parametrize("name", WARMED_UP)
+def test_the_worst_case_leaves_no_trace(
+    megatron: Megatron, data_flags: tuple[str, ...], name: str
+) -> None:
+    num_ranks, topology = WARMED_UP[name]
+    flags = (*MODEL, *LENGTH, *data_flags, *shlex.split(topology))
+    plain, warmed = (
+        megatron.train(*flags, *more, replicas=num_ranks)
+        for more in ((), ("--odb-warmup-worst-case",))
+    )
+    assert [step.ids for step in warmed.steps] == [step.ids for step in plain.steps]
+    assert warmed.losses == plain.losses
+    fields = ("grad_norm", "learning_rate", "consumed_samples", "num_micro_batches", "lengths")
+    fields += ("reports", "num_shapes", "loss_tokens")
+    for step, other in zip(warmed.steps, plain.steps, strict=True):
+        assert [step.record[field] for field in fields] == [other.record[field] for field in fields]
+    for run, other in zip(warmed.replicas, plain.replicas, strict=True):
+        assert (run.final, run.flops) == (other.final, other.flops)
+        more = run.forwards.pop(1) - other.forwards.pop(1)
+        chunks = 2 if name.startswith("vpp") else 1
+        assert more == 2 * chunks * (4 if chunks == 2 else 2 if PP in topology else 1)
+        assert run.forwards == other.forwards
+    logged = [_router_losses(run.replicas[-1].output) for run in (warmed, plain)]
+    assert logged[0] == logged[1]
+    assert bool(logged[0]) == ("aux" in topology or "mtp" in topology)
+    (line,) = [
+        line for line in warmed.replicas[0].output.splitlines() if "odb: worst case: " in line
+    ]
+    assert "longest samples (1 in 64 tokens, up to 64 each)" in line
+    assert "GiB of it set aside for states that the optimizer will allocate" in line
+    assert all("worst case" not in replica.output for replica in warmed.replicas[1:])
+
+
+def _router_losses(output: str) -> list[str]:
+    return re.findall(r"((?:load_balancing|z|mtp_1)\S* loss: \S+)", output)
+
+
+def test_a_worst_case_that_does_not_fit(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
+    """Every rank runs out of memory in its second case, which leaves no run to hang."""
+    flags = (*MODEL, *LENGTH, *data_flags, *shlex.split(PP), "--odb-warmup-worst-case")
+    errors = megatron.refused(*flags, out_of_memory_in=3)
+    for rank, error in enumerate(errors):
+        assert error.startswith(
+            f"WorstCaseError: out of memory on rank {rank} in --odb-warmup-worst-case, with most "
+            "samples (8 in 64 tokens, up to 8 each), 2 micro-batches in the pipeline: process peak "
+        )
+        assert "lower --odb-token-budget (64), raise tensor, pipeline or context" in error
+        assert error.endswith("torch says: no more")
 
 
 def test_multi_token_prediction(megatron: Megatron, data_flags: tuple[str, ...]) -> None:

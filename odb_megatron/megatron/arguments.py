@@ -82,6 +82,14 @@ def _add_planning_arguments(group: argparse._ArgumentGroup) -> None:
         "under --odb-policy samples does not change. Default none.",
     )
     group.add_argument(
+        "--odb-warmup-worst-case",
+        action="store_true",
+        default=None,
+        help="Before the first step run a forward and a backward pass of the longest and of the "
+        "most samples that fit the token budget, and discard them: memory that does not suffice "
+        "shows at the start. What the optimizer will allocate is set aside meanwhile.",
+    )
+    group.add_argument(
         "--odb-epochs",
         type=int,
         default=None,

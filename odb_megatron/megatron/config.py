@@ -38,6 +38,7 @@ _PLANNING_FLAGS = {
     "odb_resume_strict": "--odb-resume-strict",
     "odb_plan_ahead": "--odb-plan-ahead",
     "odb_worker_start": "--odb-worker-start",
+    "odb_warmup_worst_case": "--odb-warmup-worst-case",
     "odb_timeout_s": "--odb-timeout-s",
     "odb_stall_warn_s": "--odb-stall-warn-s",
     "odb_on_peer_failure": "--odb-on-peer-failure",
@@ -79,6 +80,7 @@ class OdbConfig:
         context: `--seq-length`.
         plan_ahead: most finished steps that wait for the trainer.
         worker_start: how data-loader workers are started.
+        warmup_worst_case: whether the worst micro-batches are run before the first step.
         timeout_s: seconds that the trainer waits for an exchange, and a worker has for a fetch.
         stall_warn_s: seconds before a peer that does not come is named in a warning.
         on_peer_failure: what becomes of this process when another rank is gone.
@@ -104,6 +106,7 @@ class OdbConfig:
     context: int
     plan_ahead: int
     worker_start: WorkerStart
+    warmup_worst_case: bool
     timeout_s: float
     stall_warn_s: float
     on_peer_failure: OnPeerFailure
@@ -166,6 +169,7 @@ class OdbConfig:
             context=args.seq_length,
             plan_ahead=plan_ahead,
             worker_start=WorkerStart(args.odb_worker_start or WorkerStart.FORKSERVER.value),
+            warmup_worst_case=bool(args.odb_warmup_worst_case),
             timeout_s=args.odb_timeout_s or 60.0 * minutes,
             stall_warn_s=args.odb_stall_warn_s or STALL_WARN_S,
             on_peer_failure=OnPeerFailure(args.odb_on_peer_failure or OnPeerFailure.EXIT.value),
@@ -210,6 +214,8 @@ class OdbConfig:
             flags += [f"--odb-epochs {self.epochs}"]
         flags += [f"--odb-plan-ahead {self.plan_ahead}"]
         flags += [f"--odb-worker-start {self.worker_start.value}"]
+        if self.warmup_worst_case:
+            flags += ["--odb-warmup-worst-case"]
         flags += [f"--odb-timeout-s {self.timeout_s:g}"]
         flags += [f"--odb-stall-warn-s {self.stall_warn_s:g}"]
         flags += [f"--odb-on-peer-failure {self.on_peer_failure.value}"]

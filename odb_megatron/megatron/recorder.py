@@ -20,6 +20,7 @@ from odb_megatron.data.step_feed import HandedOut
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatch
 from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.megatron.device_memory import MemoryUse
 from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.step import StepTotals
@@ -41,6 +42,7 @@ class StepRecorder:
     Attributes:
         num_tokens: real tokens trained so far, over all replicas.
         source_counts: what this replica has consumed of each source, padded baseline only.
+        shapes: rows and padded tokens of the micro-batches that this replica has trained.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class StepRecorder:
         exchange: ControlGroup,
     ) -> None:
         self.num_tokens = 0
+        self.shapes: set[tuple[int, int]] = set()
         self._args = args
         self._config = config
         self._stream = stream
@@ -77,6 +80,7 @@ class StepRecorder:
         if isinstance(item, MicroBatch):
             positions = item.positions
             lengths = tuple(item.cu_seqlens.diff().tolist()[: len(positions)])
+            self.shapes.add((1, int(item.cu_seqlens_padded[-1])))
         else:
             rows = zip(item["position"].tolist(), item["length"].tolist(), strict=True)
             present = [row for row in rows if row[1]]
@@ -86,6 +90,7 @@ class StepRecorder:
             self._left_out += len(item["length"]) - len(present)
             width = padded_length(max(1, int(item["length"].max())), self._multiple)
             self._computed += len(item["length"]) * width
+            self.shapes.add((len(item["length"]), width))
             self._loss_tokens += int(item["loss_mask"].sum())
         self._ids.append(tuple(self._name(position) for position in positions))
         self._lengths.append(lengths)
@@ -94,6 +99,7 @@ class StepRecorder:
         self,
         values: dict[str, Any],
         *,
+        memory: MemoryUse,
         handed_out: HandedOut | None = None,
         reports: int = 0,
     ) -> StepRecord:
@@ -101,6 +107,7 @@ class StepRecorder:
 
         Args:
             values: `training_log`'s arguments.
+            memory: of the replica's first and last pipeline stage, the larger one.
             handed_out: how a packed step came to the trainer.
             reports: see `ReplicaData.num_reported`.
         """
@@ -123,6 +130,9 @@ class StepRecorder:
             collectives=handed_out.collectives,
             bytes_delivered=handed_out.bytes_delivered,
             reports=reports,
+            peak_memory_bytes=memory.peak,
+            reserved_memory_bytes=memory.reserved,
+            num_shapes=len(self.shapes),
             **(
                 self._padded_totals() if self._header is None else self._packed_totals(self._header)
             ),

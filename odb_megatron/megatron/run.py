@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -28,6 +29,7 @@ from odb_megatron.megatron.cost_model import RunCost
 from odb_megatron.megatron.counters import StepCalculator
 from odb_megatron.megatron.data_checkpoint import DataCheckpoint
 from odb_megatron.megatron.data_identity import data_identity
+from odb_megatron.megatron.device_memory import MemoryUse, memory_use
 from odb_megatron.megatron.forward_step import (
     RouterMask,
     make_forward_step,
@@ -48,6 +50,7 @@ from odb_megatron.megatron.resume import resume_data
 from odb_megatron.megatron.run_report import RunReport
 from odb_megatron.megatron.setup import device_type, odb_config, total_samples
 from odb_megatron.megatron.topology import padding_multiple
+from odb_megatron.megatron.warmup import warm_up
 from odb_megatron.plan.policy import ExchangeMode
 from odb_megatron.plan.records import ReplicaFailedError
 
@@ -96,6 +99,7 @@ class OdbRun:
             packed=self.config.enabled,
             has_experts=args.num_experts is not None,
             micro_batch_length=self.config.micro_batch_length(padding_multiple(args)),
+            tells_first_step=self.config.warmup_worst_case,
         )
         self._prediction = PredictionLayers(self._backend) if args.mtp_num_layers else None
         self._calculator: StepCalculator | None = None
@@ -110,6 +114,7 @@ class OdbRun:
         self._checkpoint: DataCheckpoint | None = None
         self._saved_digest: str | None = None  # what the loaded checkpoint says of its data state
         self._tokens_before = 0
+        self._is_warming_up = False
         self._place = replica_ranks(args, rank=args.rank)
         self.forward_step = make_forward_step(
             packed_batch
@@ -218,6 +223,17 @@ class OdbRun:
         elif done >= self._args.train_iters:
             self._args.train_iters = done + 1
 
+    def on_first_step(self, train_step: Mapping[str, Any]) -> None:
+        """See `hooks.RunListener`: run the worst micro-batches."""
+        self._is_warming_up = True
+        try:
+            took = warm_up(train_step, self._args, self.config, self._place)
+        finally:
+            self._is_warming_up = False
+        assert self._replica is not None, "it gives the data that is about to be trained on"
+        exchange = self._groups[-1] if self._groups else None  # on leaders
+        self._report.warmed_up(took, replica=self._replica, exchange=exchange)
+
     def wants_backward(self) -> bool:
         """See `hooks.RunListener`."""
         return self._cost is not None and self._cost.is_timing
@@ -229,11 +245,12 @@ class OdbRun:
 
     def on_logged(self, values: dict[str, Any]) -> None:
         """See `hooks.RunListener`: record the step and show it."""
-        values = self._with_loss(values)
+        values, memory = self._of_last_stage(values)
         if self._report.recorder is None:
             return
         self._report.end_step(
             values,
+            memory=memory,
             handed_out=None if self._train_feed is None else self._train_feed.handed_out,
             reports=0 if self._replica is None else self._replica.num_reported(),
         )
@@ -379,15 +396,21 @@ class OdbRun:
             self._cost.start(self._resume())
         return loaders
 
-    def _with_loss(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return what was logged, on the leader with the loss that the last stage knows."""
+    def _of_last_stage(self, values: dict[str, Any]) -> tuple[dict[str, Any], MemoryUse]:
+        """Return what was logged and the memory use, on the leader with what the last stage knows.
+
+        The first stage holds the most activations, the last one the logits.
+        """
+        own = memory_use()
         if self._replica is None or self._args.pipeline_model_parallel_size == 1:
-            return values
+            return values, own
         loss = values["loss_dict"].get("lm loss")
-        (found,) = self._replica.report([math.nan if loss is None else float(loss)])
+        known = math.nan if loss is None else float(loss)
+        found, peak, reserved = self._replica.report([known, own.peak, own.reserved])
+        own = replace(own, peak=max(own.peak, int(peak)), reserved=max(own.reserved, int(reserved)))
         if math.isnan(found) and loss is None:
-            return values
-        return {**values, "loss_dict": {**values["loss_dict"], "lm loss": found}}
+            return values, own
+        return {**values, "loss_dict": {**values["loss_dict"], "lm loss": found}}, own
 
     def _resume(self) -> dict[str, Any] | None:
         """Continue the data where the loaded checkpoint left it; return the planner's state."""
@@ -407,6 +430,8 @@ class OdbRun:
         return planner
 
     def _on_batch(self, item: Any) -> None:
+        if self._is_warming_up:
+            return
         if torch.is_grad_enabled():
             self._report.on_batch(item)
             if self._cost is not None:

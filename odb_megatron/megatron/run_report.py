@@ -6,6 +6,7 @@ Must not decide anything. Counts are added up over replicas where the run has en
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict, replace
 from typing import Any
 
 from odb_megatron.comm.control import ControlGroup
@@ -16,10 +17,13 @@ from odb_megatron.megatron.attention.registry import AttentionBackend
 from odb_megatron.megatron.compat import describe_megatron
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.cost_model import RunCost
+from odb_megatron.megatron.device_memory import MemoryUse
 from odb_megatron.megatron.recorder import StepRecorder
+from odb_megatron.megatron.replica_data import ReplicaData
 from odb_megatron.megatron.setup import total_samples
 from odb_megatron.megatron.source_totals import source_totals
 from odb_megatron.megatron.topology import balance_scope
+from odb_megatron.megatron.warmup import WarmUp
 from odb_megatron.plan.batch_size import batch_size_warning
 from odb_megatron.plan.policy import ExchangeMode, PolicyName
 from odb_megatron.report.live import LiveReport, SourceTotals
@@ -52,6 +56,8 @@ class RunReport:
         self._exchange: ControlGroup | None = None
         self._live: LiveReport | None = None
         self._log: StepLog | None = None
+        self._memory: MemoryUse | None = None
+        self._num_shapes = 0
         self._choice = ""  # what mode `auto` chose for the run
         self._eval_left_out = self._eval_truncated = 0
         if args.rank == 0:
@@ -81,6 +87,25 @@ class RunReport:
             replica, is_new = exchange.replica, args.iteration == 0
             self._log = StepLog(config.log_dir, replica=replica, is_new=is_new)
 
+    def warmed_up(
+        self, warm_up: WarmUp, *, replica: ReplicaData, exchange: ControlGroup | None
+    ) -> None:
+        """Print what the worst micro-batches took, at most on any leader or last stage.
+
+        Args:
+            warm_up: on this rank.
+            replica: brings the last pipeline stage's to its leader.
+            exchange: between leaders, for the main thread; None on other ranks.
+        """
+        own = warm_up.numbers()
+        numbers = list(map(max, own, replica.report(own)))
+        replica.num_reported()  # these are of no step
+        if exchange is not None:
+            gathered = exchange.gather_counts([int(number) for number in numbers])
+            numbers = list(map(max, *gathered, numbers))
+        if self._args.rank == 0:
+            print(f"odb: {warm_up.with_numbers(numbers)}", flush=True)
+
     def begin_step(self, header: StepHeader, feed: StepFeed | None) -> None:
         """A training step starts; say once what `--odb-exchange auto` chose for the run."""
         if self.recorder is not None:
@@ -97,11 +122,19 @@ class RunReport:
             self.recorder.on_batch(item)
 
     def end_step(
-        self, values: dict[str, Any], *, handed_out: HandedOut | None, reports: int
+        self,
+        values: dict[str, Any],
+        *,
+        memory: MemoryUse,
+        handed_out: HandedOut | None,
+        reports: int,
     ) -> None:
         """Record the step and show it; see `StepRecorder.end_step`."""
         assert self.recorder is not None
-        record = self.recorder.end_step(values, handed_out=handed_out, reports=reports)
+        self._memory = memory
+        record = self.recorder.end_step(
+            values, memory=memory, handed_out=handed_out, reports=reports
+        )
         if self._log is not None:
             self._log.write(record)
         if self._live is not None:
@@ -124,6 +157,7 @@ class RunReport:
         """
         try:
             sources = self._sources(feed, together=together)
+            self._share_memory(together=together)
             if together and not self._config.enabled and self._exchange is not None:
                 own = [self._eval_left_out, self._eval_truncated]
                 sums = zip(*self._exchange.gather_counts(own), strict=True)
@@ -149,6 +183,8 @@ class RunReport:
         together: bool,
     ) -> None:
         chosen = {}
+        if self._memory is not None:
+            chosen["memory"] = f"{self._memory}; {self._num_shapes} shapes of micro-batches"
         if self.cost is not None:
             chosen["cost model"] = self.cost.describe()
         if self._config.exchange is ExchangeMode.AUTO and feed is not None:
@@ -163,7 +199,21 @@ class RunReport:
             )
         if self._config.log_dir is not None and self._log is not None:
             flags = _flags(self._args, self._config)
-            write_run(self._config.log_dir, {"flags": flags, **chosen, "ended_cleanly": together})
+            values = {"flags": flags, **chosen, "ended_cleanly": together}
+            if self._memory is not None:
+                values |= {"memory_bytes": asdict(self._memory), "num_shapes": self._num_shapes}
+            write_run(self._config.log_dir, values)
+
+    def _share_memory(self, *, together: bool) -> None:
+        """Take the most of all replicas."""
+        if self.recorder is None or self._memory is None:
+            return
+        self._num_shapes = len(self.recorder.shapes)
+        if together and self._exchange is not None:
+            memory = self._memory
+            own = [memory.peak, memory.reserved, self._num_shapes]
+            peak, reserved, self._num_shapes = map(max, *self._exchange.gather_counts(own), own)
+            self._memory = replace(memory, peak=peak, reserved=reserved)
 
     def _chosen_otherwise(self, live: LiveReport, feed: StepFeed) -> str:
         """Return what mode `auto` did where it made no choice for the run in this process."""

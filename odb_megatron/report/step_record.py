@@ -52,6 +52,10 @@ class StepRecord:
         fetch_wait_s: longest that a replica's planner waited for samples of the step, seconds.
         window_bytes: bytes of this replica's samples that are preprocessed and not emitted.
         queue_bytes: bytes of the finished steps that wait behind this one.
+        peak_memory_bytes: most device memory that tensors have taken so far on this replica's first
+            or last pipeline stage; without a device, that the process has.
+        reserved_memory_bytes: the same of torch's allocator, 0 without a device.
+        num_shapes: different lengths of micro-batches on this replica so far.
     """
 
     iteration: int
@@ -85,6 +89,9 @@ class StepRecord:
     fetch_wait_s: float = 0.0
     window_bytes: int = 0
     queue_bytes: int = 0
+    peak_memory_bytes: int = 0
+    reserved_memory_bytes: int = 0
+    num_shapes: int = 0
 
 
 class StepLog:
