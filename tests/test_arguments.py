@@ -53,6 +53,7 @@ def test_defaults() -> None:
         context=128,
         plan_ahead=2,
         worker_start=WorkerStart.FORKSERVER,
+        warmup_worst_case=False,
         timeout_s=600.0,
         stall_warn_s=60.0,
         on_peer_failure=OnPeerFailure.EXIT,
@@ -97,6 +98,10 @@ def test_micro_batches_of_one_length() -> None:
         ("--odb-worker-start fork", "--odb-worker-start would do nothing without --odb"),
         ("--odb-timeout-s 9", "--odb-timeout-s would do nothing without --odb"),
         ("--odb-stall-warn-s 9", "--odb-stall-warn-s would do nothing without --odb"),
+        (
+            "--odb-warmup-worst-case",
+            "--odb-warmup-worst-case would do nothing without --odb",
+        ),
         ("--odb-on-peer-failure exit", "--odb-on-peer-failure would do nothing without --odb"),
         ("--odb --odb-timeout-s 0", "--odb-timeout-s must be above 0 seconds, got 0"),
         ("--odb --odb-stall-warn-s inf", "--odb-stall-warn-s must be above 0 seconds, got inf"),
@@ -190,6 +195,7 @@ def test_the_budget_limits_packed_samples(budget: int) -> None:
         "--odb --odb-cost-linear 0.1 --odb-cost-quadratic 3e-7 --odb-cost-fixed 12.34567890123",
         "--odb --odb-balance microbatch",
         "--odb --odb-plan-ahead 5 --odb-worker-start fork",
+        "--odb --odb-warmup-worst-case",
         "--odb --odb-timeout-s 90 --odb-stall-warn-s 5 --odb-on-peer-failure report",
     ],
 )
@@ -201,7 +207,7 @@ def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_odb_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest.startswith("odb")]
-    assert len(actions) == 25
+    assert len(actions) == 26
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +32,10 @@ class _Listener:
 
     def on_header(self, header: StepHeader, *, training: bool) -> None:
         self.told.append(("header", header.totals.num_micro_batches, training))
+
+    def on_first_step(self, train_step: Mapping[str, Any]) -> None:
+        self.told.append(("first step", dict(train_step)))
+        train_step["forward_backward_func"](data_iterator=iter([1]), model="model", seq_length=3)
 
     def wants_backward(self) -> bool:
         return self.is_timing
@@ -96,6 +100,10 @@ def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         if flops < 0:
             raise OSError("disk full")
 
+    def train_step(forward_backward_func: Any, *, iteration: int | None = None) -> str:
+        calls.append(("step", iteration))
+        return "trained"
+
     def evaluate_and_print_results(prefix: str, forward: Any, data_iterator: Any) -> str:
         calls.append(("evaluate", prefix, module.args.eval_iters))
         return "done"
@@ -113,6 +121,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             compute_throughputs_and_append_to_progress_log
         ),
         evaluate_and_print_results=evaluate_and_print_results,
+        train_step=train_step,
     )
     monkeypatch.setattr(hooks_module, "_training_module", lambda: module)
     monkeypatch.setattr(hooks_module, "_checkpointing_module", lambda: module)
@@ -141,6 +150,26 @@ def test_install_and_remove(training: SimpleNamespace, packed: bool, names: set[
     assert _functions(training) == before
     hooks.remove()
     assert _functions(training) == before
+
+
+def test_the_first_step_is_told_of_once(training: SimpleNamespace) -> None:
+    """A schedule that runs before it gets its arguments as they are, and nothing is told of it."""
+    listener, original = _Listener(), training.train_step
+    hooks = Hooks(listener, packed=True, micro_batch_length=64, tells_first_step=True)
+    hooks.install()
+    schedule = training.get_forward_backward_func()
+    for iteration in (5, 6):
+        assert training.train_step(schedule, iteration=iteration) == "trained"
+    assert listener.told == [("first step", {"forward_backward_func": schedule, "iteration": 5})]
+    (_, arguments), *steps = training.calls[1:]
+    assert next(arguments["data_iterator"]) == 1
+    assert arguments["seq_length"] == 3
+    assert "num_microbatches" not in arguments
+    assert steps == [("step", 5), ("step", 6)]
+    hooks.remove()
+    assert training.train_step is original
+    Hooks(listener, packed=True).install()
+    assert training.train_step is original
 
 
 @pytest.mark.parametrize("virtual", [False, True])

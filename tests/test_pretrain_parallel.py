@@ -370,14 +370,13 @@ def test_micro_batches_padded_to_the_budget(
 WARMED_UP: dict[str, tuple[int, str]] = {
     "dp2": (2, f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"),
     "vpp2x2": (2, VPP),
-    "cp2": (2, CP),
     "experts": (4, f"{EXPERTS} {EP} {PP} --moe-z-loss-coeff 0.01"),
     "expert_bias": (
         2,
         f"{NO_ROUTER_LOSS} {EP} --moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1",
     ),
-    "global_loss": (2, EXPERTS.replace("aux_loss", "global_aux_loss")),
+    "global_loss_cp2": (2, f"{EXPERTS.replace('aux_loss', 'global_aux_loss')} {CP}"),
     "mtp_pp2": (2, f"--mtp-num-layers 1 {PP}"),
     "tp2_sp": (2, f"{TP} {SP} --hidden-dropout 0.1"),
 }
@@ -417,7 +416,7 @@ def test_the_worst_case_leaves_no_trace(
 
 
 def _router_losses(output: str) -> list[str]:
-    return re.findall(r"((?:load_balancing|z|mtp_1)\S* loss: \S+)", output)
+    return re.findall(r"(?:load_balancing_loss|z_loss|mtp_1 loss): \S+", output)
 
 
 def test_a_worst_case_that_does_not_fit(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
