@@ -228,6 +228,11 @@ class OdbRun:
         self._is_warming_up = True
         try:
             took = warm_up(train_step, self._args, self.config, self._place)
+        except RuntimeError as error:  # of a collective, where another rank is out of memory
+            loss = "" if self._peers is None else self._peers.loss_behind(error)
+            if not loss:
+                raise
+            raise RuntimeError(f"the worst case could not be run to its end: {loss}") from error
         finally:
             self._is_warming_up = False
         assert self._replica is not None, "it gives the data that is about to be trained on"
