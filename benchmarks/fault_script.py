@@ -3,8 +3,8 @@
 As examples/pretrain_gpt_odb.py on the CPU device layer, with `fault_data` as its data. The kinds:
 `killed_in_step` and `killed_planning` (RANK ends by SIGKILL), `device_call` (the same, while the
 others are in a call that no signal or error ends), `waits` (RANK notes that it is in a step, for
-whoever stops or signals it), `slow` (RANK takes SLOW_S seconds for its first evaluation, and for its
-first checkpoint), and those of `fault_data`.
+whoever stops or signals it), `slow` (RANK takes SLOW_S seconds for its first evaluation, and for
+its first checkpoint), and those of `fault_data`.
 """
 
 from __future__ import annotations

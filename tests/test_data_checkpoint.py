@@ -316,6 +316,7 @@ def test_what_the_checkpoint_says_is_nothing_known(cost: Saved, text: str) -> No
         (lambda s: s["planner"]["window"].pop(), ""),
         (lambda s: s.update(tokens_so_far=-1), "has a damaged data entry"),
         (lambda s: s.update(tokens_so_far="1"), "has a damaged tokens_so_far entry"),
+        (lambda s: s["bad_records"].update(num=-1), "bad_records is {'num': -1, 'positions': []}"),
         (lambda s: s["data"].pop("sources"), "has a damaged data entry"),
         (lambda s: s["data"].update(sources=[1]), "has a damaged data entry"),
         (lambda s: s["data"]["sources"][0].pop("seed"), "has a damaged data entry"),

@@ -35,6 +35,7 @@ GOOD: dict[str, Any] = {
     "odb_balance": None,
     "odb_overlong": "error",
     "odb_bad_record": "error",
+    "odb_max_bad_records": None,
     "odb_attention": "auto",
     "odb_log_dir": None,
     "odb_resume_strict": None,
