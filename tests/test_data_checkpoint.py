@@ -462,7 +462,7 @@ class Source:
     def progress(self) -> Progress:
         if self._fails:
             raise OSError("no space left")
-        snapshot = {"consumed": 0, "window": np.zeros((0, 3), dtype=np.int64)}
+        snapshot = {"consumed": 0, "step": 0, "window": np.zeros((0, 3), dtype=np.int64)}
         return Progress(snapshot=snapshot, source_counts=(), exchange_choice=None, window_bytes=0)
 
 
