@@ -11,6 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ import torch
 from odb_megatron.data.fetch_limit import limited
 from odb_megatron.data.sample import Hole, Sample
 from odb_megatron.data.stream import FetchError, SampleStream
-from odb_megatron.data.workers import Packed, Workers, WorkerStart
+from odb_megatron.data.worker_reader import WorkerReader
+from odb_megatron.data.workers import Packed, Workers, WorkerStart, recorded
 
 __all__ = ["PositionFeed", "ReplicaStream", "WorkerError"]
 
@@ -93,11 +95,12 @@ class ReplicaStream:
             ahead = lead if isinstance(positions, PositionFeed) else min(lead, len(positions))
             size = max(1, min(_MOST_IN_GROUP, ahead // (num * _PREFETCH)))
             options["prefetch_factor"] = max(1, min(_PREFETCH, lead // num))
-            options["multiprocessing_context"] = multiprocessing.get_context("fork")
+            context: BaseContext = multiprocessing.get_context("fork")
             if workers.start is not WorkerStart.FORK:
                 packed = Packed(stream)
-                options["multiprocessing_context"] = packed.context(workers.start)
+                context = packed.context(workers.start)
                 fetcher = _Fetcher(packed)
+            options["multiprocessing_context"], dead = recorded(context)
         fetcher.limit_s = limit_s
         loader = torch.utils.data.DataLoader(
             fetcher,
@@ -111,6 +114,8 @@ class ReplicaStream:
         )
         self._stream = stream
         self._groups: Iterator[Fetched] = iter(loader)
+        if num:
+            self._groups = WorkerReader(self._groups, dead=dead)
         self._items: deque[tuple[int, Sample | Hole | FetchError]] = deque()
 
     def take(self, position: int) -> Sample | Hole:

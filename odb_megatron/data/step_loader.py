@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from odb_megatron.data.bad_records import BadRecords
 from odb_megatron.data.finished_step import FinishedStep, Progress, StepHeader
 from odb_megatron.data.held_samples import HeldSamples
 from odb_megatron.data.replica_stream import PositionFeed, ReplicaStream
-from odb_megatron.data.sample import Hole, Sample
+from odb_megatron.data.sample import Hole, HoleReason, Sample
 from odb_megatron.data.sample_hand_over import Payloads
 from odb_megatron.data.sample_wire import wire_size
 from odb_megatron.data.stream import SampleStream
@@ -78,6 +79,7 @@ class StepLoader:
     Attributes:
         fetch_limit_s: seconds that a worker has for a sample, 0 for any time; set before the first
             step.
+        bad_records: those that were left out.
 
     Raises:
         ValueError: `config.exchange` needs a channel for samples.
@@ -112,6 +114,7 @@ class StepLoader:
         self._feed = PositionFeed()
         self._wait_s = 0.0
         self.fetch_limit_s = 0.0
+        self.bad_records = BadRecords(config.max_bad_records)
         self._calibration: _Calibration | None = None
         self._fit: CostFit | None = None
         self._on_fit: Callable[[CostFit], None] | None = None
@@ -200,6 +203,7 @@ class StepLoader:
             LoaderClosedError: a replica has closed its loader; it may be this one.
             ReplicaFailedError, ControlError: another replica has failed, or is gone.
             BadRecordError, OverlongError, ChatTemplateError: by policy.
+            TooManyBadRecordsError: on all replicas, in the same step.
         """
         if self._is_over or self._planner.is_finished:
             self._is_over = True
@@ -228,6 +232,8 @@ class StepLoader:
             source_counts=self._held.counted(),
             exchange_choice=self._planner.exchange_choice,
             window_bytes=self._held.num_bytes,
+            num_bad=self.bad_records.num,
+            bad_records=self.bad_records,
         )
 
     def state_dict(self) -> dict[str, object]:
@@ -279,7 +285,9 @@ class StepLoader:
         plans = self._share(self._plan_record, PlanRecord(target=0))
         selected = RecordTable(PlanRecord, plans)
         lists = self._share_lists(selected) if self._planner.wants_exchange(selected) else []
-        return self._planner.commit(selected, lists)
+        plan = self._planner.commit(selected, lists)
+        self.bad_records.add_up(plan.totals)
+        return plan
 
     def _require_one_config(self, table: RecordTable[WindowRecord]) -> None:
         """Name the fields in which configurations differ; one more exchange, if they do."""
@@ -366,20 +374,20 @@ class StepLoader:
             workers = Workers(
                 num=self._num_workers, start=self._worker_start, timeout_s=self.fetch_limit_s
             )
+            stream = self._stream.without(self.bad_records.known)
             if config.is_online:
-                self._source = ReplicaStream(
-                    self._stream, self._feed, workers=workers, lead=config.lead
-                )
+                self._source = ReplicaStream(stream, self._feed, workers=workers, lead=config.lead)
             else:
                 own = config.own_positions(self._exchange.replica)
                 shard = range(first, own.stop, own.step)
-                self._source = ReplicaStream(self._stream, shard, workers=workers)
+                self._source = ReplicaStream(stream, shard, workers=workers)
         return self._source
 
     def _observe(self, position: int, item: Sample | Hole) -> None:
         if isinstance(item, Hole):
             self._held.leave_out(item)
-            self._planner.observe(position, num_tokens=0, num_loss_tokens=0)
+            self.bad_records.note(position, item)
+            self._planner.leave_out(is_bad=item.reason is HoleReason.BAD_RECORD)
             return
         self._held.add(position, item)
         self._planner.observe(

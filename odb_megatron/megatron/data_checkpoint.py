@@ -159,6 +159,7 @@ class DataCheckpoint:
                 "data": self._identity,
                 "tokens_so_far": tokens_so_far,
                 "planner": self._trained.state_dict(),
+                "bad_records": self._trained.bad_records_state(),
             }
             data = encode_state(state)
             write_file(path, data)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from odb_megatron.data.bad_records import check_bad_records
 from odb_megatron.plan.state import check_values
 
 __all__ = [
@@ -35,7 +36,7 @@ MAX_STATE_BYTES = 1 << 26
 MAX_BLEND_PLACES = 4096
 """Places of a blend that a state compares, at most."""
 
-_KEYS = {"data", "planner", "tokens_so_far"}
+_KEYS = {"bad_records", "data", "planner", "tokens_so_far"}
 _DATA_KEYS = {"blend", "sources", "tokenizer"}
 _SOURCE_KEYS = {"path", "fingerprint", "num_records", "seed", "ends"}
 
@@ -92,8 +93,8 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
     """Return the file's content.
 
     Args:
-        state: `planner` (see `ReplicaPlanner.state_dict`), `tokens_so_far`, and `data` (see
-            `data_identity`).
+        state: `planner` (see `ReplicaPlanner.state_dict`), `tokens_so_far`, `bad_records` (see
+            `Progress.bad_records_state`), and `data` (see `data_identity`).
     """
     return json.dumps(dict(state), sort_keys=True).encode()
 
@@ -124,6 +125,7 @@ def decode_state(data: bytes, path: str) -> dict[str, Any]:
         )
     try:
         check_values(state["planner"])
+        check_bad_records(state["bad_records"])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     tokens = state["tokens_so_far"]

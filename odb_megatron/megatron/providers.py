@@ -128,6 +128,7 @@ def build_loader(
         max_delay_steps=config.max_delay_steps,
         exchange=config.exchange if training else ExchangeMode.NONE,
         pads_to_budget=config.pad_to_budget,
+        max_bad_records=config.max_bad_records if training else None,
         cost=config.prices.model()
         if config.prices
         else model_cost(args, token_budget=config.token_budget),

@@ -10,6 +10,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -264,10 +265,12 @@ class OdbRun:
         """See `hooks.RunListener`."""
         self._saved_digest = getattr(checkpoint_args, "odb_data_state", None)
 
+    def saving(self) -> AbstractContextManager[None]:
+        """See `hooks.RunListener`: no watchdog ends the process within."""
+        return nullcontext() if self._peers is None else self._peers.saving()
+
     def on_saving(self, iteration: int, *, is_persistent: bool) -> None:
         """See `hooks.RunListener`: write the loader's state, and put its digest into the args."""
-        if self._peers is not None:
-            self._peers.saving(True)
         if self._checkpoint is not None:
             tokens = self.tokens_so_far() or 0
             self._checkpoint.stage(iteration, tokens_so_far=tokens, is_persistent=is_persistent)
@@ -276,8 +279,6 @@ class OdbRun:
         """See `hooks.RunListener`: put the loader's state beside the checkpoint."""
         if self._checkpoint is not None:
             self._checkpoint.publish(iteration, is_persistent=is_persistent)
-        if self._peers is not None:
-            self._peers.saving(False)
 
     def tokens_so_far(self) -> int | None:
         """See `hooks.RunListener`."""

@@ -51,6 +51,7 @@ class PlanConfig:
         draw_lead: positions assigned to a replica beyond its window, so that workers can fetch
             ahead; None for one step's share. It must not depend on the number of workers.
         exchange: whether replicas hand samples to each other.
+        max_bad_records: see `bad_records`; None for no limit.
         pads_to_budget: whether every micro-batch is padded to the budget, to have one shape.
         data: digest of the data source and its order, so that different files are noticed.
     """
@@ -72,6 +73,7 @@ class PlanConfig:
     draw_lead: int | None = None
     exchange: ExchangeMode = ExchangeMode.NONE
     pads_to_budget: bool = False
+    max_bad_records: int | None = None
     data: str = ""
 
     def __post_init__(self) -> None:
@@ -96,6 +98,8 @@ class PlanConfig:
                 "max_patches and draw_lead must not be negative; got "
                 f"{self.max_patches} and {self.draw_lead}"
             )
+        if (self.max_bad_records or 0) < 0:
+            raise ValueError(f"max_bad_records must not be negative; got {self.max_bad_records}")
         if self.shards:
             self._check_shards()
 

@@ -157,6 +157,10 @@ class ReplicaPlanner:
         sample = (num_tokens, num_loss_tokens, truncated, num_patches, num_bytes)
         self._holding.observe(position, sample)
 
+    def leave_out(self, *, is_bad: bool) -> None:
+        """Count a drawn position that emits nothing; `is_bad`: its record is the reason."""
+        self._holding.leave_out(is_bad=is_bad)
+
     def calibration_record(self, times: Sequence[MicroBatchTime]) -> CalibrationRecord:
         """Return this replica's sums of measured times, to be exchanged between two steps."""
         return calibration_record(
