@@ -43,12 +43,14 @@ class Progress:
         source_counts: what the replica has consumed of each source.
         exchange_choice: see `ReplicaPlanner.exchange_choice`.
         window_bytes: bytes of the samples that are preprocessed and not emitted.
+        source: state of an iterable source, see `ReplicaItems.state`; None for random access.
     """
 
     snapshot: dict[str, Any]
     source_counts: tuple[SourceCounts, ...]
     exchange_choice: ExchangeChoice | None
     window_bytes: int
+    source: dict[str, Any] | None = None
 
     @property
     def exchanges(self) -> bool | None:

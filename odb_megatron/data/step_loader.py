@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from odb_megatron.data.finished_step import FinishedStep, Progress, StepHeader
 from odb_megatron.data.held_samples import HeldSamples
+from odb_megatron.data.item_stream import ItemStream, ReplicaItems, compare_heads
 from odb_megatron.data.replica_stream import PositionFeed, ReplicaStream
 from odb_megatron.data.sample import Hole, Sample
 from odb_megatron.data.sample_hand_over import Payloads
@@ -85,7 +86,7 @@ class StepLoader:
 
     def __init__(
         self,
-        stream: SampleStream,
+        stream: SampleStream | ItemStream,
         config: PlanConfig,
         *,
         exchange: Exchange,
@@ -109,6 +110,8 @@ class StepLoader:
         self._held = HeldSamples(config, num_sources=len(stream.source_names))
         self._planner = ReplicaPlanner(config, replica=exchange.replica, consumed=consumed)
         self._source: ReplicaStream | None = None
+        self._items: ReplicaItems | None = None  # of an iterable source, in place of the above
+        self._compares_heads = config.has_own_iterators
         self._feed = PositionFeed()
         self._wait_s = 0.0
         self.fetch_limit_s = 0.0
@@ -155,7 +158,7 @@ class StepLoader:
             self._on_fit(fit)
 
     @property
-    def stream(self) -> SampleStream:
+    def stream(self) -> SampleStream | ItemStream:
         """The stream the samples come from."""
         return self._stream
 
@@ -209,12 +212,12 @@ class StepLoader:
             plan = self._plan_step()
         except BaseException:
             self._is_over = True
-            self._source = None  # its workers end here
+            self._end_source()
             raise
         finally:
             self._until_trained = _at_once  # not kept: workers should not wait for a cycle's end
         if plan.totals.is_final:
-            self._source = None  # all is drawn
+            self._end_source()  # all is drawn
         try:
             return self._finish_step(plan)
         except BaseException as error:
@@ -223,8 +226,14 @@ class StepLoader:
 
     def progress(self) -> Progress:
         """Return where the loader stands after the last step made."""
+        snapshot = self._planner.snapshot()
+        source = None
+        if isinstance(self._stream, ItemStream):
+            window = snapshot["window"][:, 0].tolist()
+            source = self._open_items(self._stream).state(window)
         return Progress(
-            snapshot=self._planner.snapshot(),
+            snapshot=snapshot,
+            source=source,
             source_counts=self._held.counted(),
             exchange_choice=self._planner.exchange_choice,
             window_bytes=self._held.num_bytes,
@@ -234,15 +243,24 @@ class StepLoader:
         """Planner state after the last step made; see `ReplicaPlanner.state_dict`."""
         return self._planner.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, source: Any = None) -> None:
         """Continue from `state`: the window's samples are preprocessed again.
 
+        Args:
+            state: of the planner.
+            source: `Progress.source`, where the stream is of an iterable source.
+
         Raises:
-            ValueError: see `ReplicaPlanner.load_state_dict`.
+            ValueError: see `ReplicaPlanner.load_state_dict` and `ReplicaItems.restore`.
         """
         fetched: dict[int, tuple[int, ...]] = {}
-        for position, _, _ in state.get("window", []):
-            item = self._stream.fetch(position)
+        window = [position for position, _, _ in state.get("window", [])]
+        items: Mapping[int, Sample | Hole] = {}
+        if isinstance(self._stream, ItemStream):
+            items = self._open_items(self._stream).restore(source, window)
+            self._compares_heads = False
+        for position in window:
+            item = items[position] if items else self._fetch(position)
             if isinstance(item, Hole):
                 fetched[position] = (0, 0, 0)
             else:
@@ -275,6 +293,7 @@ class StepLoader:
         windows = self._share(self._window_record, WindowRecord(config=0, step=0, position=0))
         table = RecordTable(WindowRecord, windows)
         self._require_one_config(table)
+        self._require_own_shards(table)
         self._planner.set_target(table)
         plans = self._share(self._plan_record, PlanRecord(target=0))
         selected = RecordTable(PlanRecord, plans)
@@ -288,6 +307,14 @@ class StepLoader:
             return
         texts = self._exchange.exchange(self.config.to_text())
         raise ReplicaFailedError(config_differences(texts))
+
+    def _require_own_shards(self, table: RecordTable[WindowRecord]) -> None:
+        """Notice replicas that read the same items; one more exchange, before the first step."""
+        if not self._compares_heads or table.largest("failed") or table.largest("closing"):
+            return
+        self._compares_heads = False
+        assert self._items is not None, "opened when the first record was built"
+        compare_heads(self._exchange.exchange(self._items.head()))
 
     def _finish_step(self, plan: StepPlan) -> FinishedStep:
         micro_batches = self._held.emit(plan, payloads=self._exchange.payloads)
@@ -351,6 +378,8 @@ class StepLoader:
     def _draw(self) -> None:
         started = time.perf_counter()
         self._feed.extend(self._planner.upcoming())
+        if isinstance(self._stream, ItemStream):
+            self._draw_items(self._open_items(self._stream))
         while positions := self._planner.draw():
             source = self._open(positions[0])
             for position in positions:
@@ -359,13 +388,46 @@ class StepLoader:
                 self._observe(position, source.take(position))
         self._wait_s += time.perf_counter() - started
 
+    def _draw_items(self, items: ReplicaItems) -> None:
+        """Draw from an iterable source, whose end shows only when it is there."""
+        ends = self._config.has_unknown_end
+        while positions := self._planner.draw():
+            for position in positions:
+                if self._planner.is_closing:  # the record that comes next says so
+                    return
+                if ends and not items.has_next():
+                    self._planner.end_shard(position)
+                    return
+                self._observe(position, items.take(position))
+        if ends and not items.has_next():
+            self._planner.end_shard()
+
+    def _open_items(self, stream: ItemStream) -> ReplicaItems:
+        if self._items is None:
+            replica = self._exchange.replica
+            self._items = stream.open(self._config, replica=replica, workers=self._workers())
+        return self._items
+
+    def _fetch(self, position: int) -> Sample | Hole:
+        assert isinstance(self._stream, SampleStream), "items are not fetched by position"
+        return self._stream.fetch(position)
+
+    def _end_source(self) -> None:
+        """End the workers."""
+        self._source = None
+        if self._items is not None:
+            self._items.close()
+
+    def _workers(self) -> Workers:
+        return Workers(
+            num=self._num_workers, start=self._worker_start, timeout_s=self.fetch_limit_s
+        )
+
     def _open(self, first: int) -> ReplicaStream:
         """Return this replica's samples; opened when the first position is drawn."""
         if self._source is None:
-            config = self._config
-            workers = Workers(
-                num=self._num_workers, start=self._worker_start, timeout_s=self.fetch_limit_s
-            )
+            assert isinstance(self._stream, SampleStream), "items are drawn by `_draw_items`"
+            config, workers = self._config, self._workers()
             if config.is_online:
                 self._source = ReplicaStream(
                     self._stream, self._feed, workers=workers, lead=config.lead

@@ -123,12 +123,15 @@ class ReplicaPlanner:
         is_late = self._target is not None and self._target.steps_left > 1
         return self._holding.draw(most, end=end, is_late=is_late)
 
-    def end_shard(self, position: int) -> None:
+    def end_shard(self, position: int | None = None) -> None:
         """Note that this replica's shard, of unknown length, ends before `position`.
 
-        What `draw` has returned from there on does not exist; nothing of it may be observed.
+        Args:
+            position: what `draw` has returned from there on does not exist, and may not be
+                observed. None: all that was drawn exists.
         """
-        self._holding.shard.end(position)
+        shard = self._holding.shard
+        shard.end(shard.cursor if position is None else position)
 
     def upcoming(self) -> list[int]:
         """Return positions assigned since the last call, in the order `draw` will return them.
