@@ -132,11 +132,12 @@ class ReplicaItems:
         """Return the next item, which stands at `position` from now on; see `ItemFeed.take`."""
         number, item = self._feed.take()
         self._numbers[position] = number
-        if self._num_head < _HEAD_ITEMS and isinstance(item, Sample):
-            data = item.tokens.tobytes() + item.labels.tobytes()
-            self._head.update(data)
-            self._head_items.add(data)
+        if self._num_head < _HEAD_ITEMS:
             self._num_head += 1
+            if isinstance(item, Sample):
+                data = item.tokens.tobytes() + item.labels.tobytes()
+                self._head.update(data)
+                self._head_items.add(data)
         return item
 
     def head(self) -> bytes:
