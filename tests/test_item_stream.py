@@ -157,10 +157,13 @@ def test_join_emits_every_item_once_per_pass_and_resumes(
         share = config.global_batch_size // config.num_replicas
         assert all(step.header.totals.num_consumed <= config.global_batch_size for step in steps)
         assert share * config.num_replicas == config.global_batch_size
-    if len(names) > 1:
-        at = rng.randrange(len(names) - 1)
-        rest, _, _ = _run(stream, config, states=states[at])
-        assert rest == names[at + 1 :]
+    at = rng.randrange(len(names))
+    rest, _, _ = _run(stream, config, states=states[at])
+    assert rest == names[at + 1 :]
+    more = _stream(IterableShards(make=made, parts=parts), passes=passes + 1)
+    rest, _, _ = _run(more, config, states=states[at])
+    both = Counter(name for step in names[: at + 1] + rest for part in step for name in part)
+    assert both == dict.fromkeys(_usable(made), passes + 1)
 
 
 @settings(max_examples=40, deadline=None)
@@ -314,7 +317,8 @@ def test_a_source_without_a_state_trains_and_is_not_resumed() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ends": False}, "resume with the same kind of run length"),
+        ({"passes": None}, "resume with the same kind of run length"),
+        ({"passes": 3}, "ask for at least as many"),
         ({"version": 9}, "of another version"),
         ({"held": [0, 0]}, "do not belong together"),
         ({"next": True}, "damaged or of another version"),

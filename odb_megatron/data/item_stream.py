@@ -28,7 +28,7 @@ from odb_megatron.plan.config import OPEN_TOTAL, PlanConfig, ShardLength
 __all__ = ["ItemStream", "ReplicaItems", "compare_heads"]
 
 _STATE_VERSION = 1
-_STATE_KEYS = {"version", "ends", "has_state", "next", "held", "from"}
+_STATE_KEYS = {"version", "passes", "has_state", "next", "held", "from"}
 _HEAD_ITEMS = 8
 
 
@@ -157,7 +157,7 @@ class ReplicaItems:
         following = self._feed.next_number
         return {
             "version": _STATE_VERSION,
-            "ends": self._shard.passes is not None,
+            "passes": self._shard.passes,
             "has_state": self._feed.has_state and self._shard.keeps_state,
             "next": following,
             "held": held,
@@ -225,13 +225,7 @@ class ReplicaItems:
                 "use torchdata's StatefulDataLoader, or Megatron-Energon's savable loader), and "
                 "start the data anew (--finetune)"
             )
-        if state["ends"] is not (self._shard.passes is not None):
-            raise ValueError(
-                "the data state was saved with "
-                f"{'--odb-epochs' if state['ends'] else 'a number of samples'} and this run has "
-                "the other: resume with the same kind of run length, or start the data anew "
-                "(--finetune)"
-            )
+        self._check_passes(state["passes"])
         begin = snapshot_from(state["from"], num_parts=self._shard.shards.parts)
         held = state["held"]
         is_whole = len(held) == len(window) == len(set(held))
@@ -241,6 +235,25 @@ class ReplicaItems:
                 "restore it"
             )
         return begin
+
+    def _check_passes(self, saved: Any) -> None:
+        """Raise unless the run may end where this one is to end.
+
+        Raises:
+            ValueError: another kind of run length, or a shorter run.
+        """
+        passes = self._shard.passes
+        if (saved is None) is not (passes is None):
+            then = "a number of samples" if saved is None else f"--odb-epochs {saved}"
+            raise ValueError(
+                f"the data state was saved with {then} and this run has the other: resume with the "
+                "same kind of run length, or start the data anew (--finetune)"
+            )
+        if passes is not None and (type(saved) is not int or saved > passes):
+            raise ValueError(
+                f"the data state was saved with --odb-epochs {saved}, this run has {passes}: ask "
+                "for at least as many, or start the data anew (--finetune)"
+            )
 
 
 def compare_heads(heads: Sequence[bytes]) -> None:

@@ -7,6 +7,7 @@ that may come back are listed here, and only their fields are set.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import importlib
 import math
 from collections.abc import Mapping
@@ -86,7 +87,8 @@ def _encode(value: Any, owner: str, *, depth: int) -> Any:
     if _ENERGON.get(name) == type(value).__module__:
         if isinstance(value, dict):
             return {_KIND: name, "items": [[inner(k), inner(v)] for k, v in value.items()]}
-        return {_KIND: name, "fields": {k: inner(v) for k, v in vars(value).items()}}
+        names = [one.name for one in dataclasses.fields(value)]
+        return {_KIND: name, "fields": {one: inner(getattr(value, one)) for one in names}}
     if isinstance(value, Mapping):
         if all(type(key) is str for key in value) and _KIND not in value:
             return {key: inner(item) for key, item in value.items()}

@@ -164,6 +164,8 @@ class StepLoader:
 
     def __len__(self) -> int:
         """Steps of one pass over the stream, for loaders with the policy `samples`."""
+        if self._planner.is_finished:
+            return 0
         left = self._config.total - self._first_consumed
         return -(-left // self._config.global_batch_size)
 
@@ -259,6 +261,8 @@ class StepLoader:
         if isinstance(self._stream, ItemStream):
             items = self._open_items(self._stream).restore(source, window)
             self._compares_heads = False
+            if source["passes"] != self._stream.passes:  # the end is another one
+                state = {**state, "deadline": -1}
         for position in window:
             item = items[position] if items else self._fetch(position)
             if isinstance(item, Hole):

@@ -155,11 +155,13 @@ class DataCheckpoint:
         try:
             self.note_trained()
             assert self._trained is not None, "a checkpoint before any step"
-            state = {
+            state: dict[str, Any] = {
                 "data": self._identity,
                 "tokens_so_far": tokens_so_far,
                 "planner": self._trained.state_dict(),
             }
+            if self._trained.source is not None:
+                state["source"] = self._trained.source
             data = encode_state(state)
             write_file(path, data)
         except BaseException:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from odb_megatron.comm.control import ControlGroup
+from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.data_checkpoint import loaded_folder
@@ -72,6 +73,9 @@ def resume_data(
     """
     if not args.iteration or args.finetune or args.skip_train:
         return None
+    is_iterable = isinstance(loader.stream, ItemStream)
+    if saved is None and is_iterable:
+        raise ValueError(_no_place("no data state in the checkpoint"))
     if saved is None:
         _together(exchange, lambda: _refuse_unknown(args, replica=exchange.replica))
         _tell(args, "no data state in the checkpoint")
@@ -89,6 +93,8 @@ def resume_data(
     ]
     files = _together(exchange, lambda: _chosen(options, digest))
     if files is None:
+        if is_iterable:
+            raise ValueError(_no_place(f"data state {options[0][0].path} is missing"))
         if config.policy is PolicyName.COST and config.resume_strict:
             raise ValueError(_gone(options[0][0].path))
         _tell(args, "the data state is gone from the checkpoint")
@@ -96,7 +102,10 @@ def resume_data(
     own = files[exchange.replica if is_same_size else 0]
     state = _together(exchange, lambda: decode_state(own.data, own.path))
     is_changed = _together(exchange, lambda: _check(args, config, loader, state, own.path))
-    if config.policy is PolicyName.SAMPLES:
+    if is_iterable and is_same_size:
+        source = state.get("source")
+        _together(exchange, lambda: loader.load_state_dict(state["planner"], source=source))
+    elif config.policy is PolicyName.SAMPLES and not is_iterable:
         loader.load_cost(state["planner"])
     elif is_same_size and not is_changed:
         _together(exchange, lambda: loader.load_state_dict(state["planner"]))
@@ -235,6 +244,13 @@ def _refuse_unknown(args: argparse.Namespace, *, replica: int) -> None:
             f"sample {args.consumed_train_samples} of the stream; or start the data anew "
             "(--finetune)"
         )
+
+
+def _no_place(what: str) -> str:
+    return (
+        f"{what}, and an iterable source cannot be continued without: restore it, or start the "
+        "data anew (--finetune)"
+    )
 
 
 def _gone(path: str) -> str:

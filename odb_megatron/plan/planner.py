@@ -367,7 +367,7 @@ class ReplicaPlanner:
         cost, linear_ps = saved_cost(state)
         self.set_cost(cost, linear_ps=linear_ps)
         self._holding.restore(state, fetched=fetched)
-        self._termination.restore(deadline, consumed=self._consumed)
+        self._termination.restore(deadline, step=self._step, consumed=self._consumed)
         self._rebuild_policy(self._exchange.restore(state["exchanges"]))
         self._policy.restore(list(state["knowledge"]))
 

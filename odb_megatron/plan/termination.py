@@ -83,6 +83,7 @@ class Termination:
         self._batch = global_batch_size
         self._rounds_up = rounds_up
         self._deadline: int | None = None
+        self._last = -1  # step begun
         is_done = total is not None and consumed >= total
         self._phase = Phase.FINISHED if is_done else Phase.RUNNING
 
@@ -113,6 +114,7 @@ class Termination:
             rest: samples held when all shards of unknown length have ended, None before.
         """
         assert not self.is_over, f"step {step} is planned past the end ({self._phase.value})"
+        self._last = step
         if self._total is not None:
             rest = self._total - consumed
         elif rest is None:
@@ -138,6 +140,8 @@ class Termination:
         """
         if is_final or (self._total is not None and consumed >= self._total):
             self._phase = Phase.FINISHED
+            if self._total is None:
+                self._deadline = self._last  # so that a state tells
         else:
             left = "some" if self._total is None else self._total - consumed
             assert self._phase is not Phase.FINAL, f"the final step left {left} positions"
@@ -152,9 +156,9 @@ class Termination:
         """Return the deadline as an int, -1 for none."""
         return -1 if self._deadline is None else self._deadline
 
-    def restore(self, deadline: int, *, consumed: int) -> None:
-        """Continue from `state` after `consumed` positions."""
+    def restore(self, deadline: int, *, step: int, consumed: int) -> None:
+        """Continue from `state` before `step`, after `consumed` positions."""
         self._deadline = None if deadline < 0 else deadline
-        done = self._total is not None and consumed >= self._total
+        done = -1 < deadline < step if self._total is None else consumed >= self._total
         drains = self._deadline is not None
         self._phase = Phase.FINISHED if done else Phase.DRAINING if drains else Phase.RUNNING
