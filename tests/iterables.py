@@ -18,9 +18,9 @@ __all__ = ["Lines", "MakeLines", "Stateless"]
 BASE = 1000
 
 
-def item(name: int, length: int) -> dict[str, Any]:
+def item(name: int, length: int, *, base: int = BASE) -> dict[str, Any]:
     """Item `name`; length 0 stands for a bad record."""
-    tokens = name * BASE + np.arange(max(1, length))
+    tokens = name * base + np.arange(max(1, length))
     mask = np.full(tokens.size, float(length > 0), dtype=np.float32)
     return {"tokens": tokens, "labels": tokens + 1, "loss_mask": mask}
 
@@ -32,6 +32,7 @@ class Stateless:
         names: of its items.
         lengths: of its items.
         failing: item that raises, or with `kills` ends the process.
+        base: see `item`.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class Stateless:
         *,
         failing: int | None = None,
         kills: bool = False,
+        base: int = BASE,
     ) -> None:
         self.names, self.lengths = list(names), list(lengths)
         self.failing, self.kills = failing, kills
         self.begin = 0
+        self.base = base
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.at, self.begin = self.begin, 0
@@ -55,7 +58,7 @@ class Stateless:
             if name == self.failing:
                 raise KeyError(f"no such thing in item {name}")
             self.at += 1
-            yield item(name, self.lengths[name])
+            yield item(name, self.lengths[name], base=self.base)
 
 
 class Lines(Stateless):
@@ -81,7 +84,10 @@ class MakeLines:
     kind: type[Stateless] = Lines
     failing: int | None = None
     kills: bool = False
+    base: int = BASE
 
     def __call__(self, index: int, num_shards: int) -> Stateless:
         names = [i for i, owner in enumerate(self.owners) if owner % num_shards == index]
-        return self.kind(names, self.lengths, failing=self.failing, kills=self.kills)
+        return self.kind(
+            names, self.lengths, failing=self.failing, kills=self.kills, base=self.base
+        )

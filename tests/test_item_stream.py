@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from iterables import BASE, Lines, MakeLines, Stateless
 from made_up_data import rules
 
+from odb_megatron.comm.control import ControlError
 from odb_megatron.data.finished_step import FinishedStep
 from odb_megatron.data.item_stream import ItemStream
-from odb_megatron.data.iterable import IterableShards, SourceError, as_shards, is_iterable
+from odb_megatron.data.iterable import (
+    IterableShards,
+    SourceError,
+    as_shards,
+    has_own_workers,
+    is_iterable,
+)
 from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.replica_stream import WorkerError
 from odb_megatron.data.sample import BadRecordError
@@ -66,6 +76,11 @@ def _stream(
     )
 
 
+def _is_follow_up(error: BaseException) -> bool:
+    """Whether an error only tells that another replica has failed."""
+    return isinstance(error, (ReplicaFailedError, ControlError, threading.BrokenBarrierError))
+
+
 def _names(step: FinishedStep) -> list[int]:
     """Items of a step on one replica, by their first tokens."""
     found = []
@@ -98,10 +113,10 @@ def _run(
         loader._end_source()
         return found
 
-    results: list[Any] = run_in_threads(go, thread_exchanges(config.num_replicas))
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    results: list[Any] = run_in_threads(go, thread_exchanges(config.num_replicas, timeout_s=100.0))
+    failed = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(failed, key=_is_follow_up):
+        raise error
     names = [[part[0] for part in step] for step in zip(*results, strict=True)]
     saved = [[part[1] for part in step] for step in zip(*results, strict=True)]
     return names, saved, [part[2] for part in results[0]]
@@ -301,6 +316,34 @@ def test_a_worker_that_dies_is_named() -> None:
     text = _refused(_stream(IterableShards(make=made)), _config(), WorkerError, **options)
     assert "while it read train dataset" in text
     assert "lower --num-workers" in text
+
+
+@dataclass(frozen=True)
+class MakeLoader:
+    """Makes shards that are loaders themselves."""
+
+    made: MakeLines
+
+    def __call__(self, index: int, num_shards: int) -> Any:
+        shard = self.made(index, num_shards)
+        return torch.utils.data.DataLoader(Stream(shard), batch_size=None, collate_fn=list)
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, shard: Stateless) -> None:
+        self.shard = shard
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.shard)
+
+
+def test_a_loader_runs_in_the_trainer_process_only() -> None:
+    made = MakeLines([5] * 20, [0, 1] * 10)
+    loader = MakeLoader(made)(0, 1)
+    assert has_own_workers(as_shards(loader, name="train dataset"))
+    options = {"num_workers": 1, "worker_start": WorkerStart.FORK}
+    stream = _stream(IterableShards(make=MakeLoader(made)))
+    assert "hand over the loader itself" in _refused(stream, _config(), ValueError, **options)
 
 
 def test_a_source_without_a_state_trains_and_is_not_resumed() -> None:

@@ -39,6 +39,11 @@ SNAPSHOT_TURNS = 8
 
 _PREFETCH = 2
 
+_LOADER_IN_WORKER = (
+    "{name} is a DataLoader, whose own workers a worker process cannot start: hand over the loader "
+    "itself in place of IterableShards, or pass --num-workers 0"
+)
+
 Item = Sample | Hole | FetchError
 
 
@@ -140,7 +145,9 @@ class _Turns(torch.utils.data.IterableDataset[list[_Turn]]):
             if begin.parts is not None and state is None:
                 continue  # it had ended
             if part not in self._readers:
-                self._readers[part] = shard.reader(part)
+                self._readers[part] = reader = shard.reader(part)
+                if info is not None and isinstance(reader.dataset, torch.utils.data.DataLoader):
+                    raise ValueError(_LOADER_IN_WORKER.format(name=reader.name))
             self._readers[part].begin(begin.pass_index, state)
             live.append(part)
         source = ItemSource(rules=shard.rules, name=shard.name)

@@ -24,6 +24,7 @@ _ENERGON = {
     "SavableDataLoaderState": "megatron.energon.savable_loader",
     "SavableDatasetCheckpoint": "megatron.energon.savable_loader",
     "SavableDatasetState": "megatron.energon.savable_loader",
+    "SliceState": "megatron.energon.flavors.webdataset.sample_loader",
     "SystemRngState": "megatron.energon.rng",
     "FlexState": "megatron.energon.state",
 }
