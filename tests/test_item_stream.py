@@ -110,7 +110,7 @@ def _run(
             assert step.progress is not None
             state = {"planner": step.progress.state_dict(), "source": step.progress.source}
             found.append((_names(step), json.dumps(state, allow_nan=False), step))
-        loader._end_source()
+        loader._draws.end()
         return found
 
     results: list[Any] = run_in_threads(go, thread_exchanges(config.num_replicas, timeout_s=100.0))

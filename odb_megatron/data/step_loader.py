@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from odb_megatron.data.draws import Draws
 from odb_megatron.data.finished_step import FinishedStep, Progress, StepHeader
 from odb_megatron.data.held_samples import HeldSamples
-from odb_megatron.data.item_stream import ItemStream, ReplicaItems, compare_heads
-from odb_megatron.data.replica_stream import PositionFeed, ReplicaStream
+from odb_megatron.data.item_stream import ItemStream, compare_heads
 from odb_megatron.data.sample import Hole, Sample
 from odb_megatron.data.sample_hand_over import Payloads
 from odb_megatron.data.sample_wire import wire_size
@@ -104,15 +104,12 @@ class StepLoader:
         self._config = config
         self._exchange = exchange
         self._moves = moves
-        self._num_workers = num_workers
-        self._worker_start = worker_start
+        self._workers = Workers(num=num_workers, start=worker_start)
         self._first_consumed = consumed
         self._held = HeldSamples(config, num_sources=len(stream.source_names))
         self._planner = ReplicaPlanner(config, replica=exchange.replica, consumed=consumed)
-        self._source: ReplicaStream | None = None
-        self._items: ReplicaItems | None = None  # of an iterable source, in place of the above
+        self._draws = Draws(stream, config, replica=exchange.replica)
         self._compares_heads = config.has_own_iterators
-        self._feed = PositionFeed()
         self._wait_s = 0.0
         self.fetch_limit_s = 0.0
         self._calibration: _Calibration | None = None
@@ -175,8 +172,8 @@ class StepLoader:
             self._stream,
             self._config,
             exchange=self._exchange,
-            num_workers=self._num_workers,
-            worker_start=self._worker_start,
+            num_workers=self._workers.num,
+            worker_start=self._workers.start,
             consumed=self._first_consumed,
         )
         again.fetch_limit_s = self.fetch_limit_s
@@ -214,12 +211,12 @@ class StepLoader:
             plan = self._plan_step()
         except BaseException:
             self._is_over = True
-            self._end_source()
+            self._draws.end()
             raise
         finally:
             self._until_trained = _at_once  # not kept: workers should not wait for a cycle's end
         if plan.totals.is_final:
-            self._end_source()  # all is drawn
+            self._draws.end()  # all is drawn
         try:
             return self._finish_step(plan)
         except BaseException as error:
@@ -229,13 +226,9 @@ class StepLoader:
     def progress(self) -> Progress:
         """Return where the loader stands after the last step made."""
         snapshot = self._planner.snapshot()
-        source = None
-        if isinstance(self._stream, ItemStream):
-            window = snapshot["window"][:, 0].tolist()
-            source = self._open_items(self._stream).state(window)
         return Progress(
             snapshot=snapshot,
-            source=source,
+            source=self._draws.state(snapshot["window"], workers=self._in_force()),
             source_counts=self._held.counted(),
             exchange_choice=self._planner.exchange_choice,
             window_bytes=self._held.num_bytes,
@@ -257,14 +250,11 @@ class StepLoader:
         """
         fetched: dict[int, tuple[int, ...]] = {}
         window = [position for position, _, _ in state.get("window", [])]
-        items: Mapping[int, Sample | Hole] = {}
-        if isinstance(self._stream, ItemStream):
-            items = self._open_items(self._stream).restore(source, window)
-            self._compares_heads = False
-            if source["passes"] != self._stream.passes:  # the end is another one
-                state = {**state, "deadline": -1}
-        for position in window:
-            item = items[position] if items else self._fetch(position)
+        items = self._draws.restored(window, source=source, workers=self._in_force())
+        self._compares_heads = False
+        if source is not None and self._draws.has_other_end(source):
+            state = {**state, "deadline": -1}
+        for position, item in zip(window, items, strict=True):
             if isinstance(item, Hole):
                 fetched[position] = (0, 0, 0)
             else:
@@ -317,8 +307,7 @@ class StepLoader:
         if not self._compares_heads or table.largest("failed") or table.largest("closing"):
             return
         self._compares_heads = False
-        assert self._items is not None, "opened when the first record was built"
-        compare_heads(self._exchange.exchange(self._items.head()))
+        compare_heads(self._exchange.exchange(self._draws.head()))
 
     def _finish_step(self, plan: StepPlan) -> FinishedStep:
         micro_batches = self._held.emit(plan, payloads=self._exchange.payloads)
@@ -381,66 +370,12 @@ class StepLoader:
 
     def _draw(self) -> None:
         started = time.perf_counter()
-        self._feed.extend(self._planner.upcoming())
-        if isinstance(self._stream, ItemStream):
-            self._draw_items(self._open_items(self._stream))
-        while positions := self._planner.draw():
-            source = self._open(positions[0])
-            for position in positions:
-                if self._planner.is_closing:  # the record that comes next says so
-                    return
-                self._observe(position, source.take(position))
+        for position, item in self._draws.drawn(self._planner, workers=self._in_force()):
+            self._observe(position, item)
         self._wait_s += time.perf_counter() - started
 
-    def _draw_items(self, items: ReplicaItems) -> None:
-        """Draw from an iterable source, whose end shows only when it is there."""
-        ends = self._config.has_unknown_end
-        while positions := self._planner.draw():
-            for position in positions:
-                if self._planner.is_closing:  # the record that comes next says so
-                    return
-                if ends and not items.has_next():
-                    self._planner.end_shard(position)
-                    return
-                self._observe(position, items.take(position))
-        if ends and not items.has_next():
-            self._planner.end_shard()
-
-    def _open_items(self, stream: ItemStream) -> ReplicaItems:
-        if self._items is None:
-            replica = self._exchange.replica
-            self._items = stream.open(self._config, replica=replica, workers=self._workers())
-        return self._items
-
-    def _fetch(self, position: int) -> Sample | Hole:
-        assert isinstance(self._stream, SampleStream), "items are not fetched by position"
-        return self._stream.fetch(position)
-
-    def _end_source(self) -> None:
-        """End the workers."""
-        self._source = None
-        if self._items is not None:
-            self._items.close()
-
-    def _workers(self) -> Workers:
-        return Workers(
-            num=self._num_workers, start=self._worker_start, timeout_s=self.fetch_limit_s
-        )
-
-    def _open(self, first: int) -> ReplicaStream:
-        """Return this replica's samples; opened when the first position is drawn."""
-        if self._source is None:
-            assert isinstance(self._stream, SampleStream), "items are drawn by `_draw_items`"
-            config, workers = self._config, self._workers()
-            if config.is_online:
-                self._source = ReplicaStream(
-                    self._stream, self._feed, workers=workers, lead=config.lead
-                )
-            else:
-                own = config.own_positions(self._exchange.replica)
-                shard = range(first, own.stop, own.step)
-                self._source = ReplicaStream(self._stream, shard, workers=workers)
-        return self._source
+    def _in_force(self) -> Workers:
+        return replace(self._workers, timeout_s=self.fetch_limit_s)
 
     def _observe(self, position: int, item: Sample | Hole) -> None:
         if isinstance(item, Hole):
