@@ -46,7 +46,7 @@ class Stateless:
     ) -> None:
         self.names, self.lengths = list(names), list(lengths)
         self.failing, self.kills = failing, kills
-        self.begin = 0
+        self.at = self.begin = 0
         self.base = base
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -72,7 +72,7 @@ class Lines(Stateless):
         """Go on there with the next `iter`."""
         assert state["rng"] == (1, [2, 3])
         assert state[b"key"].tolist() == [0, 1]
-        self.begin = state["at"]
+        self.at = self.begin = state["at"]
 
 
 @dataclass(frozen=True)
