@@ -7,7 +7,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -412,6 +412,31 @@ def test_another_number_of_replicas_is_refused(length: ShardLength) -> None:
     other = _config(policy=PolicyName.COST, shard_length=length, total=total, num_replicas=4)
     with pytest.raises(ValueError, match="belong to their replicas and cannot be dealt anew"):
         elastic_state(planners, other, replica=0)
+
+
+class Forgetful(Lines):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Fail."""
+        raise KeyError("at")
+
+
+def test_what_a_data_set_raises_is_named() -> None:
+    def make(index: int, num_shards: int) -> Any:
+        raise FileNotFoundError(f"no part {index}")
+
+    text = _refused(_stream(IterableShards(make=make)), _config(), ValueError)
+    assert "train dataset: make(0, 2) of IterableShards raised FileNotFoundError: no part 0" in text
+    assert "Original traceback" in text
+    made = MakeLines([5] * 400, [0, 1] * 200)
+    _, states, _ = _run(_stream(IterableShards(make=made)), _config(), steps=60)
+    stream = _stream(IterableShards(make=replace(made, kind=Forgetful)))
+    text = _refused(stream, _config(), ValueError, states=states[-1])
+    assert "train dataset, shard 0 of 2, going on with its saved state, raised KeyError" in text
+    stream = _stream(IterableShards(make=replace(made, kind=Stateless)))
+    text = _refused(stream, _config(), ValueError, states=states[-1])
+    assert "it has no state of its own, and had one when it was saved" in text
+    failing = _stream(IterableShards(make=replace(made, failing=200)))
+    assert "raised KeyError" in _refused(failing, _config(), ValueError, states=states[-1])
 
 
 def test_what_counts_as_iterable() -> None:

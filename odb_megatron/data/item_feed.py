@@ -20,6 +20,7 @@ from odb_megatron.data.iterable import (
     PartReader,
     SourceError,
     has_own_workers,
+    raised,
 )
 from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.replica_stream import WorkerError, end_with_trainer
@@ -91,11 +92,19 @@ class ReplicaShard:
     keeps_state: bool
 
     def reader(self, part: int) -> PartReader:
-        """Open a part, in the process that reads it."""
+        """Open a part, in the process that reads it.
+
+        Raises:
+            ValueError: `make` raised.
+        """
         parts = self.shards.parts
         index, num = self.replica * parts + part, self.num_replicas * parts
         where = f"replica {self.replica}" if self.shards.is_own else f"shard {index} of {num}"
-        dataset = self.shards.make(index, num)
+        try:
+            dataset = self.shards.make(index, num)
+        except Exception as error:
+            who = f"{self.name}: make({index}, {num}) of IterableShards"
+            raise ValueError(raised(who, error)) from error
         return PartReader(dataset, f"{self.name}, {where}")
 
 

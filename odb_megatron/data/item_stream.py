@@ -179,12 +179,21 @@ class ReplicaItems:
         self.close()
         self._feed = ItemFeed(self._shard, workers=self._workers, begin=begin)
         self._numbers = {}
+        try:
+            return self._read_again(begin.number, state["next"], wanted)
+        except RuntimeError as error:  # told to the other replicas as what cannot be resumed
+            raise ValueError(str(error)) from error
+
+    def _read_again(
+        self, first: int, following: int, wanted: Mapping[int, int]
+    ) -> dict[int, Sample | Hole]:
+        """Pass over items up to `following`, and return those that are wanted, by position."""
         found: dict[int, Sample | Hole] = {}
-        for number in range(begin.number, state["next"]):
+        for number in range(first, following):
             if not self._feed.has_next():
                 raise ValueError(
                     f"{self._shard.name} gives replica {self._shard.replica} {number} items, and "
-                    f"{state['next']} had been read when the state was saved: the data has "
+                    f"{following} had been read when the state was saved: the data has "
                     "changed; restore it, or start the data anew (--finetune)"
                 )
             position = wanted.get(number)

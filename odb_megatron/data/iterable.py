@@ -120,15 +120,20 @@ class PartReader:
         Raises:
             ValueError: the state does not fit.
         """
-        set_epoch = getattr(self.dataset, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(pass_index)
-        methods = _methods(self.dataset)
-        if state is not None:
-            if methods is None:
-                raise ValueError(no_state(self.name, self.dataset))
-            getattr(self.dataset, methods[1])(decode(state))
-        self._items = iter(self.dataset)
+        plain = None if state is None else decode(state)
+        try:
+            set_epoch = getattr(self.dataset, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(pass_index)
+            if plain is not None:
+                methods = _methods(self.dataset)
+                if methods is None:
+                    raise TypeError("it has no state of its own, and had one when it was saved")
+                getattr(self.dataset, methods[1])(plain)
+            self._items = iter(self.dataset)
+        except Exception as error:
+            what = "going on with its saved state" if plain is not None else "starting a pass"
+            raise ValueError(raised(f"{self.name}, {what},", error)) from error
 
     def take(self) -> tuple[Any, bool]:
         """Return the next item and whether there was one; see `error` where there was none."""
@@ -138,11 +143,8 @@ class PartReader:
         except StopIteration:
             return None, False
         except Exception as error:
-            self.error = (
-                f"{self.name} raised {type(error).__name__}: {error}; an iterator cannot go on "
-                f"after that, so --odb-bad-record does not apply\nOriginal traceback:\n"
-                f"{''.join(traceback.format_exception(error))}"
-            )
+            note = "; an iterator cannot go on after that, so --odb-bad-record does not apply"
+            self.error = raised(self.name, error, note=note)
             return None, False
 
     def state(self) -> Any:
@@ -157,14 +159,10 @@ class PartReader:
         return encode(getattr(self.dataset, methods[0])(), owner=self.name)
 
 
-def no_state(name: str, dataset: Any) -> str:
-    """Say that a data set cannot be continued, and the way out."""
-    return (
-        f"{name} ({type(dataset).__name__}) has no state of its own, so a run cannot go on with "
-        "its data: give it state_dict() and load_state_dict(), use a loader that has them "
-        "(torchdata's StatefulDataLoader, Megatron-Energon's savable loader), or start the data "
-        "anew (--finetune)"
-    )
+def raised(who: str, error: Exception, *, note: str = "") -> str:
+    """Say what a user's data set raised, with its traceback."""
+    trace = "".join(traceback.format_exception(error))
+    return f"{who} raised {type(error).__name__}: {error}{note}\nOriginal traceback:\n{trace}"
 
 
 def _methods(dataset: Any) -> tuple[str, str] | None:
