@@ -18,6 +18,7 @@ from odb_megatron.plan.config import ShardLength
 from odb_megatron.plan.policy import PolicyName
 
 energon = pytest.importorskip("megatron.energon", reason="megatron-energon is not installed")
+pytestmark = pytest.mark.slow
 
 NUM = 60
 

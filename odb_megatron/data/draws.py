@@ -52,10 +52,11 @@ class Draws:
             planner: the replica's.
             workers: in force when the data is opened.
         """
-        self._feed.extend(planner.upcoming())
-        if isinstance(self._stream, ItemStream):
+        announced = planner.upcoming()
+        if isinstance(self._stream, ItemStream):  # items come in their own order
             yield from self._drawn_items(planner, self._open_items(self._stream, workers))
             return
+        self._feed.extend(announced)
         while positions := planner.draw():
             source = self._open(self._stream, positions[0], workers)
             for position in positions:
