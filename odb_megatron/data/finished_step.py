@@ -46,6 +46,7 @@ class Progress:
         window_bytes: bytes of the samples that are preprocessed and not emitted.
         num_bad: bad records of all replicas since the run's start.
         bad_records: the loader's own, which go on.
+        source: state of an iterable source, see `ReplicaItems.state`; None for random access.
     """
 
     snapshot: dict[str, Any]
@@ -54,6 +55,7 @@ class Progress:
     window_bytes: int
     num_bad: int = 0
     bad_records: BadRecords = field(default_factory=lambda: BadRecords(None))
+    source: dict[str, Any] | None = None
 
     @property
     def exchanges(self) -> bool | None:

@@ -22,7 +22,7 @@ from odb_megatron.data.stream import FetchError, SampleStream
 from odb_megatron.data.worker_reader import WorkerReader
 from odb_megatron.data.workers import Packed, Workers, WorkerStart, recorded
 
-__all__ = ["PositionFeed", "ReplicaStream", "WorkerError"]
+__all__ = ["PositionFeed", "ReplicaStream", "WorkerError", "end_with_trainer"]
 
 _MOST_IN_GROUP = 8
 """Positions that a worker fetches and sends at once, at most: sending each sample by itself costs
@@ -109,7 +109,7 @@ class ReplicaStream:
             num_workers=num,
             collate_fn=_as_is,
             generator=torch.Generator().manual_seed(0),  # else the model's would be advanced
-            worker_init_fn=_end_with_trainer,
+            worker_init_fn=end_with_trainer,
             **options,
         )
         self._stream = stream
@@ -200,7 +200,7 @@ def _as_is(item: Any) -> Any:
     return item
 
 
-def _end_with_trainer(_worker: int) -> None:
+def end_with_trainer(_worker: int) -> None:
     """End this worker when the trainer's process is gone.
 
     Torch's workers look after their parent, which is the fork server; and that one lives as long as

@@ -31,6 +31,7 @@ from odb_megatron.data.sample import BadRecordError, Hole, Sample
 __all__ = [
     "ChatSource",
     "IndexedSource",
+    "ItemSource",
     "MapSource",
     "SampleSource",
     "count_records",
@@ -228,25 +229,33 @@ class MapSource(_RuledSource):
         return str(own()) if callable(own) else f"{self.path}:{len(self)}"
 
     def _load(self, index: int, *, source: int) -> Sample:
-        item = self._dataset[index]
-        if not isinstance(item, Mapping):
-            raise ValueError(
-                f"item is a {type(item).__name__}; expected a mapping with tokens, labels and "
-                "loss_mask"
-            )
-        missing = {"tokens", "labels", "loss_mask"} - set(item)
-        if missing:
-            raise ValueError(f"item lacks {sorted(missing)}; it has {sorted(map(str, item))}")
-        sample = Sample(
-            tokens=_numbers(item["tokens"], "tokens", kinds="iu").astype(np.int64),
-            labels=_numbers(item["labels"], "labels", kinds="iu").astype(np.int64),
-            loss_mask=_numbers(item["loss_mask"], "loss_mask", kinds="biuf").astype(np.float32),
-            source=source,
-            num_patches=_numbers(item.get("num_patches", 0), "num_patches", kinds="iu").item(),
-        )
-        if sample.num_loss_tokens == 0:
-            raise ValueError("no token to learn from: every label is masked")
-        return sample
+        return _mapping_sample(self._dataset[index], source=source)
+
+
+class ItemSource(_RuledSource):
+    """Items of an iterable data set, as `MapSource` has them.
+
+    Args:
+        rules: policies.
+        name: shown in reports and errors.
+    """
+
+    def __init__(self, *, rules: SampleRules, name: str) -> None:
+        super().__init__(rules)
+        self.path = name
+        self._item: Any = None
+
+    def convert(self, item: Any, *, number: int, source: int = 0) -> Sample | Hole:
+        """Preprocess an item, the `number`-th (from 1) of those that were read.
+
+        Raises:
+            BadRecordError, OverlongError: by policy.
+        """
+        self._item = item
+        return self.sample(number - 1, source=source)
+
+    def _load(self, index: int, *, source: int) -> Sample:
+        return _mapping_sample(self._item, source=source)
 
 
 @lru_cache(maxsize=64)
@@ -284,6 +293,26 @@ def _trace(error: Exception) -> str:
     if frames and frames[-1].filename == __file__:
         return ""
     return "".join(traceback.format_exception(error))
+
+
+def _mapping_sample(item: Any, *, source: int) -> Sample:
+    if not isinstance(item, Mapping):
+        raise ValueError(
+            f"item is a {type(item).__name__}; expected a mapping with tokens, labels and loss_mask"
+        )
+    missing = {"tokens", "labels", "loss_mask"} - set(item)
+    if missing:
+        raise ValueError(f"item lacks {sorted(missing)}; it has {sorted(map(str, item))}")
+    sample = Sample(
+        tokens=_numbers(item["tokens"], "tokens", kinds="iu").astype(np.int64),
+        labels=_numbers(item["labels"], "labels", kinds="iu").astype(np.int64),
+        loss_mask=_numbers(item["loss_mask"], "loss_mask", kinds="biuf").astype(np.float32),
+        source=source,
+        num_patches=_numbers(item.get("num_patches", 0), "num_patches", kinds="iu").item(),
+    )
+    if sample.num_loss_tokens == 0:
+        raise ValueError("no token to learn from: every label is masked")
+    return sample
 
 
 def _numbers(values: Any, name: str, *, kinds: str) -> npt.NDArray[Any]:

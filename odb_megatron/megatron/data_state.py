@@ -37,6 +37,7 @@ MAX_BLEND_PLACES = 4096
 """Places of a blend that a state compares, at most."""
 
 _KEYS = {"bad_records", "data", "planner", "tokens_so_far"}
+_SOURCE = "source"  # of an iterable source only
 _DATA_KEYS = {"blend", "sources", "tokenizer"}
 _SOURCE_KEYS = {"path", "fingerprint", "num_records", "seed", "ends"}
 
@@ -94,7 +95,8 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 
     Args:
         state: `planner` (see `ReplicaPlanner.state_dict`), `tokens_so_far`, `bad_records` (see
-            `Progress.bad_records_state`), and `data` (see `data_identity`).
+            `Progress.bad_records_state`), `data` (see `data_identity`), and `source` (see
+            `ReplicaItems.state`) of an iterable source.
     """
     return json.dumps(dict(state), sort_keys=True).encode()
 
@@ -116,7 +118,7 @@ def decode_state(data: bytes, path: str) -> dict[str, Any]:
             f"data state {path} is not JSON ({error}): restore it, or start the data anew "
             "(--finetune)"
         ) from error
-    if not isinstance(state, dict) or set(state) != _KEYS:
+    if not isinstance(state, dict) or set(state) - {_SOURCE} != _KEYS:
         seen = sorted(state) if isinstance(state, dict) else type(state).__name__
         raise ValueError(
             f"data state {path} holds {str(seen)[:200]}; expected {sorted(_KEYS)}: it was written "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from odb_megatron.comm.control import ControlGroup
+from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.data_checkpoint import loaded_folder
@@ -72,6 +73,9 @@ def resume_data(
     """
     if not args.iteration or args.finetune or args.skip_train:
         return None
+    is_iterable = isinstance(loader.stream, ItemStream)
+    if saved is None and is_iterable:
+        raise ValueError(_no_place("no data state in the checkpoint"))
     if saved is None:
         _together(exchange, lambda: _refuse_unknown(args, replica=exchange.replica))
         _tell(args, "no data state in the checkpoint")
@@ -89,6 +93,8 @@ def resume_data(
     ]
     files = _together(exchange, lambda: _chosen(options, digest))
     if files is None:
+        if is_iterable:
+            raise ValueError(_no_place(f"data state {options[0][0].path} is missing"))
         if config.policy is PolicyName.COST and config.resume_strict:
             raise ValueError(_gone(options[0][0].path))
         _tell(args, "the data state is gone from the checkpoint")
@@ -102,9 +108,12 @@ def resume_data(
     loader.bad_records.restore(
         state["bad_records"]["num"],
         [position for one in states for position in one["bad_records"]["positions"]],
-        step=0 if is_samples else state["planner"]["step"],
+        step=0 if is_samples and not is_iterable else state["planner"]["step"],
     )
-    if is_samples:
+    if is_iterable and is_same_size:
+        source = state.get("source")
+        _together(exchange, lambda: loader.load_state_dict(state["planner"], source=source))
+    elif is_samples and not is_iterable:
         loader.load_cost(state["planner"])
     elif goes_on:
         _together(exchange, lambda: loader.load_state_dict(state["planner"]))
@@ -248,6 +257,13 @@ def _refuse_unknown(args: argparse.Namespace, *, replica: int) -> None:
             f"sample {args.consumed_train_samples} of the stream; or start the data anew "
             "(--finetune)"
         )
+
+
+def _no_place(what: str) -> str:
+    return (
+        f"{what}, and an iterable source cannot be continued without: restore it, or start the "
+        "data anew (--finetune)"
+    )
 
 
 def _gone(path: str) -> str:

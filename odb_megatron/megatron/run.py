@@ -21,6 +21,7 @@ import torch
 from odb_megatron.comm.control import ControlGroup
 from odb_megatron.comm.elastic import leave_reason
 from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_feed import StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
@@ -75,9 +76,10 @@ class OdbRun:
 
     Args:
         args: from `setup.parse_and_validate_args`.
-        datasets: your own map-style datasets instead of `--data-path`: a function of Megatron's
-            (train, valid, test) sample counts that returns one dataset or None per split. Items
-            are mappings with `tokens`, `labels` and `loss_mask`.
+        datasets: your own datasets instead of `--data-path`: a function of Megatron's
+            (train, valid, test) sample counts that returns one dataset or None per split. They are
+            map-style, and the train dataset can be iterable (docs/streaming.md). Items are mappings
+            with `tokens`, `labels` and `loss_mask`.
 
     Attributes:
         forward_step: pass to `pretrain()`.
@@ -108,7 +110,7 @@ class OdbRun:
         self._replica: ReplicaData | None = None
         self._exchange: ControlGroup | None = None  # on leaders
         self._groups: list[ControlGroup] = []
-        self._padded: Sequence[SampleStream | None] = ()
+        self._padded: Sequence[SampleStream | ItemStream | None] = ()
         self._report = RunReport(args, self.config, backend=self._backend)
         self._cost: RunCost | None = None
         self._peers: PeerWatch | None = None
@@ -314,7 +316,7 @@ class OdbRun:
 
     def _build_streams(
         self, sizes: Sequence[int | None], *, reads_data: bool = True
-    ) -> list[SampleStream | None]:
+    ) -> list[SampleStream | ItemStream | None]:
         """Build the streams, and on leaders what goes with them."""
         args = self._args
         datasets = None
@@ -370,6 +372,8 @@ class OdbRun:
         args.dataloader_type = "external"
         remaining = max(0, self._total - args.consumed_train_samples)
         steps = -(-remaining // args.global_batch_size)
+        if replica.train is not None and replica.train.num_steps == 0:
+            steps = 0  # the end of iterables shows only in their state
         args.train_iters = args.iteration + steps
 
     @property
@@ -387,7 +391,9 @@ class OdbRun:
             return True
         return self._replica.close(timeout_s=_CLEAN_CLOSE_S if clean else _CLOSE_S)
 
-    def _build_loaders(self, streams: Sequence[SampleStream | None]) -> list[StepLoader | None]:
+    def _build_loaders(
+        self, streams: Sequence[SampleStream | ItemStream | None]
+    ) -> list[StepLoader | None]:
         from megatron.core.datasets.utils import Split
 
         loaders = [

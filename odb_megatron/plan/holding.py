@@ -155,7 +155,7 @@ class Holding:
             What all replicas hold then, and what this one gave and took.
         """
         holdings = Holdings.before(table)
-        if not self._config.is_online:
+        if not self._config.is_online or self._config.has_own_iterators:
             return holdings, Reassigned()
         unassigned = self.shard.num_unassigned
         moves = reassign(table, holdings, num_unassigned=unassigned, each=each)
@@ -205,8 +205,15 @@ class Holding:
 
 def _first_position(config: PlanConfig, *, replica: int, consumed: int) -> int:
     """Return the shard's cursor when so many positions have been consumed."""
+    if consumed and config.has_own_iterators:
+        raise ValueError(
+            f"a run over iterators cannot begin at sample {consumed}: the saved state alone tells "
+            "where each of them was; restore it"
+        )
     if config.is_online:
         return consumed
+    if config.has_unknown_end:
+        return replica
     own = config.own_positions(replica)
     if config.shards:
         if consumed:
