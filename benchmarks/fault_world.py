@@ -194,7 +194,10 @@ def _count_left(world: Sequence[subprocess.Popen[bytes]]) -> int:
     limit = time.monotonic() + _ORPHAN_S
     while True:
         left = [pid for rank in ranks for pid in _session(rank) if pid not in ranks]
-        if not left or time.monotonic() > limit:
+        if not left:
+            return 0
+        if time.monotonic() > limit:
+            print("left:", *map(_command, left), sep="\n  ", flush=True)
             return len(left)
         time.sleep(0.2)
 
@@ -211,6 +214,13 @@ def _session(leader: int) -> list[int]:
         if int(state[3]) == leader and state[0] != "Z":
             found.append(int(path.name))
     return found
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        return f"{pid} {line.decode(errors='replace')}"
+    return f"{pid} (ended meanwhile)"
 
 
 def _kill_session(leader: int) -> None:
