@@ -26,7 +26,7 @@ from odb_megatron.data.preprocess import (
     bad_record_hole,
     shift_labels,
 )
-from odb_megatron.data.sample import BadRecordError, Hole, Sample
+from odb_megatron.data.sample import BadRecordError, DataFileError, Hole, Sample
 
 __all__ = [
     "ChatSource",
@@ -53,7 +53,7 @@ class SampleSource(Protocol):
 
         Raises:
             BadRecordError, OverlongError: by policy, naming path and line.
-            ChatTemplateError: always.
+            ChatTemplateError, DataFileError: always.
         """
 
     def fingerprint(self) -> str:
@@ -114,6 +114,8 @@ class _RuledSource:
             bad = error
         except ChatTemplateError as error:
             raise ChatTemplateError(f"{self.path}:{line}: {error}") from None
+        except DataFileError:
+            raise
         except ValueError as error:
             bad = BadRecordError(path=self.path, line=line, reason=str(error), trace=_trace(error))
         except Exception as error:  # of a user's dataset, or a damaged file

@@ -16,7 +16,7 @@ import torch
 
 from odb_megatron.data.chat_template import ChatTemplateError
 from odb_megatron.data.order import Order, PassOrder, SingleOrder
-from odb_megatron.data.sample import BadRecordError, Hole, Sample
+from odb_megatron.data.sample import BadRecordError, DataFileError, Hole, Sample
 from odb_megatron.data.sources import SampleSource
 from odb_megatron.plan.padding import OverlongError
 
@@ -65,7 +65,7 @@ class Blend:
 class FetchError:
     """An error met while preprocessing, carried out of a worker process as a value."""
 
-    error: BadRecordError | OverlongError | ChatTemplateError
+    error: BadRecordError | OverlongError | ChatTemplateError | DataFileError
 
 
 class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
@@ -140,7 +140,7 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
 
         Raises:
             BadRecordError, OverlongError: by policy.
-            ChatTemplateError: always.
+            ChatTemplateError, DataFileError: always.
         """
         where = self.locate(position)
         return self._parts[where.source].source.sample(where.record, source=where.source)
@@ -148,7 +148,7 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
     def __getitem__(self, position: int) -> Sample | Hole | FetchError:
         try:
             return self.fetch(position)
-        except (BadRecordError, OverlongError, ChatTemplateError) as error:
+        except (BadRecordError, OverlongError, ChatTemplateError, DataFileError) as error:
             return FetchError(error=error)
 
     def sources(self) -> list[dict[str, object]]:
