@@ -27,7 +27,7 @@ from odb_megatron.data import json_records, template_bounds
 from odb_megatron.data.chat_record import parse_record
 from odb_megatron.data.chat_template import CHATML_TEMPLATE, ChatRenderer, ChatTemplateError
 from odb_megatron.data.index_check import check_index
-from odb_megatron.data.json_records import MAX_RECORD_BYTES, JsonRecords
+from odb_megatron.data.json_records import JsonRecords
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules, check_ids
 from odb_megatron.data.sample import BadRecordError, DataFileError, Hole, Sample
 from odb_megatron.data.sample_wire import SampleWireError, decode_sample, encode_sample
@@ -44,6 +44,7 @@ from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder, train_
 from odb_megatron.megatron.data_state import decode_state, encode_state, read_file
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.elastic import elastic_state
+from odb_megatron.plan.policy import PolicyName
 from odb_megatron.plan.records import (
     RECORD_BYTES,
     CalibrationRecord,
@@ -88,12 +89,12 @@ def test_a_line_of_100_mb_is_never_loaded(tmp_path: Path, folder: Path) -> None:
         file.truncate(100 * MIB)  # sparse
         file.seek(100 * MIB)
         file.write(b'"}\n' + good)
+    renderer = ChatRenderer(load_tokenizer(folder))
     with _peak_below(40 * MIB):
         records = JsonRecords(path)
         assert [records[0], records[2]] == [{"text": "hello"}] * 2
         with pytest.raises(BadRecordError, match=rf"a.jsonl:2: has 104857585 bytes; .* {1 << 24} "):
             records[1]
-        renderer = ChatRenderer(load_tokenizer(folder))
         rules = SampleRules(context=64, token_budget=64, bad_record=BadRecordPolicy.SKIP)
         source = ChatSource(str(path), rules=rules, renderer=renderer)
         assert isinstance(source.sample(1, source=0), Hole)
@@ -104,7 +105,7 @@ def test_a_line_of_100_mb_is_never_loaded(tmp_path: Path, folder: Path) -> None:
 def test_blank_lines_take_no_memory(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(line * (4 * MIB // len(line)) + b"{}")
-    with _peak_below(100 * MIB):  # of one piece that is scanned, whatever the file's size
+    with _peak_below(64 * MIB):  # of one piece that is scanned, whatever the file's size
         records = JsonRecords(path)
     assert len(records) == 1
     assert records.line(0) == 4 * MIB // len(line) + 1
@@ -132,7 +133,7 @@ def test_one_giant_element(tmp_path: Path) -> None:
     records = JsonRecords(path)
     assert len(records) == 2
     assert records[1] == {}
-    with pytest.raises(BadRecordError, match=f"has {18 * MIB + 9} bytes; a record is read up to"):
+    with pytest.raises(BadRecordError, match=f"has {18 * MIB + 10} bytes; a record is read up to"):
         records[0]
 
 
@@ -178,12 +179,13 @@ def test_a_file_that_changes_is_no_bad_record(
     with path.open("r+b") as file:  # the same size
         file.write(b'{"text":"HELLO"}\n')
     os.utime(path, ns=(0, 0))
+    late = pickle.loads(pickle.dumps(source))
     for one in (source, copy):
         with pytest.raises(DataFileError, match="changed while in use"):
             one.sample(0, source=0)
     path.unlink()
     with pytest.raises(DataFileError, match="cannot be read any more .*No such file"):
-        copy.sample(0, source=0)
+        late.sample(0, source=0)
     assert "any more" in str(pickle.loads(pickle.dumps(DataFileError("any more"))))
 
 
@@ -257,8 +259,10 @@ def test_a_document_that_is_too_long(tmp_path: Path) -> None:
 @given(
     st.lists(
         st.sampled_from(
-            [b"{", b"}", b"[", b"]", b'"', b"\\", b":", b",", b"1e400", b"NaN", b"\n", b"\r", b"\0"]
-            + [b"\xff", b"\\ud800", b'{"text":"x"}', b"9" * 5000, b"\xef\xbb\xbf", b" "]
+            [
+                *(b"{", b"}", b"[", b"]", b'"', b"\\", b":", b",", b"1e400", b"NaN", b"\n", b"\r"),
+                *(b"\0", b"\xff", b"\\ud800", b'{"text":"x"}', b"9" * 5000, b"\xef\xbb\xbf", b" "),
+            ]
         )
         | st.binary(max_size=5),
         max_size=40,
@@ -322,7 +326,10 @@ RECORDS: list[dict[str, Any]] = [
     {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]},
     {"instruction": "i", "input": "n", "output": "o", "history": [["u", "a"]], "system": "s"},
     {"instruction": "i", "instances": [{"input": "n", "output": "o"}]},
-    {"prompt": [{"role": "user", "content": "u"}], "completion": [{"role": "assistant", "content": "a"}]},
+    {
+        "prompt": [{"role": "user", "content": "u"}],
+        "completion": [{"role": "assistant", "content": "a"}],
+    },
     {"text": "t"},
 ]  # fmt: skip
 
@@ -389,6 +396,15 @@ def test_a_conversation_of_very_many_turns(folder: Path) -> None:
             ChatRenderer(tokenizer).render(record)
 
 
+def test_a_text_that_is_too_long_to_tokenize(folder: Path) -> None:
+    renderer = ChatRenderer(load_tokenizer(folder))
+    text = "x" * ((8 << 20) + 1)
+    answer = {"role": "assistant", "content": text}
+    for record in ({"text": text}, {"messages": [{"role": "user", "content": "u"}, answer]}):
+        with pytest.raises(ValueError, match="characters; up to 8388608 are tokenized: split the"):
+            renderer.render(parse_record(record))
+
+
 # --- tokenizers and chat templates ----------------------------------------------------------
 
 
@@ -396,7 +412,8 @@ def _plain(template: str) -> str:
     return template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
-CHAT = parse_record({"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]})  # fmt: skip
+TURNS = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+CHAT = parse_record({"messages": TURNS})
 
 
 @pytest.mark.parametrize(
@@ -439,8 +456,9 @@ def test_a_hostile_template_is_bounded_and_never_skipped(
 def test_what_templates_may_do(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = (
-        "{{ ['a','b'] | slice(2) | list }}{{ 'a' | center(8) }}{{ '%5d' % 3 }}{{ '{:5}'.format(3) }}"
-        "{{ 3 * 'a' }}{{ 2 ** 8 }}{{ 'a' | indent(3) }}{{ '%s' | format('b') }}{{ 7 % 4 }}"
+        "{{ ['a','b'] | slice(2) | list }}{{ 'a' | center(8) }}{{ '%5d' % 3 }}"
+        "{{ '{:5}'.format(3) }}{{ 3 * 'a' }}{{ 2 ** 8 }}{{ 'a' | indent(3) }}"
+        "{{ '%s' | format('b') }}{{ 7 % 4 }}"
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     )
     ids, _ = ChatRenderer(tokenizer).render(CHAT)
@@ -541,21 +559,20 @@ HOSTILE: list[Any] = [None, True, -7, 1 << 62, 10**4000, 1.5, "x", [], {}, [[]],
 def test_every_entry_of_a_state_is_checked(at: tuple[Any, ...]) -> None:
     """What is refused is refused by name; what passes has the type that the entry had."""
     assert decode_state(encode_state(STATE), "s.json") == STATE
-    num_refused = 0
+    texts = []
     for other in HOSTILE:
         try:
             changed = json.dumps(_with_another(STATE, at, other)).encode()
             found = decode_state(changed, "s.json")
         except ValueError as error:
-            num_refused += 1
-            assert "s.json" in str(error)
-            assert len(str(error)) < 2000
+            texts.append(str(error))
             continue
         for key in at:
             found = found[key]
         assert isinstance(found, (int, str, list))
         assert found is not True
-    assert num_refused >= 6
+    assert len(texts) >= 6
+    assert all("s.json" in text and len(text) < 2000 for text in texts)
 
 
 @settings(deadline=None, max_examples=200)
@@ -565,7 +582,9 @@ def test_random_states(data: st.DataObject) -> None:
     other = data.draw(JSON | st.sampled_from(HOSTILE))
     text = json.dumps(_with_another(STATE, at, other)).encode()
     text = text[: data.draw(st.sampled_from([len(text), len(text), len(text) // 2]))]
-    config = PlanConfig(total=40, global_batch_size=8, num_replicas=2, token_budget=64)
+    config = PlanConfig(
+        policy=PolicyName.COST, total=40, global_batch_size=8, num_replicas=2, token_budget=64
+    )
     with contextlib.suppress(ValueError):
         state = decode_state(text, "s.json")
         elastic_state([state["planner"]], config, replica=1)
@@ -577,7 +596,10 @@ def test_random_state_files(data: bytes) -> None:
         decode_state(data, "s.json")
 
 
-@given(st.lists(st.binary(min_size=0, max_size=3 * RECORD_BYTES) | st.binary(min_size=RECORD_BYTES, max_size=RECORD_BYTES), max_size=3))  # fmt: skip
+WHOLE = st.binary(min_size=RECORD_BYTES, max_size=RECORD_BYTES)
+
+
+@given(st.lists(st.binary(max_size=3 * RECORD_BYTES) | WHOLE, max_size=3))
 def test_random_records(parts: list[bytes]) -> None:
     for kind in (WindowRecord, PlanRecord, CalibrationRecord):
         try:
@@ -593,7 +615,9 @@ def test_random_records(parts: list[bytes]) -> None:
     st.lists(st.sampled_from([0, 1, 2, -1, 2**62, -(2**63)]), max_size=3),
 )
 def test_random_sample_lists(parts: list[bytes], counts: list[int]) -> None:
-    config = PlanConfig(total=40, global_batch_size=8, num_replicas=2, token_budget=64)
+    config = PlanConfig(
+        policy=PolicyName.COST, total=40, global_batch_size=8, num_replicas=2, token_budget=64
+    )
     with _peak_below(8 * MIB), contextlib.suppress(ReplicaFailedError):
         unpack_lists(parts, np.array(counts, dtype=np.int64), config=config)
 
@@ -622,18 +646,18 @@ HEADER: dict[str, Any] = json.loads(encode_header(METADATA))
 @pytest.mark.parametrize("at", _places(HEADER)[1:], ids=str)
 def test_every_entry_of_a_step_header_is_checked(at: tuple[Any, ...]) -> None:
     assert decode_header(encode_header(METADATA)) == METADATA
-    num_refused = 0
+    texts = []
     for other in HOSTILE:
         try:
             found = decode_header(json.dumps(_with_another(HEADER, at, other)).encode())
         except StepWireError as error:
-            num_refused += 1
-            assert "ranks of the replica run different code" in str(error)
+            texts.append(str(error))
             continue
         assert isinstance(found, StepMetadata)
         assert payload_bytes(found) < 1 << 32
         found.layouts()
-    assert num_refused >= 6
+    assert len(texts) >= 6
+    assert all("ranks of the replica run different code" in text for text in texts)
 
 
 @given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
@@ -681,9 +705,9 @@ def _found() -> Iterator[tuple[str, str, int]]:
                     yield name, node.func.id, node.lineno
             elif isinstance(node, ast.Attribute):
                 yield name, node.attr if node.attr.endswith(("_object", "_object_list")) else "", 0
-            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
-                if ast.unparse(node.value) != "False":
-                    yield name, "trust_remote_code", node.value.lineno
+            is_trust = isinstance(node, ast.keyword) and node.arg == "trust_remote_code"
+            if is_trust and ast.unparse(node.value) != "False":
+                yield name, "trust_remote_code", node.value.lineno
 
 
 def test_nothing_is_unpickled_or_evaluated() -> None:

@@ -25,7 +25,13 @@ from odb_megatron.data.template_bounds import (
     rendered,
 )
 
-__all__ = ["CHATML_TEMPLATE", "ChatRenderer", "ChatTemplateError", "TextTokenizer"]
+__all__ = [
+    "CHATML_TEMPLATE",
+    "MAX_TEXT_CHARS",
+    "ChatRenderer",
+    "ChatTemplateError",
+    "TextTokenizer",
+]
 
 CHATML_TEMPLATE = """\
 {% for message in messages %}
@@ -46,12 +52,15 @@ CHATML_TEMPLATE = """\
 _TEMPLATE_DATE = datetime(2024, 7, 26)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _MOST_PREFIX_TURNS = 2_000_000  # messages rendered, over all prefixes of a conversation
-_MOST_MARKED_CHARS = 1 << 34
+_MOST_MARKED_CHARS = 1 << 32  # looked at, over all marks
 _HEADER_CHARS = 20
 _ADD_MARKERS = (
     "put {% generation %} and {% endgeneration %} around the assistant's text and end marker in "
     "the tokenizer's chat_template"
 )
+
+MAX_TEXT_CHARS = 8 << 20
+"""Longest text that is tokenized: a fast tokenizer takes some 240 bytes per token meanwhile."""
 
 _Span = tuple[int, int]
 _Ids = npt.NDArray[np.int64]
@@ -154,10 +163,12 @@ class ChatRenderer:
             ValueError: the template refuses the record, or it has too many turns.
         """
         if isinstance(record, PlainText):
+            _check_text(record.text)
             ids = np.asarray(self._plain_ids(record.text), dtype=np.int64)
             return ids, np.ones(ids.size, dtype=np.bool_)
         with limited_time():
             text, spans = self._spans(record)
+        _check_text(text)
         ids, loss = self._encode(text, spans)
         if not loss.any():
             raise ChatTemplateError(
@@ -297,6 +308,14 @@ def _renderer(
     return ChatRenderer(
         tokenizer, template_arguments=template_arguments, add_special_tokens=add_special_tokens
     )
+
+
+def _check_text(text: str) -> None:
+    if len(text) > MAX_TEXT_CHARS:
+        raise ValueError(
+            f"the text has {len(text)} characters; up to {MAX_TEXT_CHARS} are tokenized: split the "
+            "record"
+        )
 
 
 def _check_turns(conversation: Conversation, *, is_marked: bool) -> None:

@@ -33,7 +33,7 @@ MAX_HELD_BYTES = 1 << 30
 """Largest array, or gzipped file after decompression: the one is held while it is indexed, the
 other by every process that reads it."""
 
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 20
 _FINGERPRINT_BYTES = 64 << 10
 _BOM = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"

@@ -82,7 +82,8 @@ def check_values(state: Any) -> None:
     if "version" in state and (type(version) is not int or version != STATE_VERSION):
         raise ValueError(
             f"data state was saved with version={str(version)[:40]}, this run has {STATE_VERSION}: "
-            "resume with the version of odb_megatron that saved it, or start the data anew (--finetune)"
+            "resume with the version of odb_megatron that saved it, or start the data anew "
+            "(--finetune)"
         )
     if set(state) != _KEYS:
         raise ValueError(
