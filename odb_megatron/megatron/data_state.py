@@ -198,15 +198,16 @@ def _wrong_in_identity(data: Any) -> str:
     if not isinstance(data["sources"], list):
         return "data.sources"
     for at, part in enumerate(data["sources"]):
-        wrong = _wrong_in_source(part)
-        if wrong:
-            return f"data.sources[{at}]{wrong}"
+        name = _wrong_in_source(part)
+        if name is not None:
+            return f"data.sources[{at}]{name}"
     return ""
 
 
-def _wrong_in_source(part: Any) -> str:
+def _wrong_in_source(part: Any) -> str | None:
+    """Return what is wrong, "" for the whole; None for nothing."""
     if not isinstance(part, dict) or set(part) != _SOURCE_KEYS:
-        return " "
+        return ""
     for name in ("path", "fingerprint"):
         if not isinstance(part[name], str):
             return f".{name}"
@@ -220,4 +221,4 @@ def _wrong_in_source(part: Any) -> str:
     ):
         if not all(type(value) is int and abs(value) < 1 << 62 for value in values):
             return f".{name}"
-    return ""
+    return None
