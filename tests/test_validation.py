@@ -83,6 +83,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl none"),
     ({"enable_cuda_graph": True}, "--cuda-graph-impl none"),
     ({"external_cuda_graph": True}, "--cuda-graph-impl none"),
+    ({"trust_remote_code": True}, "--trust-remote-code"),
     ({"mock_data": True}, "--mock-data"),
     ({"fim_data": True}, "--fim-data"),
     ({"reset_position_ids": True}, "--reset-position-ids"),

@@ -17,7 +17,7 @@ import torch
 
 from odb_megatron.data.chat_template import ChatTemplateError
 from odb_megatron.data.order import Order, PassOrder, SingleOrder
-from odb_megatron.data.sample import BadRecordError, Hole, HoleReason, Sample
+from odb_megatron.data.sample import BadRecordError, DataFileError, Hole, HoleReason, Sample
 from odb_megatron.data.sources import SampleSource
 from odb_megatron.plan.padding import OverlongError
 
@@ -66,7 +66,7 @@ class Blend:
 class FetchError:
     """An error met while preprocessing, carried out of a worker process as a value."""
 
-    error: BadRecordError | OverlongError | ChatTemplateError
+    error: BadRecordError | OverlongError | ChatTemplateError | DataFileError
 
 
 class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
@@ -150,7 +150,7 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
 
         Raises:
             BadRecordError, OverlongError: by policy.
-            ChatTemplateError: always.
+            ChatTemplateError, DataFileError: always.
         """
         where = self.locate(position)
         if position in self._bad:
@@ -161,7 +161,7 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
     def __getitem__(self, position: int) -> Sample | Hole | FetchError:
         try:
             return self.fetch(position)
-        except (BadRecordError, OverlongError, ChatTemplateError) as error:
+        except (BadRecordError, OverlongError, ChatTemplateError, DataFileError) as error:
             return FetchError(error=error)
 
     def sources(self) -> list[dict[str, object]]:

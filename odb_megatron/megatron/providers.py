@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,10 @@ def build_streams(
             map-style, the train dataset also iterable.
         reads_data: whether this rank leads a replica; others get None for every split.
     """
-    rules = config.sample_rules(multiple=padding_multiple(args))
+    rules = replace(
+        config.sample_rules(multiple=padding_multiple(args)),
+        vocab_size=getattr(args, "padded_vocab_size", None) or 0,
+    )
     total = total_samples(args)
     lengths = [total, *sizes[1:]]
     orders = [
