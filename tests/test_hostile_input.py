@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from odb_megatron.comm.control import ControlError
 from odb_megatron.comm.payload import check_frame
-from odb_megatron.data import json_records, template_bounds
+from odb_megatron.data import json_records
 from odb_megatron.data.chat_record import parse_record
 from odb_megatron.data.chat_template import CHATML_TEMPLATE, ChatRenderer, ChatTemplateError
 from odb_megatron.data.index_check import check_index
@@ -420,10 +420,6 @@ CHAT = parse_record({"messages": TURNS})
     ("template", "reason"),
     [
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
-        (
-            "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
-            "longer",
-        ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{{ 'x' * 10**10 }}", "a text without bounds"),
         ("{{ 2 ** (10**10) }}", "a number without bounds"),
@@ -444,9 +440,8 @@ CHAT = parse_record({"messages": TURNS})
     ],
 )
 def test_a_hostile_template_is_bounded_and_never_skipped(
-    folder: Path, template: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, template: str, reason: str
 ) -> None:
-    monkeypatch.setattr(template_bounds, "MAX_RENDER_S", 0.5)
     tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = template
     with pytest.raises(ChatTemplateError, match=reason):
@@ -464,21 +459,6 @@ def test_what_templates_may_do(folder: Path) -> None:
     ids, _ = ChatRenderer(tokenizer).render(CHAT)
     text = "[['a'], ['b']]   a        3    3aaa256ab3ua"
     assert tokenizer.decode(ids) == text
-
-
-def test_an_interrupted_thread_is_not_interrupted_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_bounds, "MAX_RENDER_S", 0.2)
-
-    def spin() -> None:
-        with template_bounds.limited_time():
-            while True:
-                pass
-
-    for _ in range(2):
-        with pytest.raises(ChatTemplateError, match="took longer than 0.2 s"):
-            spin()
-    assert sum(range(1_000_000)) == 499_999_500_000
-    assert not template_bounds._watch._since
 
 
 CODE = "import pathlib\npathlib.Path({mark!r}).write_text('')\nclass Tok: pass\n"
@@ -550,6 +530,7 @@ SOURCE = {"path": "p", "fingerprint": "f", "num_records": 40, "seed": 1, "ends":
 STATE: dict[str, Any] = {
     "planner": PLANNER,
     "tokens_so_far": 7,
+    "bad_records": {"num": 0, "positions": []},
     "data": {"sources": [SOURCE], "blend": [0, ""], "tokenizer": "t"},
 }
 HOSTILE: list[Any] = [None, True, -7, 1 << 62, 10**4000, 1.5, "x", [], {}, [[]], [None] * 3]

@@ -21,7 +21,6 @@ from odb_megatron.data.chat_record import ChatRecord, Conversation, PlainText
 from odb_megatron.data.template_bounds import (
     ChatTemplateError,
     compiled,
-    limited_time,
     rendered,
 )
 
@@ -166,8 +165,7 @@ class ChatRenderer:
             _check_text(record.text)
             ids = np.asarray(self._plain_ids(record.text), dtype=np.int64)
             return ids, np.ones(ids.size, dtype=np.bool_)
-        with limited_time():
-            text, spans = self._spans(record)
+        text, spans = self._spans(record)
         _check_text(text)
         ids, loss = self._encode(text, spans)
         if not loss.any():

@@ -2,30 +2,23 @@
 
 Must not know conversations or tokens. What a template cannot reach is Jinja's sandbox's part (it
 compiles in transformers' environment: no underscored attributes, nothing that changes an object,
-`range` up to 100000); here lie the bounds on its size, its time and what it can build at once. A
-text that is doubled again and again by `~` or by blocks is bounded by the time alone.
+`range` up to 100000); here lie the bounds on its size and on what it can build at once. Its time is
+bounded by that of a sample in a worker (`fetch_limit`), and by nothing in the trainer's process.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import os
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 __all__ = [
     "MAX_RENDERED_CHARS",
-    "MAX_RENDER_S",
     "MAX_TEMPLATE_CHARS",
     "ChatTemplateError",
     "compiled",
-    "limited_time",
     "rendered",
 ]
 
@@ -35,11 +28,7 @@ MAX_TEMPLATE_CHARS = 1 << 18
 MAX_RENDERED_CHARS = 64 << 20
 """Longest text that a template may make of a conversation, or by one multiplication."""
 
-MAX_RENDER_S = 60.0
-"""Time that rendering one conversation may take."""
-
 _MOST_BITS = 1 << 12  # of a power's result
-_TICK_S = 0.5
 _WIDE = re.compile(r"%[^a-zA-Z%]*(?:\d{5}|\*)")  # a field of 10000 characters or of a given width
 _WIDE_BRACES = re.compile(r":[^{}]*(?:\d{5}|\{)")
 _PADDING = frozenset(("center", "expandtabs", "ljust", "rjust", "zfill"))
@@ -50,17 +39,6 @@ class ChatTemplateError(ValueError):
 
     No fault of the record, so the policy for bad records does not cover it.
     """
-
-
-class _TooSlowError(ChatTemplateError):
-    """Raised from outside, in the thread that renders; by its class, so without arguments."""
-
-    def __init__(self, text: str = "") -> None:
-        super().__init__(
-            text
-            or f"the chat template took longer than {MAX_RENDER_S:g} s for one conversation (an "
-            "endless loop?); use the template that belongs to the model"
-        )
 
 
 @lru_cache(maxsize=16)
@@ -102,76 +80,6 @@ def rendered(blocks: Iterator[str], into: list[str]) -> None:
         if num_chars > MAX_RENDERED_CHARS:
             raise ChatTemplateError(_too_much("a text"))
         into.append(block)
-
-
-@contextmanager
-def limited_time() -> Iterator[None]:
-    """Interrupt what this thread runs in Python after `MAX_RENDER_S`.
-
-    Raises:
-        ChatTemplateError: it was interrupted.
-    """
-    thread = threading.get_ident()
-    _watch.begin(thread)
-    try:
-        yield
-    finally:
-        while True:
-            try:
-                _watch.end(thread)
-                break
-            except _TooSlowError:  # it came too late to matter
-                continue
-
-
-class _Watch:
-    """A thread that interrupts others; it ends when there is nothing to watch."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._since: dict[int, float] = {}
-        self._thread: threading.Thread | None = None
-
-    def begin(self, thread: int) -> None:
-        with self._lock:
-            self._since[thread] = time.monotonic()
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="odb-template-watch", daemon=True
-                )
-                self._thread.start()
-
-    def end(self, thread: int) -> None:
-        with self._lock:
-            self._since.pop(thread, None)
-            _interrupt(thread, None)  # one that is under way
-
-    def _run(self) -> None:
-        was_idle = False
-        while True:
-            time.sleep(_TICK_S)
-            with self._lock:
-                if was_idle and not self._since:
-                    self._thread = None
-                    return
-                was_idle = not self._since
-                for thread, since in self._since.items():
-                    if time.monotonic() - since > MAX_RENDER_S:
-                        _interrupt(thread, _TooSlowError)
-
-
-def _interrupt(thread: int, error: type[BaseException] | None) -> None:
-    value = ctypes.py_object(error) if error is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), value)
-
-
-def _renew() -> None:
-    global _watch  # noqa: PLW0603 (a process has one)
-    _watch = _Watch()
-
-
-_watch = _Watch()
-os.register_at_fork(after_in_child=_renew)  # its thread, and perhaps its lock, stay behind
 
 
 def _bound(environment: Any) -> None:
