@@ -3,8 +3,8 @@
 As examples/pretrain_gpt_odb.py on the CPU device layer, with `fault_data` as its data. The kinds:
 `killed_in_step` and `killed_planning` (RANK ends by SIGKILL), `device_call` (the same, while the
 others are in a call that no signal or error ends), `waits` (RANK notes that it is in a step, for
-whoever stops or signals it), `slow_eval` and `slow_save` (RANK takes SLOW_S seconds), and those of
-`fault_data`.
+whoever stops or signals it), `slow` (RANK takes SLOW_S seconds for its first evaluation, and for
+its first checkpoint), and those of `fault_data`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ def main() -> None:
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, pretrain, training
 
+    from odb_megatron.megatron import peer_watch
     from odb_megatron.megatron.run import OdbRun
     from odb_megatron.megatron.setup import parse_and_validate_args
 
+    if "GRACE_S" in os.environ:  # tests of many victims would wait for it each time
+        peer_watch._GRACE_S = float(os.environ["GRACE_S"])
     args = parse_and_validate_args({"tokenizer_type": "NullTokenizer"})
     is_victim = args.rank == victim
     fault = kind.removeprefix("worker_") if kind.startswith("worker_") else ""
@@ -49,8 +52,8 @@ def main() -> None:
         _killed_in_exchange(folder)
     if kind == "device_call" and is_victim:
         threading.Thread(target=_killed_once_stuck, args=(folder,), daemon=True).start()
-    if kind == "slow_save":
-        _slow_save(training, is_victim=is_victim)
+    if kind == "slow" and is_victim:
+        _slow_save(training)
     with OdbRun(args, datasets=lambda _: [data, data, None]) as run:
         run.prepare_model(model_config)
         step = _watched(run.forward_step, args, kind=kind, is_victim=is_victim, folder=folder)
@@ -67,6 +70,8 @@ def _watched(
 ) -> Callable[..., Any]:
     import torch
 
+    slow_s = [SLOW_S] if kind == "slow" and is_victim else []
+
     def watched(*arguments: Any) -> Any:
         is_time = torch.is_grad_enabled() and args.curr_iteration + 1 == FAULT_STEP
         if is_time and kind == "killed_in_step" and is_victim:
@@ -82,8 +87,8 @@ def _watched(
             mark(folder)
         if kind == "waits" and torch.is_grad_enabled():
             time.sleep(0.2)
-        if kind == "slow_eval" and not torch.is_grad_enabled() and is_victim:
-            time.sleep(SLOW_S)
+        if slow_s and not torch.is_grad_enabled():
+            time.sleep(slow_s.pop())
         return forward_step(*arguments)
 
     return watched
@@ -111,11 +116,12 @@ def _killed_in_exchange(folder: str) -> None:
     ControlGroup.exchange = exchange  # type: ignore[method-assign]
 
 
-def _slow_save(training: Any, *, is_victim: bool) -> None:
-    original = training.save_checkpoint
+def _slow_save(training: Any) -> None:
+    original, slow_s = training.save_checkpoint, [SLOW_S]
 
     def save_checkpoint(*arguments: Any, **named: Any) -> Any:
-        time.sleep(SLOW_S if is_victim else 0.0)
+        if slow_s:
+            time.sleep(slow_s.pop())
         return original(*arguments, **named)
 
     training.save_checkpoint = save_checkpoint

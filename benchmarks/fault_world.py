@@ -71,6 +71,7 @@ def run_fault(
     flags: Sequence[str] = (),
     send: Sequence[tuple[int, float]] = (),
     limit_s: float = 120.0,
+    to_all: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> FaultRun:
     """Run and return how it ended.
@@ -83,6 +84,7 @@ def run_fault(
         send: signals sent to the victim once it has noted the fault, and seconds to wait after
             each.
         limit_s: ranks that run longer after the fault are killed.
+        to_all: the signals go to all ranks, as a terminal's do.
         environment: more variables.
     """
     with tempfile.TemporaryDirectory(prefix="odb-faults-") as folder:
@@ -92,7 +94,8 @@ def run_fault(
         try:
             began = _wait_for_fault(Path(folder) / "fault", world)
             for number, pause_s in send:
-                world[victim].send_signal(number)  # nothing, if it has ended
+                for process in world if to_all else [world[victim]]:
+                    process.send_signal(number)  # nothing, if it has ended
                 time.sleep(pause_s)
             pids = [pid for process in world for pid in _session(process.pid)]
             codes, ended = _wait(world, until=time.time() + limit_s)
@@ -191,7 +194,10 @@ def _count_left(world: Sequence[subprocess.Popen[bytes]]) -> int:
     limit = time.monotonic() + _ORPHAN_S
     while True:
         left = [pid for rank in ranks for pid in _session(rank) if pid not in ranks]
-        if not left or time.monotonic() > limit:
+        if not left:
+            return 0
+        if time.monotonic() > limit:
+            print("left:", *map(_command, left), sep="\n  ", flush=True)
             return len(left)
         time.sleep(0.2)
 
@@ -208,6 +214,13 @@ def _session(leader: int) -> list[int]:
         if int(state[3]) == leader and state[0] != "Z":
             found.append(int(path.name))
     return found
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        return f"{pid} {line.decode(errors='replace')}"
+    return f"{pid} (ended meanwhile)"
 
 
 def _kill_session(leader: int) -> None:

@@ -83,7 +83,10 @@ def _paused(run: FaultRun) -> bool:
     return _all_name(rf"warning: rank {VICTIM} \(.*\) has not answered since", run)
 
 
-_SLOW = ("--odb-timeout-s", "4", "--odb-stall-warn-s", "2")
+_SLOW = (
+    *("--odb-timeout-s", "4", "--odb-stall-warn-s", "2"),
+    *("--eval-interval", "6", "--eval-iters", "1", "--save", "SAVE", "--save-interval", "6"),
+)
 
 CASES = (
     Case(name="killed_in_step", kind="killed_in_step", names=_gone, is_dead_peer=True),
@@ -131,18 +134,10 @@ CASES = (
         is_survived=True,
     ),
     Case(
-        name="slow_evaluation",
-        kind="slow_eval",
-        names=lambda _: True,
-        flags=(*_SLOW, "--eval-interval", "4", "--eval-iters", "1"),
-        is_survived=True,
-        slow_s=8.0,
-    ),
-    Case(
-        name="slow_save",
-        kind="slow_save",
-        names=lambda _: True,
-        flags=(*_SLOW, "--save", "SAVE", "--save-interval", "4"),
+        name="slow_evaluation_and_save",
+        kind="slow",
+        names=lambda run: _saves(run) and "validation loss at iteration 6" in "".join(run.outputs),
+        flags=_SLOW,
         is_survived=True,
         slow_s=8.0,
     ),

@@ -56,6 +56,7 @@ class ReplayLoader(StepLoader):
 
     def _plan_step(self) -> StepPlan:
         at = self._planner_steps = getattr(self, "_planner_steps", -1) + 1
+        assert isinstance(self.stream, SampleStream), "a log is replayed from random access"
         if at == 0:
             self._positions = _positions(self.stream)
         micro_batches = [

@@ -222,7 +222,7 @@ def _merged() -> Iterator[None]:
 
 def _datasets(items: Sequence[list[dict[str, Any]] | None]) -> Callable[..., list[Any]]:
     def build(_sizes: Sequence[int | None]) -> list[Any]:
-        return [None if split is None else ListDataset(split) for split in items]
+        return [ListDataset(split) if isinstance(split, list) else split for split in items]
 
     return build
 

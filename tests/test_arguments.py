@@ -52,6 +52,7 @@ def test_defaults() -> None:
         log_dir=None,
         context=128,
         plan_ahead=2,
+        max_bad_records=0,
         worker_start=WorkerStart.FORKSERVER,
         warmup_worst_case=False,
         timeout_s=600.0,
@@ -66,8 +67,10 @@ def test_everything_given() -> None:
         "--odb-overlong solo --odb-bad-record skip --odb-epochs 2 --odb-attention cpu "
         "--odb-log-dir logs --odb-cost-linear 2.5 --odb-cost-quadratic 0.001 --odb-cost-fixed 800 "
         "--odb-cost-patch 9 --odb-max-patches 4096 --odb-balance microbatch --odb-exchange tokens "
-        "--odb-plan-ahead 0 --odb-worker-start spawn"
+        "--odb-plan-ahead 0 --odb-worker-start spawn --odb-max-bad-records 7"
     )
+    assert config.max_bad_records == 7
+    assert "--odb-max-bad-records 7" in config.describe()
     assert (config.plan_ahead, config.worker_start) == (0, WorkerStart.SPAWN)
     assert (config.policy, config.token_budget, config.window) == (PolicyName.COST, 512, 40)
     assert (config.max_delay_steps, config.epochs) == (3, 2)
@@ -96,6 +99,12 @@ def test_micro_batches_of_one_length() -> None:
         ("--odb-exchange auto", "--odb-exchange would do nothing without --odb"),
         ("--odb-plan-ahead 0", "--odb-plan-ahead would do nothing without --odb"),
         ("--odb-worker-start fork", "--odb-worker-start would do nothing without --odb"),
+        ("--odb-max-bad-records 9", "--odb-max-bad-records would do nothing without --odb"),
+        (
+            "--odb --odb-max-bad-records 9",
+            "--odb-max-bad-records would do nothing with --odb-bad-record error",
+        ),
+        ("--odb --odb-max-bad-records 0", "--odb-max-bad-records must be at least 1, got 0"),
         ("--odb-timeout-s 9", "--odb-timeout-s would do nothing without --odb"),
         ("--odb-stall-warn-s 9", "--odb-stall-warn-s would do nothing without --odb"),
         (
@@ -207,7 +216,7 @@ def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_odb_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest.startswith("odb")]
-    assert len(actions) == 26
+    assert len(actions) == 27
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out

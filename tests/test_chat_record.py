@@ -255,10 +255,10 @@ def test_what_is_learnt() -> None:
         ),
         (
             {"conversations": [{"from": "function_call", "value": "f(x)"}]},
-            r"conversations\[0\].value is text that is not JSON: ",
+            r"conversations\[0\].value is text that is not valid JSON: ",
         ),
         ({"conversations": [{"from": "gpt"}]}, r"conversations\[0\].value is null or missing"),
-        ({"messages": [ANSWER], "tools": "f"}, "tools is text that is not JSON"),
+        ({"messages": [ANSWER], "tools": "f"}, "tools is text that is not valid JSON"),
         ({"messages": [ANSWER], "tools": [{}]}, r"tools\[0\].name is null or missing"),
         ({"messages": [ANSWER], "system": 3}, "system is of type int; expected text"),
         (

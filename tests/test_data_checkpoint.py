@@ -314,15 +314,19 @@ def test_what_the_checkpoint_says_is_nothing_known(cost: Saved, text: str) -> No
         (lambda s: s["planner"].update(version=3), "saved with version=3, this run has 4"),
         (lambda s: s["planner"].update(step="7"), "has step '7'; expected an integer"),
         (lambda s: s["planner"]["window"].pop(), ""),
-        (lambda s: s.update(tokens_so_far=-1), "has a damaged data entry"),
+        (lambda s: s.update(tokens_so_far=-1), "has a damaged tokens_so_far entry"),
         (lambda s: s.update(tokens_so_far="1"), "has a damaged tokens_so_far entry"),
+        (lambda s: s["bad_records"].update(num=-1), "bad_records is {'num': -1, 'positions': []}"),
         (lambda s: s["data"].pop("sources"), "has a damaged data entry"),
-        (lambda s: s["data"].update(sources=[1]), "has a damaged data entry"),
-        (lambda s: s["data"]["sources"][0].pop("seed"), "has a damaged data entry"),
-        (lambda s: s["data"]["sources"][0].update(path=1), "has a damaged data entry"),
-        (lambda s: s["data"].update(blend=[1 << 40, ""]), "has a damaged data entry"),
-        (lambda s: s["data"].update(blend=""), "has a damaged data entry"),
-        (lambda s: s["data"].update(tokenizer=None), "has a damaged data entry"),
+        (lambda s: s["data"].update(sources=[1]), "has a damaged data.sources[0] entry"),
+        (lambda s: s["data"]["sources"][0].pop("seed"), "has a damaged data.sources[0] entry"),
+        (
+            lambda s: s["data"]["sources"][0].update(path=1),
+            "has a damaged data.sources[0].path entry",
+        ),
+        (lambda s: s["data"].update(blend=[1 << 40, ""]), "has a damaged data.blend entry"),
+        (lambda s: s["data"].update(blend=""), "has a damaged data.blend entry"),
+        (lambda s: s["data"].update(tokenizer=None), "has a damaged data.tokenizer entry"),
         (lambda s: s.pop("planner"), "it was written by another version of odb_megatron"),
     ],
 )
@@ -349,7 +353,7 @@ def test_a_damaged_file_with_its_digest(
         (b'{"data": NaN}', "NaN is no number"),
         (b'{"data": ' + b"9" * 5000 + b"}", "is not JSON"),
         (b"[1]", "holds list; expected"),
-        (b'{"data": 1}', r"holds ['data']; expected ['data', 'planner', 'tokens_so_far']"),
+        (b'{"data": 1}', "holds ['data']; expected ['bad_records', 'data', 'planner', 'tokens"),
     ],
 )
 def test_garbage(cost: Saved, data: bytes, text: str) -> None:
@@ -461,7 +465,7 @@ class Source:
     def progress(self) -> Progress:
         if self._fails:
             raise OSError("no space left")
-        snapshot = {"consumed": 0, "window": np.zeros((0, 3), dtype=np.int64)}
+        snapshot = {"consumed": 0, "step": 0, "window": np.zeros((0, 3), dtype=np.int64)}
         return Progress(snapshot=snapshot, source_counts=(), exchange_choice=None, window_bytes=0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -38,19 +39,25 @@ def _hang_here() -> None:
     time.sleep(600)
 
 
-def _assert_no_children() -> None:
-    """No replica is alive; Python's resource tracker may be."""
-    replicas = [
+@pytest.fixture(autouse=True)
+def no_replica_is_left() -> Iterator[None]:
+    """What a test started has ended; replicas that other tests share live on."""
+    before = _replicas()
+    yield
+    assert _replicas() - before == set()
+
+
+def _replicas() -> set[psutil.Process]:
+    """Children that live; Python's resource tracker is none of them."""
+    return {
         child
         for child in psutil.Process().children(recursive=True)
         if "spawn_main" in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE
-    ]
-    assert replicas == []
+    }
 
 
 def test_results_come_by_rank() -> None:
     assert run_replicas(_sum_of_ranks, 2, 10, timeout_s=60) == [(0, 3.0, "2"), (10, 3.0, "2")]
-    _assert_no_children()
 
 
 @pytest.mark.parametrize(
@@ -67,7 +74,6 @@ def test_a_failure_names_its_replica_and_ends_the_others(how: str, text: str) ->
         run_replicas(_misbehave, 2, how, timeout_s=60)
     assert caught.value.rank == 1
     assert time.monotonic() - start < 30
-    _assert_no_children()
 
 
 def test_a_hang_ends_in_time_and_shows_where() -> None:
@@ -78,7 +84,6 @@ def test_a_hang_ends_in_time_and_shows_where() -> None:
     text = str(caught.value)
     assert text.startswith("no result in time from replica 0, 1\n")
     assert "_hang_here" in text.split("replica 1 was here:")[1]
-    _assert_no_children()
 
 
 def test_at_least_one_replica() -> None:

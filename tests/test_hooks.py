@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,9 @@ class _Listener:
 
     def on_logged(self, values: dict[str, Any]) -> None:
         self.told.append(("logged", values))
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def on_saving(self, iteration: int, *, is_persistent: bool) -> None:
         self.told.append(("saving", iteration, is_persistent))

@@ -52,13 +52,16 @@ def test_lines(
 
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
 def test_an_array_is_read_record_by_record(tmp_path: Path, name: str) -> None:
-    text = '\n [ {"a": "é"},\n\n {"a": NaN} ,3,[{}], {"a": [1, "]"]}]  \n'
+    text = (
+        '\n [ {"a": "é"},\n\n {"a": NaN} ,3,[{}], {"a": "\\\\"}, {"a" 1}, {"a": [1, "\\"]"]}]  \n'
+    )
     got = JsonRecords(_file(tmp_path, text.encode(), name))
-    assert len(got) == 5
+    assert len(got) == 7
     assert got[0] == {"a": "é"}
-    assert got[4] == got[-1] == {"a": [1, "]"]}
-    assert got.line(4) == 5
-    for i, reason in [(1, "NaN"), (2, "JSON int"), (3, "JSON list")]:
+    assert got[4] == {"a": "\\"}
+    assert got[6] == got[-1] == {"a": [1, '"]']}
+    assert got.line(6) == 7
+    for i, reason in [(1, "NaN"), (2, "JSON int"), (3, "JSON list"), (5, "not valid JSON")]:
         with pytest.raises(BadRecordError, match=rf"{name}:{i + 1}: .*{reason}"):
             got[i]
 
@@ -71,7 +74,7 @@ def test_a_jsonl_file_of_lists_stays_jsonl(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"a":', "is not valid JSON: Expecting value at column 6; expected one JSON object"),
+        (b'{"a":', "is not valid JSON: Expecting value at column 6. Mend"),
         (b'{"a":1} x', "is not valid JSON: Extra data at column 9"),
         (b'{"a":"\xff"}', "is not UTF-8: byte 0xff at column 7"),
         (b"\0\0\0", "holds a NUL byte at column 1 "),
@@ -85,6 +88,8 @@ def test_a_jsonl_file_of_lists_stays_jsonl(tmp_path: Path) -> None:
         (b'{"a":' + b"[" * 200_000, "is nested too deeply"),
         (b'{"a":"\\ud800"}', "holds half of a"),
         (b"\x0b", "is not valid JSON"),
+        (b'{"a":1}\r{"a":2}', "is not valid JSON: Extra data at column 9 (do its lines end in CR "),
+        (b'{"a":{"b":1,"c":2,"b":3}}', "has the key 'b' twice in one object; keep one of them"),
     ],
 )
 def test_a_bad_line_is_an_error_only_when_it_is_read(
@@ -109,12 +114,17 @@ def test_a_bad_line_is_an_error_only_when_it_is_read(
         ("a.json", b"[ ]", "holds no record"),
         ("a.json.gz", b"", "holds no record"),
         ("a.txt", b"{}", "has none of the endings .jsonl, .json"),
-        ("a.json", b'[{"a":1}\n {"a":2}]', "Expecting ',' or '\\]' at line 2, column 2; mend"),
-        ("a.json", b'[{"a":1},]', "Expecting value at line 1, column 10"),
-        ("a.json", b'[{"a":1}', "Expecting ',' or '\\]' at line 1, column 9"),
-        ("a.json", b"[{}] []", "Text after the array at line 1, column 6"),
-        ("a.json", b'[{"a":"\xff"}]', "is not UTF-8: byte 7 is 0xff; convert"),
-        ("a.json", b"[" * 200_000, "is nested too deeply"),
+        ("a.json", b'[{"a":1}\n {"a":2}]', "expecting ',' or '\\]' at line 2, byte 2; mend"),
+        ("a.json", b'[{"a":1},]', "expecting a value at line 1, byte 10"),
+        ("a.json", b'[{"a":1}', "ends inside the array: expecting ',' or '\\]' at line 1, byte 9"),
+        ("a.json", b'[{"a":1},', "ends inside the array"),
+        ("a.json", b'[{"a":1}}', "expecting ',' or '\\]' at line 1, byte 9"),
+        ("a.json", b'[3 {"a":1}]', "expecting ',' or '\\]' at line 1, byte 3"),
+        ("a.json", b'[{"a":1} 3]', "expecting ',' or '\\]' at line 1, byte 10"),
+        ("a.json", b"[,]", "expecting a value at line 1, byte 2"),
+        ("a.json", b'["a\\\\\\"]', "ends inside a string: expecting .* at line 1, byte 9"),
+        ("a.json", b"[{}] []", "there is text after the array at line 1, byte 6"),
+        ("a.json", b"[" * 200_000, "ends inside an element"),
     ],
 )
 def test_a_file_that_cannot_be_used(tmp_path: Path, name: str, data: bytes, error: str) -> None:

@@ -275,15 +275,16 @@ def test_a_chat_template_error_comes_out_of_a_worker_without_its_traceback(tmp_p
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_datasets_own_failure_comes_out_of_a_worker_as_it_is(num_workers: int) -> None:
+def test_a_datasets_own_failure_comes_out_of_a_worker_with_its_traceback(num_workers: int) -> None:
     stream = single_stream(Records([2, 2, 2], failing=1))
     shard = _shard(stream, first=0, total=3, num_replicas=1, num_workers=num_workers)
     failing = next(position for position in range(3) if stream.locate(position).record == 1)
     for position in range(failing):
         shard.take(position)
     error = _failure(shard, failing)
-    assert isinstance(error, KeyError)
-    assert "no such thing in record 1" in str(error)
+    assert isinstance(error, BadRecordError)
+    assert "record 1 raised KeyError: 'no such thing in record 1'" in str(error)
+    assert "made_up_data.py" in error.trace
 
 
 def test_fetching_leaves_the_models_random_state_alone() -> None:

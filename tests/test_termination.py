@@ -78,7 +78,7 @@ class TestStateMachine:
     def test_past_the_deadline_is_a_defect(self) -> None:
         run = Termination(total=40, global_batch_size=10)
         run.begin_step(step=0, consumed=30, is_drained=True)
-        run.restore(run.state(), consumed=30)
+        run.restore(run.state(), step=1, consumed=30)
         assert run.phase is Phase.DRAINING
         with pytest.raises(AssertionError, match="step 1 is past the deadline 0"):
             run.begin_step(step=1, consumed=31, is_drained=True)

@@ -42,6 +42,8 @@ class Ended:
         self.event = threading.Event()
         self.reasons: list[str] = []
         monkeypatch.setattr(module, "end_process", self._end)
+        self.limits: list[float] = []
+        monkeypatch.setattr(module, "limit_shutdown", self.limits.append)
         monkeypatch.setattr(module, "leave_reason", lambda text, **_: self.reasons.append(text))
         monkeypatch.setattr(module, "_LOOK_S", 0.01)
 
@@ -129,6 +131,7 @@ def test_a_run_that_has_ended(ended: Ended, is_gone: bool) -> None:
     watchdog.stop()
     thread.join(WAIT_S)
     assert ended.codes == ([PEER_LOST] if is_gone else [])
+    assert ended.limits == ([0.2] if is_gone else [])
 
 
 def test_a_run_without_a_loss_ends_its_watchdog(ended: Ended) -> None:

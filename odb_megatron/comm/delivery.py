@@ -29,6 +29,9 @@ _FIRST_CAPACITY = 4096
 """Bytes of a header broadcast at first. It grows on all ranks to hold twice the last header: only
 one of more than twice the size of all before it needs a second broadcast."""
 
+_MOST_BYTES = 1 << 28
+"""Largest header that is taken: some ten million samples in a step."""
+
 
 class DeliveryError(RuntimeError):
     """A broadcast inside the replica did not complete: a rank is gone or stuck."""
@@ -117,6 +120,12 @@ class ReplicaGroup:
             buffer[_LENGTH_BYTES : _LENGTH_BYTES + len(first)] = np.frombuffer(first, np.uint8)
         self._broadcast(buffer, group=self._headers)
         length = int.from_bytes(buffer[:_LENGTH_BYTES].tobytes(), "little")
+        if length > _MOST_BYTES:
+            self.close()
+            raise DeliveryError(
+                f"rank {self._rank}: a header of {length} bytes was announced to the {self._name} "
+                f"loader; at most {_MOST_BYTES} are taken: ranks of the replica run different code"
+            )
         room = self._capacity - _LENGTH_BYTES
         found = buffer[_LENGTH_BYTES : _LENGTH_BYTES + min(length, room)].tobytes()
         if length > room:

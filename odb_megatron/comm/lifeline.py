@@ -243,7 +243,7 @@ class Lifeline:
                     self._greet(link, message)
                 else:
                     self._handle(message, source=link)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 self._forget(link)  # none of ours
                 return
         if len(link.received) > _MOST_BYTES:

@@ -136,6 +136,8 @@ def check_frame(data: memoryview, *, step: int, replica: int, peer: int) -> memo
     Raises:
         ControlError: it is of another step, replica or size.
     """
+    if len(data) < _HEADER.size:
+        raise ControlError(f"replica {replica}: {len(data)} bytes arrived, less than their header")
     expected = (step, peer, len(data) - _HEADER.size)
     found = _HEADER.unpack_from(data)
     if found != expected:

@@ -8,6 +8,7 @@ missing (`lifeline` does), and must not raise in the trainer.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -26,6 +27,9 @@ PEER_LOST = 75
 """Exit code of a process that is ended because of another (EX_TEMPFAIL: it may be started anew)."""
 
 _LOOK_S, _FLUSH_S = 0.25, 0.5
+
+_SHUTDOWN_S = 3.0
+"""Seconds that Python's shutdown may take once a peer is gone."""
 
 
 class OnPeerFailure(Enum):
@@ -68,9 +72,15 @@ class Watchdog:
         threading.Thread(target=self._run, name="the watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """The run is over. A process whose peer is gone is still ended: it may hang in its end."""
+        """The run is over. A process whose peer is gone is still ended: it may hang in its end.
+
+        Python's shutdown stops this thread, and takes its time on a loaded host: a timer of the
+        system's ends the process then, after `_SHUTDOWN_S`.
+        """
         if not self._lifeline.gone:
             self._stopped.set()
+        elif self._action is OnPeerFailure.EXIT:
+            limit_shutdown(min(self._grace_s, _SHUTDOWN_S))
 
     def _run(self) -> None:
         while not self._lifeline.wait_for_loss(_LOOK_S):
@@ -114,6 +124,13 @@ def end_process(code: int) -> None:
     flush.start()
     flush.join(_FLUSH_S)
     os._exit(code)
+
+
+def limit_shutdown(limit_s: float) -> None:
+    """End this process with code 1 after so many seconds, whatever it does then."""
+    stderr = sys.__stderr__
+    if stderr is not None:
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=stderr)
 
 
 def _print(text: str) -> None:

@@ -5,10 +5,11 @@ Pure: no files, no tokenizer. Must not drop a turn, guess a role, or render text
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+
+from odb_megatron.data.strict_json import strict_json
 
 __all__ = [
     "ChatRecord",
@@ -301,7 +302,7 @@ def _call(value: object, path: str) -> ToolCall:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            parsed = json.loads(arguments)
+            parsed = strict_json(arguments.encode())
         except ValueError:
             parsed = None
         arguments = parsed if isinstance(parsed, dict) else arguments
@@ -390,9 +391,9 @@ def _mapping(value: object, path: str) -> Mapping[str, object]:
 
 def _json(value: str, path: str) -> object:
     try:
-        return json.loads(value)
+        return strict_json(value.encode())
     except ValueError as error:
-        raise ValueError(f"{path} is text that is not JSON: {error}") from error
+        raise ValueError(f"{path} is text that {error}") from error
 
 
 def _kind(value: object) -> str:

@@ -18,8 +18,19 @@ import numpy.typing as npt
 
 from odb_megatron.data.chat_messages import template_messages
 from odb_megatron.data.chat_record import ChatRecord, Conversation, PlainText
+from odb_megatron.data.template_bounds import (
+    ChatTemplateError,
+    compiled,
+    rendered,
+)
 
-__all__ = ["CHATML_TEMPLATE", "ChatRenderer", "ChatTemplateError", "TextTokenizer"]
+__all__ = [
+    "CHATML_TEMPLATE",
+    "MAX_TEXT_CHARS",
+    "ChatRenderer",
+    "ChatTemplateError",
+    "TextTokenizer",
+]
 
 CHATML_TEMPLATE = """\
 {% for message in messages %}
@@ -39,10 +50,16 @@ CHATML_TEMPLATE = """\
 # the date they fall back to where no clock is offered.
 _TEMPLATE_DATE = datetime(2024, 7, 26)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_MOST_PREFIX_TURNS = 2_000_000  # messages rendered, over all prefixes of a conversation
+_MOST_MARKED_CHARS = 1 << 32  # looked at, over all marks
+_HEADER_CHARS = 20
 _ADD_MARKERS = (
     "put {% generation %} and {% endgeneration %} around the assistant's text and end marker in "
     "the tokenizer's chat_template"
 )
+
+MAX_TEXT_CHARS = 8 << 20
+"""Longest text that is tokenized: a fast tokenizer takes some 240 bytes per token meanwhile."""
 
 _Span = tuple[int, int]
 _Ids = npt.NDArray[np.int64]
@@ -63,13 +80,6 @@ class TextTokenizer(Protocol):
 
     def encode(self, text: str) -> Sequence[int]:
         """Ids of a text."""
-
-
-class ChatTemplateError(ValueError):
-    """The chat template cannot show where the assistant's tokens are.
-
-    No fault of the record, so the policy for bad records does not cover it.
-    """
 
 
 class ChatRenderer:
@@ -147,13 +157,16 @@ class ChatRenderer:
         """Ids (int64 [L]) and loss mask (bool [L]) of a record.
 
         Raises:
-            ChatTemplateError: the template does not show where the assistant's tokens are.
-            ValueError: the template refuses the record.
+            ChatTemplateError: the template does not show where the assistant's tokens are, or goes
+                beyond its bounds.
+            ValueError: the template refuses the record, or it has too many turns.
         """
         if isinstance(record, PlainText):
+            _check_text(record.text)
             ids = np.asarray(self._plain_ids(record.text), dtype=np.int64)
             return ids, np.ones(ids.size, dtype=np.bool_)
         text, spans = self._spans(record)
+        _check_text(text)
         ids, loss = self._encode(text, spans)
         if not loss.any():
             raise ChatTemplateError(
@@ -179,6 +192,7 @@ class ChatRenderer:
         messages, tools = template_messages(conversation, source)
         template = _Template(source=source, variables={**self._variables, "tools": tools})
         learn = [m.learn for m in conversation.messages if m.role == "assistant"]
+        _check_turns(conversation, is_marked=bool(_GENERATION.search(source)))
         if not _GENERATION.search(source):
             return _prefix_spans(template, messages, conversation, self._control_tokens)
         text, spans = template.render_marked(messages)
@@ -236,7 +250,7 @@ class ChatRenderer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Template:
-    """A chat template with its variables; compiled once per process by transformers."""
+    """A chat template with its variables."""
 
     source: str
     variables: Mapping[str, object]
@@ -251,11 +265,10 @@ class _Template:
     def _run(
         self, messages: list[dict[str, object]], *, prompt: bool = False, marked: bool = False
     ) -> tuple[str, list[_Span]]:
-        # Megatron's own tokenizers compile templates by this function too (chat_template.py,
-        # megatron-core 0.19.2). Rendered here and not by apply_chat_template, which hides the
-        # spans and marks a token that only ends in one.
+        # Rendered here and not by apply_chat_template, which hides the spans and marks a token that
+        # only ends in one.
         from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import _compile_jinja_template
+        from jinja2.exceptions import SecurityError
 
         variables = {
             "documents": None,
@@ -265,13 +278,19 @@ class _Template:
         }
         blocks: list[str] = []
         spans: list[_Span] = []
+        template = compiled(self.source)
         try:
-            template = _compile_jinja_template(self.source)
             if not marked:
-                return template.render(**variables), spans
-            with template.environment.activate_tracker(blocks, spans):
-                for block in template.generate(**variables):  # the tracker reads `blocks` meanwhile
-                    blocks.append(block)
+                rendered(template.generate(**variables), blocks)
+            else:
+                with template.environment.activate_tracker(blocks, spans):
+                    rendered(template.generate(**variables), blocks)  # it reads `blocks` meanwhile
+        except (SecurityError, OverflowError, MemoryError, RecursionError) as error:
+            reason = str(error) or type(error).__name__
+            raise ChatTemplateError(
+                f"the chat template does what it must not ({reason}); use the template that "
+                "belongs to the model"
+            ) from error
         except (TemplateError, TypeError) as error:
             raise ValueError(
                 f"the chat template cannot render this conversation ({error}); its roles are "
@@ -287,6 +306,35 @@ def _renderer(
     return ChatRenderer(
         tokenizer, template_arguments=template_arguments, add_special_tokens=add_special_tokens
     )
+
+
+def _check_text(text: str) -> None:
+    if len(text) > MAX_TEXT_CHARS:
+        raise ValueError(
+            f"the text has {len(text)} characters; up to {MAX_TEXT_CHARS} are tokenized: split the "
+            "record"
+        )
+
+
+def _check_turns(conversation: Conversation, *, is_marked: bool) -> None:
+    """Refuse a conversation that would take minutes: the work grows with the square of its turns.
+
+    With marks, transformers' tracker looks at all the text before each mark; without, a prefix is
+    rendered twice per assistant turn.
+    """
+    messages = conversation.messages
+    places = [at for at, m in enumerate(messages) if m.role == "assistant" and m.learn]
+    if is_marked:
+        num_chars = sum(len(m.content) + _HEADER_CHARS for m in messages)
+        is_too_much = num_chars * len(places) > _MOST_MARKED_CHARS
+    else:
+        is_too_much = 2 * sum(places) > _MOST_PREFIX_TURNS
+    if is_too_much:
+        raise ValueError(
+            f"the conversation has {len(messages)} messages, {len(places)} of the assistant to "
+            "learn; finding its text among so many would take minutes: split the record"
+            + ("" if is_marked else f", or {_ADD_MARKERS}")
+        )
 
 
 def _check_own_format(tokenizer: object) -> None:

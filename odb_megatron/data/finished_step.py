@@ -6,11 +6,12 @@ planner that is already some steps further.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor
 
+from odb_megatron.data.bad_records import BadRecords
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.thd import MicroBatchLayout
 from odb_megatron.plan.calibration import CostFit
@@ -43,12 +44,18 @@ class Progress:
         source_counts: what the replica has consumed of each source.
         exchange_choice: see `ReplicaPlanner.exchange_choice`.
         window_bytes: bytes of the samples that are preprocessed and not emitted.
+        num_bad: bad records of all replicas since the run's start.
+        bad_records: the loader's own, which go on.
+        source: state of an iterable source, see `ReplicaItems.state`; None for random access.
     """
 
     snapshot: dict[str, Any]
     source_counts: tuple[SourceCounts, ...]
     exchange_choice: ExchangeChoice | None
     window_bytes: int
+    num_bad: int = 0
+    bad_records: BadRecords = field(default_factory=lambda: BadRecords(None))
+    source: dict[str, Any] | None = None
 
     @property
     def exchanges(self) -> bool | None:
@@ -59,6 +66,11 @@ class Progress:
     def state_dict(self) -> dict[str, object]:
         """See `ReplicaPlanner.state_dict`."""
         return plain_state(self.snapshot)
+
+    def bad_records_state(self) -> dict[str, object]:
+        """Return what a resumed run has to know of bad records; see `BadRecords`."""
+        positions = self.bad_records.after(self.snapshot["step"])
+        return {"num": self.num_bad, "positions": positions}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Random access to the records of a `.jsonl` or `.json` file, plain or gzipped.
 
-Must not interpret a record (that is `chat_record`), keep a JSONL file in memory, or share an open
-file between processes.
+Must not interpret a record (that is `chat_record`), keep a plain file in memory, load a record
+larger than `MAX_RECORD_BYTES`, or share an open file between processes.
 """
 
 from __future__ import annotations
@@ -9,30 +9,38 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-import json
-import math
 import operator
 import os
-import re
+import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NoReturn, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from odb_megatron.data.sample import BadRecordError
+from odb_megatron.data.json_array import JsonArrayError, array_spans
+from odb_megatron.data.sample import BadRecordError, DataFileError
+from odb_megatron.data.strict_json import JsonTextError, strict_json
 
-__all__ = ["JSON_ENDINGS", "JsonRecords", "is_json_path"]
+__all__ = ["JSON_ENDINGS", "MAX_HELD_BYTES", "MAX_RECORD_BYTES", "JsonRecords", "is_json_path"]
 
-_CHUNK_BYTES = 16 << 20
+MAX_RECORD_BYTES = 16 << 20
+"""Largest record that is read; a larger one is a bad record. As text, about four million tokens."""
+
+MAX_HELD_BYTES = 1 << 30
+"""Largest array, or gzipped file after decompression: the one is held while it is indexed, the
+other by every process that reads it."""
+
+_CHUNK_BYTES = 1 << 20
 _FINGERPRINT_BYTES = 64 << 10
 _BOM = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"
 JSON_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_SPACES = re.compile(r"[ \t\r\n]*")
+_IS_TEXT = np.array([byte not in _BLANK for byte in range(256)])
+
+_Places = npt.NDArray[np.int64]
 
 
 def is_json_path(path: str) -> bool:
@@ -44,29 +52,31 @@ class JsonRecords(Sequence[dict[str, object]]):
     """The records of one file, in file order.
 
     A `.jsonl` file holds one JSON object per line; blank lines are no records. A `.json` file is an
-    array of objects when its first non-blank byte is `[`, and JSONL otherwise. JSONL is indexed
-    once (24 bytes per record at most) and read by position; a gzipped file, or an array, is held as
-    bytes in memory.
+    array of objects when its first non-blank byte is `[`, and JSONL otherwise. A file is indexed
+    once, in 24 bytes per record at most (twice that for a moment), and read by position; a gzipped
+    one is held decompressed.
 
     A copy may be pickled or forked: each process opens the file itself, and refuses it if its size
-    changed.
+    or its time of change is another.
 
     Args:
         path: the file.
 
     Raises:
-        ValueError: the file is missing, unreadable, without a record, or an array that does not
-            parse.
+        ValueError: the file is missing, unreadable, no regular file, without a record, an array
+            whose elements cannot be told apart, or an array or gzipped file above `MAX_HELD_BYTES`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = str(path)
-        self._is_array = False
         self._bytes: bytes | None = None
         self._file: tuple[int, BinaryIO] | None = None
         name = Path(path).name.lower()
         try:
-            self._size = os.stat(path).st_size
+            status = os.stat(path)
+            self._size, self._changed_ns = status.st_size, status.st_mtime_ns
+            if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+                self._refuse("is a pipe, socket or device; name a regular file")
             if not name.endswith(JSON_ENDINGS) and not os.path.isdir(path):
                 self._refuse(
                     f"has none of the endings {', '.join(JSON_ENDINGS)}; convert or rename it"
@@ -97,16 +107,16 @@ class JsonRecords(Sequence[dict[str, object]]):
         """Record `index`, parsed anew at each call.
 
         Raises:
-            BadRecordError: the record is not valid JSON, UTF-8, or an object.
+            BadRecordError: the record is not valid JSON, UTF-8, or an object, or too large.
             IndexError: no such record.
-            RuntimeError: the file changed since it was indexed.
+            DataFileError: the file changed since it was indexed, or cannot be read any more.
         """
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         i = self._position(index)
         try:
-            return _parse_object(self._read(int(self._starts[i]), int(self._ends[i])))
-        except _RecordError as error:
+            return self._record(int(self._starts[i]), int(self._ends[i]))
+        except JsonTextError as error:
             raise BadRecordError(path=self.path, line=self.line(i), reason=str(error)) from error
 
     def line(self, index: int) -> int:
@@ -126,9 +136,21 @@ class JsonRecords(Sequence[dict[str, object]]):
     def __getstate__(self) -> dict[str, object]:
         """Leave the open file behind, and of a gzipped file its bytes: both are opened again."""
         state = {**self.__dict__, "_file": None}
-        if self._is_gzip or self._is_array:
-            state["_bytes"] = None
+        state["_bytes"] = None
         return state
+
+    def _record(self, start: int, end: int) -> dict[str, object]:
+        if end - start > MAX_RECORD_BYTES:
+            raise JsonTextError(
+                f"has {end - start} bytes; a record is read up to {MAX_RECORD_BYTES} "
+                f"({MAX_RECORD_BYTES >> 20} MiB): split it"
+            )
+        record = strict_json(self._read(start, end))
+        if not isinstance(record, dict):
+            raise JsonTextError(
+                f"is a JSON {type(record).__name__}; expected an object with named columns"
+            )
+        return record
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(f"{self.path} {reason}")
@@ -145,82 +167,86 @@ class JsonRecords(Sequence[dict[str, object]]):
             file.seek(skip)
             is_array = may_be_array and _first_byte(file) == b"["
             file.seek(0)
-            if is_array or self._is_gzip:
-                self._bytes = file.read()
-            if is_array:
-                self._is_array = True
-                self._starts, self._ends = self._array_index(self._bytes or b"", skip)
-                self._lines: npt.NDArray[np.int64] | None = None
+            data = self._whole(file) if is_array or self._is_gzip else None
+            self._bytes = data if self._is_gzip else None
+            self._lines: _Places | None = None
+            if is_array and data is not None:
+                self._starts, self._ends = self._array_index(data, skip)
                 return
-            source = file if self._bytes is None else io.BytesIO(self._bytes)
+            source = file if data is None else io.BytesIO(data)
             source.seek(skip)
-            starts, ends, first = _line_index(source, skip)
-        keep = first != ord("\n")
-        for i in np.flatnonzero(np.isin(first, list(b" \t\r"))):
-            keep[i] = bool(self._read(int(starts[i]), int(ends[i])).strip(_BLANK))
-        self._starts, self._ends = starts[keep], ends[keep]
-        self._lines = None if keep.all() else np.flatnonzero(keep)
+            self._starts, self._ends, self._lines = _line_index(source, skip)
 
-    def _array_index(
-        self, data: bytes, skip: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _whole(self, file: BinaryIO) -> bytes:
+        """Return the (decompressed) content from the file's position on."""
+        parts, num_bytes = [], 0
+        while part := file.read(_CHUNK_BYTES):
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > MAX_HELD_BYTES:
+                kind = "unpacks to" if self._is_gzip else "is an array of"
+                way_out = "gunzip it" if self._is_gzip else "write one object per line, as .jsonl"
+                self._refuse(
+                    f"{kind} more than {MAX_HELD_BYTES >> 20} MiB, which are held in memory: "
+                    f"{way_out}, or split it"
+                )
+        return b"".join(parts)
+
+    def _array_index(self, data: bytes, skip: int) -> tuple[_Places, _Places]:
+        start = skip
+        while data[start] in _BLANK:
+            start += 1
         try:
-            spans = list(_array_spans(data[skip:].decode()))
-        except UnicodeDecodeError as error:
+            edges = np.fromiter(array_spans(data, start), dtype=np.dtype((np.int64, 2)))
+        except JsonArrayError as error:
+            line = data.count(b"\n", 0, error.at) + 1
+            column = error.at - (data.rfind(b"\n", 0, error.at) + 1) + 1
             self._refuse(
-                f"is not UTF-8: byte {skip + error.start} is 0x{data[skip + error.start]:02x}; "
-                "convert it to UTF-8"
+                f"starts with '[' but is no JSON array: {error} at line {line}, byte {column}; "
+                "mend it there, or write one object per line and name the file .jsonl"
             )
-        except json.JSONDecodeError as error:
-            self._refuse(
-                f"starts with '[' but is no JSON array: {error.msg} at line {error.lineno}, "
-                f"column {error.colno}; mend it there, or write one object per line and name the "
-                "file .jsonl"
-            )
-        except RecursionError:
-            self._refuse(
-                "is nested too deeply to parse; flatten the record, or write one per line as .jsonl"
-            )
-        edges = np.array(spans, dtype=np.int64).reshape(-1, 2) + skip
-        return edges[:, 0], edges[:, 1]
+        return np.ascontiguousarray(edges[:, 0]), np.ascontiguousarray(edges[:, 1])
 
     def _open(self) -> BinaryIO:
         return gzip.open(self.path, "rb") if self._is_gzip else open(self.path, "rb", buffering=0)  # type: ignore[return-value]
 
     def _read(self, start: int, end: int) -> bytes:
         """The bytes [start, end) of the (decompressed) file."""
-        if self._is_gzip or self._is_array:
-            if self._bytes is None:  # a pickled copy
-                self._check_size()
-                with self._open() as file:
-                    self._bytes = file.read()
-            return self._bytes[start:end]
-        if self._file is None or self._file[0] != os.getpid():
-            self._check_size()
-            self._file = (os.getpid(), self._open())
-        data = bytearray()
-        while len(data) < end - start:
-            part = os.pread(self._file[1].fileno(), end - start - len(data), start + len(data))
-            if not part:
-                self._refuse_changed(start + len(data))
-            data += part
-        return bytes(data)
+        try:
+            if self._is_gzip:
+                if self._bytes is None:  # a pickled copy
+                    with self._open() as file:
+                        self._check(os.stat(self.path))
+                        self._bytes = self._whole(file)
+                return self._bytes[start:end]
+            if self._file is None or self._file[0] != os.getpid():
+                self._file = (os.getpid(), self._open())
+            number = self._file[1].fileno()
+            self._check(os.fstat(number))
+            data = os.pread(number, end - start, start)
+            while len(data) < end - start:
+                part = os.pread(number, end - start - len(data), start + len(data))
+                if not part:
+                    self._refuse_changed(start + len(data))
+                data += part
+            return data
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataFileError(
+                f"{self.path} cannot be read any more ({error}): see that every node can read it, "
+                "and start the run again"
+            ) from error
 
-    def _check_size(self) -> None:
-        size = os.stat(self.path).st_size
-        if size != self._size:
-            self._refuse_changed(size)
+    def _check(self, status: os.stat_result) -> None:
+        if (status.st_size, status.st_mtime_ns) != (self._size, self._changed_ns):
+            self._refuse_changed(status.st_size)
 
     def _refuse_changed(self, size: int) -> NoReturn:
         # No ValueError: it is not a bad record, and no policy may leave it out.
-        raise RuntimeError(
+        raise DataFileError(
             f"{self.path} changed while in use: it had {self._size} bytes when it was indexed and "
-            f"has {size} now; leave data files alone during a run, and start the run again"
+            f"has {size} now, or was written to; leave data files alone during a run, and start "
+            "the run again"
         )
-
-
-class _RecordError(ValueError):
-    """Why a record cannot be parsed."""
 
 
 def _first_byte(file: BinaryIO) -> bytes:
@@ -230,99 +256,45 @@ def _first_byte(file: BinaryIO) -> bytes:
     return b""
 
 
-def _line_index(
-    file: BinaryIO, position: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-    """Start, end (without the newline) and first byte of every line from the file's position on."""
-    starts: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
-    ends: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
-    first: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)]
+def _line_index(file: BinaryIO, position: int) -> tuple[_Places, _Places, _Places | None]:
+    """Start, end (without the newline) and 0-based number of every line that is not blank.
+
+    From the file's position on, which is given; numbers are None where no line is blank. Blank
+    lines are dropped while the file is scanned, so that they take no memory.
+    """
+    starts, ends, lines = [], [], []
     buffer = bytearray(_CHUNK_BYTES)
-    at_line_start = True
+    num_lines, open_start, open_has_text = 0, position, False
     while size := file.readinto(buffer):  # type: ignore[attr-defined]
         chunk = np.frombuffer(buffer, dtype=np.uint8, count=size)
-        newlines = np.flatnonzero(chunk == ord("\n")).astype(np.int64)
-        heads = np.concatenate([np.zeros(int(at_line_start), np.int64), newlines + 1])
-        at_line_start = bool(heads.size) and int(heads[-1]) == size
-        heads = heads[:-1] if at_line_start else heads
-        starts.append(heads + position)
-        first.append(chunk[heads])
-        ends.append(newlines + position)
+        newlines = np.flatnonzero(chunk == ord("\n"))
+        heads = np.concatenate(([0], newlines + 1))
+        begun = heads[heads < size]  # a line that begins at the chunk's end has no byte in it yet
+        has_text = np.zeros(len(heads), dtype=np.bool_)
+        has_text[: len(begun)] = np.logical_or.reduceat(_IS_TEXT[chunk], begun)
+        has_text[0] |= open_has_text
+        begins = heads + position
+        begins[0] = open_start
+        keep = np.flatnonzero(has_text[:-1])
+        starts.append(begins[keep])
+        ends.append(newlines[keep] + position)
+        lines.append(keep + num_lines)
+        num_lines += len(newlines)
+        open_start, open_has_text = int(begins[-1]), bool(has_text[-1])
         position += size
-    if not at_line_start:
-        ends.append(np.array([position], np.int64))
-    return np.concatenate(starts), np.concatenate(ends), np.concatenate(first)
+    if open_has_text:
+        starts.append(np.array([open_start]))
+        ends.append(np.array([position]))
+        lines.append(np.array([num_lines]))
+    if not starts:
+        return np.empty(0, np.int64), np.empty(0, np.int64), None
+    numbers = _joined(lines)
+    is_gapless = not numbers.size or int(numbers[-1]) == numbers.size - 1
+    return _joined(starts), _joined(ends), None if is_gapless else numbers
 
 
-def _array_spans(text: str) -> Iterator[tuple[int, int]]:
-    """Byte span of each element of a JSON array; elements are only checked for their extent."""
-    scan = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=len).raw_decode
-    at = _skip_spaces(text, _skip_spaces(text, 0) + 1)
-    num_bytes, counted = 0, 0
-    if text[at : at + 1] == "]":
-        at += 1
-    else:
-        while True:
-            _, end = scan(text, at)
-            start_byte = num_bytes + len(text[counted:at].encode())
-            num_bytes, counted = start_byte + len(text[at:end].encode()), end
-            yield start_byte, num_bytes
-            at = _skip_spaces(text, end)
-            separator = text[at : at + 1]
-            at += 1
-            if separator == "]":
-                break
-            if separator != ",":
-                raise json.JSONDecodeError("Expecting ',' or ']'", text, at - 1)
-            at = _skip_spaces(text, at)
-    if _skip_spaces(text, at) != len(text):
-        raise json.JSONDecodeError("Text after the array", text, _skip_spaces(text, at))
-
-
-def _skip_spaces(text: str, at: int) -> int:
-    match = _SPACES.match(text, at)
-    assert match is not None
-    return match.end()
-
-
-def _parse_object(data: bytes) -> dict[str, object]:
-    if b"\0" in data:
-        raise _RecordError(
-            f"holds a NUL byte at column {data.index(0) + 1} (a damaged or sparse file?)"
-        )
-    try:
-        record = json.loads(data.decode(), parse_constant=_no_constant, parse_float=_finite)
-        if _SURROGATE.search(data):
-            json.dumps(record, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        raise _RecordError(
-            f"is not valid JSON: {error.msg} at column {error.pos + 1}; expected one JSON object"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise _RecordError(
-            f"is not UTF-8: byte 0x{data[error.start]:02x} at column {error.start + 1}"
-        ) from error
-    except UnicodeEncodeError as error:
-        raise _RecordError("holds half of a \\u surrogate pair, which is no character") from error
-    except RecursionError as error:
-        raise _RecordError("is nested too deeply to parse") from error
-    except _RecordError:
-        raise
-    except ValueError as error:  # int() refuses more than sys.get_int_max_str_digits() digits
-        raise _RecordError(f"holds a number that cannot be read: {error}") from error
-    if not isinstance(record, dict):
-        raise _RecordError(
-            f"is a JSON {type(record).__name__}; expected an object with named columns"
-        )
-    return record
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise _RecordError(f"holds {name}, which is not JSON; write null or leave the column out")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise _RecordError(f"holds the number {digits[:40]}, which is too large for a float")
-    return value
+def _joined(parts: list[_Places]) -> _Places:
+    """Concatenate, and let go of the parts."""
+    whole = np.concatenate(parts)
+    parts.clear()
+    return whole

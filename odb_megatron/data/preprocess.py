@@ -14,7 +14,11 @@ import numpy.typing as npt
 from odb_megatron.data.sample import BadRecordError, Hole, HoleReason, Sample
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy, judge_length
 
-__all__ = ["BadRecordPolicy", "SampleRules", "apply_rules", "bad_record_hole", "shift_labels"]
+__all__ = ["BadRecordPolicy", "SampleRules", "apply_rules", "bad_record_hole"]
+__all__ += ["check_ids", "shift_labels"]
+
+
+_MOST_IDS = 1 << 31  # what a step on its way to other ranks holds
 
 
 class BadRecordPolicy(Enum):
@@ -34,6 +38,7 @@ class SampleRules:
         multiple: see `plan.padding.length_multiple`.
         overlong: see `plan.padding.judge_length`.
         bad_record: rule for records that cannot become a sample.
+        vocab_size: rows of the model's embedding: token ids lie below; 0 where it is not known.
     """
 
     context: int
@@ -41,6 +46,7 @@ class SampleRules:
     multiple: int = 1
     overlong: OverlongPolicy = OverlongPolicy.ERROR
     bad_record: BadRecordPolicy = BadRecordPolicy.ERROR
+    vocab_size: int = 0
 
 
 def shift_labels(
@@ -66,6 +72,23 @@ def shift_labels(
         loss_mask=learn[1:].astype(np.float32),
         source=source,
     )
+
+
+def check_ids(sample: Sample, rules: SampleRules) -> None:
+    """Raise unless the model has a row for each token id, and each label that carries loss.
+
+    Raises:
+        ValueError: names the first id that has none; a bad record.
+    """
+    limit = rules.vocab_size or _MOST_IDS
+    learnt = sample.labels[sample.loss_mask > 0]
+    for what, ids in (("token", sample.tokens), ("label", learnt)):
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
+            at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
+            raise ValueError(
+                f"{what} id {ids[at]} is outside the vocabulary of {limit} ids (0 to {limit - 1}): "
+                "use the tokenizer that made the data, and a model of its size"
+            )
 
 
 def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> Sample | Hole:

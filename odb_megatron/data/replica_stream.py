@@ -11,6 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ import torch
 from odb_megatron.data.fetch_limit import limited
 from odb_megatron.data.sample import Hole, Sample
 from odb_megatron.data.stream import FetchError, SampleStream
-from odb_megatron.data.workers import Packed, Workers, WorkerStart
+from odb_megatron.data.worker_reader import WorkerReader
+from odb_megatron.data.workers import Packed, Workers, WorkerStart, recorded
 
-__all__ = ["PositionFeed", "ReplicaStream", "WorkerError"]
+__all__ = ["PositionFeed", "ReplicaStream", "WorkerError", "end_with_trainer"]
 
 _MOST_IN_GROUP = 8
 """Positions that a worker fetches and sends at once, at most: sending each sample by itself costs
@@ -93,11 +95,12 @@ class ReplicaStream:
             ahead = lead if isinstance(positions, PositionFeed) else min(lead, len(positions))
             size = max(1, min(_MOST_IN_GROUP, ahead // (num * _PREFETCH)))
             options["prefetch_factor"] = max(1, min(_PREFETCH, lead // num))
-            options["multiprocessing_context"] = multiprocessing.get_context("fork")
+            context: BaseContext = multiprocessing.get_context("fork")
             if workers.start is not WorkerStart.FORK:
                 packed = Packed(stream)
-                options["multiprocessing_context"] = packed.context(workers.start)
+                context = packed.context(workers.start)
                 fetcher = _Fetcher(packed)
+            options["multiprocessing_context"], dead = recorded(context)
         fetcher.limit_s = limit_s
         loader = torch.utils.data.DataLoader(
             fetcher,
@@ -106,11 +109,13 @@ class ReplicaStream:
             num_workers=num,
             collate_fn=_as_is,
             generator=torch.Generator().manual_seed(0),  # else the model's would be advanced
-            worker_init_fn=_end_with_trainer,
+            worker_init_fn=end_with_trainer,
             **options,
         )
         self._stream = stream
         self._groups: Iterator[Fetched] = iter(loader)
+        if num:
+            self._groups = WorkerReader(self._groups, dead=dead)
         self._items: deque[tuple[int, Sample | Hole | FetchError]] = deque()
 
     def take(self, position: int) -> Sample | Hole:
@@ -195,7 +200,7 @@ def _as_is(item: Any) -> Any:
     return item
 
 
-def _end_with_trainer(_worker: int) -> None:
+def end_with_trainer(_worker: int) -> None:
     """End this worker when the trainer's process is gone.
 
     Torch's workers look after their parent, which is the fork server; and that one lives as long as

@@ -11,7 +11,14 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BadRecordError", "Hole", "HoleReason", "Sample"]
+__all__ = ["BadRecordError", "DataFileError", "Hole", "HoleReason", "Sample"]
+
+_MOST_REASON = 2000
+_MOST_TRACE = 20_000
+
+
+class DataFileError(RuntimeError):
+    """A data file that has changed, or can no longer be read: no record's fault, never skipped."""
 
 
 class BadRecordError(ValueError):
@@ -20,11 +27,14 @@ class BadRecordError(ValueError):
     Args:
         path: file the record comes from.
         line: 1-based line of the file (JSONL), or 1-based record number (JSON array, document).
-        reason: what was seen and what was expected.
-        trace: traceback of what a user's dataset raised, if it did.
+        reason: what was seen and what was expected; cut where it quotes a very long text.
+        trace: traceback of what a user's dataset raised, if it did; of a long one its end.
     """
 
     def __init__(self, *, path: str, line: int, reason: str, trace: str = "") -> None:
+        if len(reason) > _MOST_REASON:
+            reason = f"{reason[:_MOST_REASON]} ... ({len(reason)} characters)"
+        trace = trace[-_MOST_TRACE:]
         original = f"\nOriginal traceback:\n{trace}" if trace else ""
         super().__init__(
             f"{path}:{line}: {reason}. Mend the record, or pass --odb-bad-record skip "

@@ -52,11 +52,16 @@ def decode_sample(data: bytes | memoryview) -> Sample:
     """Inverse of `encode_sample`.
 
     Raises:
-        SampleWireError: the size or the checksum is wrong.
+        SampleWireError: the size, the checksum or a number of the header is wrong.
     """
     if len(data) < _HEADER.size:
         raise SampleWireError(f"{len(data)} bytes arrived; a sample has at least {_HEADER.size}")
     flags, length, source, truncated, checksum = _HEADER.unpack_from(data)
+    if flags > _WIDE | _OWN_LABELS or not length or source < 0 or truncated < 0:
+        raise SampleWireError(
+            f"a sample arrived with flags {flags}, {length} tokens, source {source} and "
+            f"{truncated} cut off: its header is damaged"
+        )
     expected = _size(length, flags)
     if len(data) != expected:
         raise SampleWireError(

@@ -18,24 +18,33 @@ import numpy.typing as npt
 
 from odb_megatron.data.chat_record import parse_record
 from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
+from odb_megatron.data.index_check import check_index
 from odb_megatron.data.json_records import JSON_ENDINGS, JsonRecords, is_json_path
 from odb_megatron.data.preprocess import (
     BadRecordPolicy,
     SampleRules,
     apply_rules,
     bad_record_hole,
+    check_ids,
     shift_labels,
 )
-from odb_megatron.data.sample import BadRecordError, Hole, Sample
+from odb_megatron.data.sample import BadRecordError, DataFileError, Hole, Sample
 
 __all__ = [
     "ChatSource",
     "IndexedSource",
+    "ItemSource",
     "MapSource",
     "SampleSource",
     "count_records",
     "open_source",
 ]
+
+
+_OWN_CODE = os.path.dirname(__file__) + os.sep
+
+MAX_DOCUMENT_TOKENS = 1 << 24
+"""Longest document of a Megatron dataset that is read; a longer one is a bad record."""
 
 
 class SampleSource(Protocol):
@@ -53,7 +62,7 @@ class SampleSource(Protocol):
 
         Raises:
             BadRecordError, OverlongError: by policy, naming path and line.
-            ChatTemplateError: always.
+            ChatTemplateError, DataFileError: always.
         """
 
     def fingerprint(self) -> str:
@@ -114,13 +123,20 @@ class _RuledSource:
             bad = error
         except ChatTemplateError as error:
             raise ChatTemplateError(f"{self.path}:{line}: {error}") from None
+        except DataFileError:
+            raise
         except ValueError as error:
             bad = BadRecordError(path=self.path, line=line, reason=str(error), trace=_trace(error))
         except Exception as error:  # of a user's dataset, or a damaged file
             reason = f"record {index} raised {type(error).__name__}: {error}"
             bad = BadRecordError(path=self.path, line=line, reason=reason, trace=_trace(error))
         else:
-            return apply_rules(sample, self._rules, path=self.path, line=line)
+            try:
+                check_ids(sample, self._rules)
+            except ValueError as error:
+                bad = BadRecordError(path=self.path, line=line, reason=str(error))
+            else:
+                return apply_rules(sample, self._rules, path=self.path, line=line)
         if self._rules.bad_record is BadRecordPolicy.ERROR:
             raise bad
         return bad_record_hole(bad, source=source)
@@ -157,7 +173,8 @@ class IndexedSource(_RuledSource):
     end-of-document token is learnt.
 
     Raises:
-        ValueError: the index cannot be read, or the `.bin` file is shorter than it says.
+        ValueError: the index cannot be read or contradicts itself, or the `.bin` file is shorter
+            than it says.
     """
 
     def __init__(self, path: str, *, rules: SampleRules, mmap: bool = True) -> None:
@@ -166,21 +183,14 @@ class IndexedSource(_RuledSource):
         super().__init__(rules)
         self.path = path
         try:
+            check_index(path)
             self._dataset = IndexedDataset(path, multimodal=False, mmap=mmap)
         except (AssertionError, IndexError, ValueError, OSError, struct.error) as error:
             raise ValueError(
                 f"{path}.idx and .bin are no readable Megatron dataset ({error or 'damaged index'}"
                 "): write them with Megatron's tools/preprocess_data.py"
             ) from error
-        index, size, needed = self._dataset.index, os.path.getsize(path + ".bin"), 0
-        if len(index):
-            length = int(index.sequence_lengths[-1])
-            needed = int(index.sequence_pointers[-1]) + length * index.dtype_size
-        if size < needed:  # read without mmap, the missing tokens would be whatever memory holds
-            raise ValueError(
-                f"{path}.bin has {size} bytes, its index needs {needed}: the file is cut short; "
-                "copy or write it again"
-            )
+        self._status = _status(path)
         self._bounds: npt.NDArray[np.int64] = np.asarray(self._dataset.document_indices)
 
     def __len__(self) -> int:
@@ -192,6 +202,20 @@ class IndexedSource(_RuledSource):
 
     def _load(self, index: int, *, source: int) -> Sample:
         first, last = int(self._bounds[index]), int(self._bounds[index + 1])
+        num_tokens = int(self._dataset.sequence_lengths[first:last].sum(dtype=np.int64))
+        if num_tokens > MAX_DOCUMENT_TOKENS:
+            raise ValueError(
+                f"the document has {num_tokens} tokens; up to {MAX_DOCUMENT_TOKENS} are read: "
+                "split it"
+            )
+        # A mapped file that was cut would end the process by SIGBUS, an unmapped one give whatever
+        # memory holds.
+        if (now := _status(self.path)) != self._status:
+            raise DataFileError(
+                f"{self.path}.idx or .bin changed while in use (bytes and times of change "
+                f"{self._status} then, {now} now); leave data files alone during a run, and start "
+                "the run again"
+            )
         parts = [np.asarray(self._dataset[part]) for part in range(first, last)]
         ids = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
         return shift_labels(ids, np.ones(ids.size, dtype=np.bool_), source=source)
@@ -228,25 +252,33 @@ class MapSource(_RuledSource):
         return str(own()) if callable(own) else f"{self.path}:{len(self)}"
 
     def _load(self, index: int, *, source: int) -> Sample:
-        item = self._dataset[index]
-        if not isinstance(item, Mapping):
-            raise ValueError(
-                f"item is a {type(item).__name__}; expected a mapping with tokens, labels and "
-                "loss_mask"
-            )
-        missing = {"tokens", "labels", "loss_mask"} - set(item)
-        if missing:
-            raise ValueError(f"item lacks {sorted(missing)}; it has {sorted(map(str, item))}")
-        sample = Sample(
-            tokens=_numbers(item["tokens"], "tokens", kinds="iu").astype(np.int64),
-            labels=_numbers(item["labels"], "labels", kinds="iu").astype(np.int64),
-            loss_mask=_numbers(item["loss_mask"], "loss_mask", kinds="biuf").astype(np.float32),
-            source=source,
-            num_patches=_numbers(item.get("num_patches", 0), "num_patches", kinds="iu").item(),
-        )
-        if sample.num_loss_tokens == 0:
-            raise ValueError("no token to learn from: every label is masked")
-        return sample
+        return _mapping_sample(self._dataset[index], source=source)
+
+
+class ItemSource(_RuledSource):
+    """Items of an iterable data set, as `MapSource` has them.
+
+    Args:
+        rules: policies.
+        name: shown in reports and errors.
+    """
+
+    def __init__(self, *, rules: SampleRules, name: str) -> None:
+        super().__init__(rules)
+        self.path = name
+        self._item: Any = None
+
+    def convert(self, item: Any, *, number: int, source: int = 0) -> Sample | Hole:
+        """Preprocess an item, the `number`-th (from 1) of those that were read.
+
+        Raises:
+            BadRecordError, OverlongError: by policy.
+        """
+        self._item = item
+        return self.sample(number - 1, source=source)
+
+    def _load(self, index: int, *, source: int) -> Sample:
+        return _mapping_sample(self._item, source=source)
 
 
 @lru_cache(maxsize=64)
@@ -267,6 +299,18 @@ def count_records(path: str, *, mmap: bool = True) -> int:
     return len(open_source(path, rules=rules, renderer=None, mmap=mmap))
 
 
+def _status(prefix: str) -> tuple[tuple[int, int], ...]:
+    """Return size and time of change of both files of a Megatron dataset."""
+    try:
+        found = [os.stat(prefix + end) for end in (".idx", ".bin")]
+    except OSError as error:
+        raise DataFileError(
+            f"{prefix}.idx or .bin cannot be read any more ({error}): see that every node can read "
+            "them, and start the run again"
+        ) from error
+    return tuple((one.st_size, one.st_mtime_ns) for one in found)
+
+
 def file_fingerprint(path: str) -> str:
     """Digest of a file's size and its first and last 64 KiB."""
     size = os.path.getsize(path)
@@ -281,9 +325,32 @@ def file_fingerprint(path: str) -> str:
 def _trace(error: Exception) -> str:
     """Return where a user's dataset raised; empty where this package did."""
     frames = traceback.extract_tb(error.__traceback__)
-    if frames and frames[-1].filename == __file__:
+    if frames and frames[-1].filename.startswith(_OWN_CODE):
         return ""
-    return "".join(traceback.format_exception(error))
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception as failure:  # of what the user's error prints
+        return f"(no traceback: it cannot be printed, {type(failure).__name__})"
+
+
+def _mapping_sample(item: Any, *, source: int) -> Sample:
+    if not isinstance(item, Mapping):
+        raise ValueError(
+            f"item is a {type(item).__name__}; expected a mapping with tokens, labels and loss_mask"
+        )
+    missing = {"tokens", "labels", "loss_mask"} - set(item)
+    if missing:
+        raise ValueError(f"item lacks {sorted(missing)}; it has {sorted(map(str, item))}")
+    sample = Sample(
+        tokens=_numbers(item["tokens"], "tokens", kinds="iu").astype(np.int64),
+        labels=_numbers(item["labels"], "labels", kinds="iu").astype(np.int64),
+        loss_mask=_numbers(item["loss_mask"], "loss_mask", kinds="biuf").astype(np.float32),
+        source=source,
+        num_patches=_numbers(item.get("num_patches", 0), "num_patches", kinds="iu").item(),
+    )
+    if sample.num_loss_tokens == 0:
+        raise ValueError("no token to learn from: every label is masked")
+    return sample
 
 
 def _numbers(values: Any, name: str, *, kinds: str) -> npt.NDArray[Any]:

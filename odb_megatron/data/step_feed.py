@@ -194,6 +194,8 @@ class StepFeed:
         self._queue.patience = self.patience
         step = self._queue.take()
         self._progress = step.progress
+        if step.progress is not None:
+            step.progress.bad_records.forget(step.progress.snapshot["step"])
         self.handed_out = HandedOut(
             wait_s=self._queue.wait_s,
             window_bytes=0 if step.progress is None else step.progress.window_bytes,

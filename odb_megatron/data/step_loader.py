@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from odb_megatron.data.bad_records import BadRecords
+from odb_megatron.data.draws import Draws
 from odb_megatron.data.finished_step import FinishedStep, Progress, StepHeader
 from odb_megatron.data.held_samples import HeldSamples
-from odb_megatron.data.replica_stream import PositionFeed, ReplicaStream
-from odb_megatron.data.sample import Hole, Sample
+from odb_megatron.data.item_stream import ItemStream, compare_heads
+from odb_megatron.data.sample import Hole, HoleReason, Sample
 from odb_megatron.data.sample_hand_over import Payloads
 from odb_megatron.data.sample_wire import wire_size
 from odb_megatron.data.stream import SampleStream
@@ -78,6 +80,7 @@ class StepLoader:
     Attributes:
         fetch_limit_s: seconds that a worker has for a sample, 0 for any time; set before the first
             step.
+        bad_records: those that were left out.
 
     Raises:
         ValueError: `config.exchange` needs a channel for samples.
@@ -85,7 +88,7 @@ class StepLoader:
 
     def __init__(
         self,
-        stream: SampleStream,
+        stream: SampleStream | ItemStream,
         config: PlanConfig,
         *,
         exchange: Exchange,
@@ -103,15 +106,15 @@ class StepLoader:
         self._config = config
         self._exchange = exchange
         self._moves = moves
-        self._num_workers = num_workers
-        self._worker_start = worker_start
+        self._workers = Workers(num=num_workers, start=worker_start)
         self._first_consumed = consumed
         self._held = HeldSamples(config, num_sources=len(stream.source_names))
         self._planner = ReplicaPlanner(config, replica=exchange.replica, consumed=consumed)
-        self._source: ReplicaStream | None = None
-        self._feed = PositionFeed()
+        self._draws = Draws(stream, config, replica=exchange.replica)
+        self._compares_heads = config.has_own_iterators
         self._wait_s = 0.0
         self.fetch_limit_s = 0.0
+        self.bad_records = BadRecords(config.max_bad_records)
         self._calibration: _Calibration | None = None
         self._fit: CostFit | None = None
         self._on_fit: Callable[[CostFit], None] | None = None
@@ -155,12 +158,14 @@ class StepLoader:
             self._on_fit(fit)
 
     @property
-    def stream(self) -> SampleStream:
+    def stream(self) -> SampleStream | ItemStream:
         """The stream the samples come from."""
         return self._stream
 
     def __len__(self) -> int:
         """Steps of one pass over the stream, for loaders with the policy `samples`."""
+        if self._planner.is_finished:
+            return 0
         left = self._config.total - self._first_consumed
         return -(-left // self._config.global_batch_size)
 
@@ -170,8 +175,8 @@ class StepLoader:
             self._stream,
             self._config,
             exchange=self._exchange,
-            num_workers=self._num_workers,
-            worker_start=self._worker_start,
+            num_workers=self._workers.num,
+            worker_start=self._workers.start,
             consumed=self._first_consumed,
         )
         again.fetch_limit_s = self.fetch_limit_s
@@ -200,6 +205,7 @@ class StepLoader:
             LoaderClosedError: a replica has closed its loader; it may be this one.
             ReplicaFailedError, ControlError: another replica has failed, or is gone.
             BadRecordError, OverlongError, ChatTemplateError: by policy.
+            TooManyBadRecordsError: on all replicas, in the same step.
         """
         if self._is_over or self._planner.is_finished:
             self._is_over = True
@@ -209,12 +215,12 @@ class StepLoader:
             plan = self._plan_step()
         except BaseException:
             self._is_over = True
-            self._source = None  # its workers end here
+            self._draws.end()
             raise
         finally:
             self._until_trained = _at_once  # not kept: workers should not wait for a cycle's end
         if plan.totals.is_final:
-            self._source = None  # all is drawn
+            self._draws.end()  # all is drawn
         try:
             return self._finish_step(plan)
         except BaseException as error:
@@ -223,26 +229,38 @@ class StepLoader:
 
     def progress(self) -> Progress:
         """Return where the loader stands after the last step made."""
+        snapshot = self._planner.snapshot()
         return Progress(
-            snapshot=self._planner.snapshot(),
+            snapshot=snapshot,
+            source=self._draws.state(snapshot["window"], workers=self._in_force()),
             source_counts=self._held.counted(),
             exchange_choice=self._planner.exchange_choice,
             window_bytes=self._held.num_bytes,
+            num_bad=self.bad_records.num,
+            bad_records=self.bad_records,
         )
 
     def state_dict(self) -> dict[str, object]:
         """Planner state after the last step made; see `ReplicaPlanner.state_dict`."""
         return self._planner.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, source: Any = None) -> None:
         """Continue from `state`: the window's samples are preprocessed again.
 
+        Args:
+            state: of the planner.
+            source: `Progress.source`, where the stream is of an iterable source.
+
         Raises:
-            ValueError: see `ReplicaPlanner.load_state_dict`.
+            ValueError: see `ReplicaPlanner.load_state_dict` and `ReplicaItems.restore`.
         """
         fetched: dict[int, tuple[int, ...]] = {}
-        for position, _, _ in state.get("window", []):
-            item = self._stream.fetch(position)
+        window = [position for position, _, _ in state.get("window", [])]
+        items = self._draws.restored(window, source=source, workers=self._in_force())
+        self._compares_heads = False
+        if source is not None and self._draws.has_other_end(source):
+            state = {**state, "deadline": -1}
+        for position, item in zip(window, items, strict=True):
             if isinstance(item, Hole):
                 fetched[position] = (0, 0, 0)
             else:
@@ -275,11 +293,14 @@ class StepLoader:
         windows = self._share(self._window_record, WindowRecord(config=0, step=0, position=0))
         table = RecordTable(WindowRecord, windows)
         self._require_one_config(table)
+        self._require_own_shards(table)
         self._planner.set_target(table)
         plans = self._share(self._plan_record, PlanRecord(target=0))
         selected = RecordTable(PlanRecord, plans)
         lists = self._share_lists(selected) if self._planner.wants_exchange(selected) else []
-        return self._planner.commit(selected, lists)
+        plan = self._planner.commit(selected, lists)
+        self.bad_records.add_up(plan.totals)
+        return plan
 
     def _require_one_config(self, table: RecordTable[WindowRecord]) -> None:
         """Name the fields in which configurations differ; one more exchange, if they do."""
@@ -288,6 +309,13 @@ class StepLoader:
             return
         texts = self._exchange.exchange(self.config.to_text())
         raise ReplicaFailedError(config_differences(texts))
+
+    def _require_own_shards(self, table: RecordTable[WindowRecord]) -> None:
+        """Notice replicas that read the same items; one more exchange, before the first step."""
+        if not self._compares_heads or table.largest("failed") or table.largest("closing"):
+            return
+        self._compares_heads = False
+        compare_heads(self._exchange.exchange(self._draws.head()))
 
     def _finish_step(self, plan: StepPlan) -> FinishedStep:
         micro_batches = self._held.emit(plan, payloads=self._exchange.payloads)
@@ -350,36 +378,19 @@ class StepLoader:
 
     def _draw(self) -> None:
         started = time.perf_counter()
-        self._feed.extend(self._planner.upcoming())
-        while positions := self._planner.draw():
-            source = self._open(positions[0])
-            for position in positions:
-                if self._planner.is_closing:  # the record that comes next says so
-                    return
-                self._observe(position, source.take(position))
+        self._draws.known_bad = self.bad_records.known
+        for position, item in self._draws.drawn(self._planner, workers=self._in_force()):
+            self._observe(position, item)
         self._wait_s += time.perf_counter() - started
 
-    def _open(self, first: int) -> ReplicaStream:
-        """Return this replica's samples; opened when the first position is drawn."""
-        if self._source is None:
-            config = self._config
-            workers = Workers(
-                num=self._num_workers, start=self._worker_start, timeout_s=self.fetch_limit_s
-            )
-            if config.is_online:
-                self._source = ReplicaStream(
-                    self._stream, self._feed, workers=workers, lead=config.lead
-                )
-            else:
-                own = config.own_positions(self._exchange.replica)
-                shard = range(first, own.stop, own.step)
-                self._source = ReplicaStream(self._stream, shard, workers=workers)
-        return self._source
+    def _in_force(self) -> Workers:
+        return replace(self._workers, timeout_s=self.fetch_limit_s)
 
     def _observe(self, position: int, item: Sample | Hole) -> None:
         if isinstance(item, Hole):
             self._held.leave_out(item)
-            self._planner.observe(position, num_tokens=0, num_loss_tokens=0)
+            self.bad_records.note(position, item)
+            self._planner.leave_out(is_bad=item.reason is HoleReason.BAD_RECORD)
             return
         self._held.add(position, item)
         self._planner.observe(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,12 +20,17 @@ from odb_megatron.data.sample import Sample
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, assemble, assemble_idle, layout
 from odb_megatron.plan.step import StepTotals
 
-__all__ = ["Ending", "StepMetadata", "decode_header", "decode_payload", "encode_header"]
-__all__ += ["encode_payload", "payload_bytes"]
+__all__ = ["Ending", "StepMetadata", "StepWireError", "decode_header", "decode_payload"]
+__all__ += ["encode_header", "encode_payload", "payload_bytes"]
 
 Bytes = npt.NDArray[np.uint8]
 
 _MAX_TOKEN_ID = (1 << 31) - 1
+_MOST_TOKENS = 1 << 28  # of a replica in a step: a payload of 2 GiB
+
+
+class StepWireError(ValueError):
+    """Bytes that describe no step: the leader runs other code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,22 +104,37 @@ def encode_header(content: StepMetadata | Ending) -> bytes:
 
 
 def decode_header(data: bytes) -> StepMetadata | Ending:
-    """Inverse of `encode_header`."""
-    values: dict[str, Any] = json.loads(data)
-    if "error" in values:
-        return Ending(**values)
-    totals: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in values["totals"].items()
-    }
-    return StepMetadata(
-        totals=StepTotals(**totals),
-        positions=tuple(map(tuple, values["positions"])),
-        lengths=tuple(map(tuple, values["lengths"])),
-        patches=tuple(values["patches"]),
-        multiple=values["multiple"],
-        length=values["length"],
-    )
+    """Inverse of `encode_header`.
+
+    Raises:
+        StepWireError: it is no header. One that is returned describes at most 2 GiB of payload.
+    """
+    try:
+        values: dict[str, Any] = json.loads(data)
+        if "error" in values:
+            ending = Ending(**values)
+            if not isinstance(ending.error, str) or not isinstance(ending.closed, str):
+                raise TypeError("an ending that is no text")
+            return ending
+        totals: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values["totals"].items()
+        }
+        metadata = StepMetadata(
+            totals=StepTotals(**totals),
+            positions=tuple(map(tuple, values["positions"])),
+            lengths=tuple(map(tuple, values["lengths"])),
+            patches=tuple(values["patches"]),
+            multiple=values["multiple"],
+            length=values["length"],
+        )
+        _check(metadata)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise StepWireError(
+            f"a step header of {len(data)} bytes arrived that is none "
+            f"({type(error).__name__}: {str(error)[:200]}): ranks of the replica run different code"
+        ) from error
+    return metadata
 
 
 def payload_bytes(metadata: StepMetadata) -> int:
@@ -183,6 +203,30 @@ def decode_payload(metadata: StepMetadata, payload: Bytes) -> list[MicroBatch]:
         )
         micro_batches.append(replace(item, num_patches=patches))
     return micro_batches
+
+
+def _check(metadata: StepMetadata) -> None:
+    """Raise ValueError or TypeError unless the numbers are some, and fit each other."""
+    rows = (metadata.lengths, metadata.positions)
+    sizes = [[len(row) for row in of_one] for of_one in rows]
+    if sizes[0] != sizes[1] or len(metadata.patches) != len(metadata.lengths):
+        raise ValueError("lengths, positions and patches of different sizes")
+    totals = metadata.totals
+    costs = (*totals.costs, *totals.costs_before)
+    counts = [getattr(totals, field.name) for field in fields(totals) if field.type == "int"]
+    numbers = [*counts, *metadata.patches, metadata.multiple, metadata.length]
+    for row in (*rows[0], *rows[1], numbers, costs):
+        if not all(type(number) is int and 0 <= number < 1 << 62 for number in row):
+            raise ValueError("a number is none, negative or huge")
+    if type(totals.is_final) is not bool or metadata.multiple < 1:
+        raise ValueError("is_final or multiple is none")
+    lengths = [length for row in metadata.lengths for length in row]
+    if min(lengths, default=1) < 1:
+        raise ValueError("a sample without tokens")
+    padded = sum(-(-length // metadata.multiple) * metadata.multiple for length in lengths)
+    whole = max(padded, len(metadata.lengths) * max(metadata.length, metadata.multiple))
+    if whole > _MOST_TOKENS:
+        raise ValueError(f"{whole} tokens; at most {_MOST_TOKENS}")
 
 
 def _lengths(item: MicroBatch) -> tuple[int, ...]:

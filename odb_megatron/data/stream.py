@@ -6,6 +6,7 @@ continues each source where the last one stopped, reshuffled once per pass of th
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 
 from odb_megatron.data.chat_template import ChatTemplateError
 from odb_megatron.data.order import Order, PassOrder, SingleOrder
-from odb_megatron.data.sample import BadRecordError, Hole, Sample
+from odb_megatron.data.sample import BadRecordError, DataFileError, Hole, HoleReason, Sample
 from odb_megatron.data.sources import SampleSource
 from odb_megatron.plan.padding import OverlongError
 
@@ -65,7 +66,7 @@ class Blend:
 class FetchError:
     """An error met while preprocessing, carried out of a worker process as a value."""
 
-    error: BadRecordError | OverlongError | ChatTemplateError
+    error: BadRecordError | OverlongError | ChatTemplateError | DataFileError
 
 
 class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
@@ -108,6 +109,15 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
         self.epoch_size = len(parts[0].order) if blend is None else len(blend.source_index)
         self._num_samples = self.epoch_size if num_samples is None else num_samples
         self._order: Order = order or SingleOrder()
+        self._bad: frozenset[int] = frozenset()
+
+    def without(self, positions: frozenset[int]) -> SampleStream:
+        """Return the same stream, with positions that are known to be bad left out unfetched."""
+        if not positions:
+            return self
+        stream = copy.copy(self)
+        stream._bad = positions
+        return stream
 
     def __len__(self) -> int:
         return self._num_samples
@@ -140,15 +150,18 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
 
         Raises:
             BadRecordError, OverlongError: by policy.
-            ChatTemplateError: always.
+            ChatTemplateError, DataFileError: always.
         """
         where = self.locate(position)
+        if position in self._bad:
+            message = f"{self.describe(position)} was bad before the run was resumed"
+            return Hole(reason=HoleReason.BAD_RECORD, message=message, source=where.source)
         return self._parts[where.source].source.sample(where.record, source=where.source)
 
     def __getitem__(self, position: int) -> Sample | Hole | FetchError:
         try:
             return self.fetch(position)
-        except (BadRecordError, OverlongError, ChatTemplateError) as error:
+        except (BadRecordError, OverlongError, ChatTemplateError, DataFileError) as error:
             return FetchError(error=error)
 
     def sources(self) -> list[dict[str, object]]:

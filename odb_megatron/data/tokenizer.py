@@ -38,6 +38,7 @@ PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<unk>")
 _END, _PAD = "<|endoftext|>", "<|pad|>"
 _SPECIAL_TOKENS = (_END, "<|im_start|>", "<|im_end|>", _PAD)
 _NUM_BYTES = 256
+_MOST_CONFIG_BYTES = 64 << 20
 _VOCABULARY_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json",
     "vocab.txt",
@@ -130,13 +131,43 @@ def adds_special_tokens(tokenizer: object) -> bool:
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """Load the HF tokenizer of a folder, without network and without code from the folder."""
+    """Load the HF tokenizer of a folder, without network and without code from the folder.
+
+    Raises:
+        ValueError: it cannot be loaded so.
+    """
     from transformers import AutoTokenizer
 
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        str(folder), trust_remote_code=False, local_files_only=True
-    )
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # transformers and tokenizers raise what they like
+        raise ValueError(_not_loaded(Path(folder), error)) from error
     return tokenizer
+
+
+def _not_loaded(folder: Path, error: Exception) -> str:
+    code = _named_code(folder)
+    if code:
+        return (
+            f"{folder} names its own code ({code}), which is never run, and without it there is no "
+            f"tokenizer: name {folder / 'tokenizer.json'} itself, if there is one (its "
+            "chat_template is then ChatML), or save the tokenizer with a class of transformers"
+        )
+    return f"{folder} holds no tokenizer that can be loaded ({str(error)[:500]}): save it again"
+
+
+def _named_code(folder: Path) -> str:
+    """Return the `auto_map` of a tokenizer's configuration as text; "" for none."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file() or path.stat().st_size > _MOST_CONFIG_BYTES:
+        return ""
+    try:
+        config = json.loads(path.read_bytes())
+        return str(config["auto_map"])[:200]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
 
 
 def tokenizer_folder(path: str | os.PathLike[str], cache_dir: str | os.PathLike[str]) -> Path:
@@ -148,11 +179,13 @@ def tokenizer_folder(path: str | os.PathLike[str], cache_dir: str | os.PathLike[
             first of `END_NAMES` and `PAD_NAMES` that its vocabulary holds, else none.
 
     Raises:
-        ValueError: there is no such path, or no tokenizer in it.
+        ValueError: there is no such path, or no tokenizer in it, or one that needs code of its own.
     """
     source = Path(path)
     if source.is_dir():
         if any((source / name).is_file() for name in _VOCABULARY_FILES):
+            if _named_code(source):
+                load_tokenizer(source)  # or say what is missing
             return source
         raise ValueError(
             f"{source} holds no tokenizer; expected one of {', '.join(_VOCABULARY_FILES)}: "

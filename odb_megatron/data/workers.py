@@ -8,19 +8,20 @@ afresh themselves (`spawn`).
 from __future__ import annotations
 
 import contextlib
+import copy
 import multiprocessing
 import multiprocessing.context
 import pickle
 import pickletools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from multiprocessing.context import BaseContext
 from typing import Any
 
-__all__ = ["Packed", "WorkerStart", "Workers"]
+__all__ = ["Packed", "WorkerStart", "Workers", "recorded"]
 
 _PRELOADED = ("odb_megatron.data.replica_stream",)
 _starting = threading.Lock()
@@ -99,6 +100,20 @@ class Packed:
             return multiprocessing.get_context("spawn") if self.needs_main else _Spawn()
         multiprocessing.set_forkserver_preload([*_PRELOADED, *self.modules()])
         return multiprocessing.get_context("forkserver") if self.needs_main else _ForkServer()
+
+
+def recorded(context: BaseContext) -> tuple[BaseContext, Callable[[], list[int]]]:
+    """Return a context like this one, and what tells which of the processes it made are gone."""
+    made: list[Any] = []
+    own: Any = copy.copy(context)
+    make: Callable[..., Any] = own.Process
+
+    def process(*args: Any, **named: Any) -> Any:
+        made.append(make(*args, **named))
+        return made[-1]
+
+    own.Process = process
+    return own, lambda: [one.pid for one in made if one.pid is not None and not one.is_alive()]
 
 
 @contextlib.contextmanager

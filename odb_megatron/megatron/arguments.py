@@ -173,6 +173,14 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
         "counts it. Holds for the padded baseline too.",
     )
     group.add_argument(
+        "--odb-max-bad-records",
+        type=int,
+        default=None,
+        help="With --odb-bad-record skip: most bad records of the training data that are left out, "
+        "over all replicas and resumes; one more ends the run on all of them. Default: 100, or 1 "
+        "in 100 of the samples so far where that is more.",
+    )
+    group.add_argument(
         "--odb-resume-strict",
         action=argparse.BooleanOptionalAction,
         default=None,

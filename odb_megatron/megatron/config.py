@@ -35,6 +35,7 @@ _PLANNING_FLAGS = {
     "odb_cost_patch": "--odb-cost-patch",
     "odb_max_patches": "--odb-max-patches",
     "odb_balance": "--odb-balance",
+    "odb_max_bad_records": "--odb-max-bad-records",
     "odb_resume_strict": "--odb-resume-strict",
     "odb_plan_ahead": "--odb-plan-ahead",
     "odb_worker_start": "--odb-worker-start",
@@ -73,6 +74,7 @@ class OdbConfig:
         exchange: whether replicas hand samples to each other.
         overlong: see `plan.padding.OverlongPolicy`.
         bad_record: see `data.preprocess.BadRecordPolicy`.
+        max_bad_records: see `data.bad_records.most_bad_records`.
         resume_strict: whether a resume refuses data files that have changed.
         epochs: passes over the data, or None when the run length is given in Megatron's terms.
         attention: attention backend's name.
@@ -99,6 +101,7 @@ class OdbConfig:
     exchange: ExchangeMode
     overlong: OverlongPolicy
     bad_record: BadRecordPolicy
+    max_bad_records: int
     resume_strict: bool
     epochs: int | None
     attention: str
@@ -127,7 +130,10 @@ class OdbConfig:
                     f"{', '.join(given)} would do nothing without --odb: add --odb, or drop "
                     f"{'it' if len(given) == 1 else 'them'}"
                 )
-        for name in ("odb_token_budget", "odb_window", "odb_epochs", "odb_max_patches"):
+        for name in (
+            *("odb_token_budget", "odb_window", "odb_epochs", "odb_max_patches"),
+            "odb_max_bad_records",
+        ):
             value = getattr(args, name)
             if value is not None and value < 1:
                 raise ValueError(f"{_PLANNING_FLAGS[name]} must be at least 1, got {value}")
@@ -143,6 +149,12 @@ class OdbConfig:
                         f"{_PLANNING_FLAGS[name]} would do nothing with --odb-policy samples, "
                         "which never reorders: use --odb-policy cost, or drop it"
                     )
+        bad_record = BadRecordPolicy(args.odb_bad_record)
+        if args.odb_max_bad_records and bad_record is BadRecordPolicy.ERROR:
+            raise ValueError(
+                "--odb-max-bad-records would do nothing with --odb-bad-record error, which ends "
+                "the run at the first one: use --odb-bad-record skip, or drop it"
+            )
         plan_ahead = 2 if args.odb_plan_ahead is None else args.odb_plan_ahead
         if plan_ahead < 0:
             raise ValueError(f"--odb-plan-ahead must not be negative, got {plan_ahead}")
@@ -161,7 +173,8 @@ class OdbConfig:
             balance=balance_scope(args)[0],
             exchange=ExchangeMode(args.odb_exchange or ExchangeMode.NONE.value),
             overlong=OverlongPolicy(args.odb_overlong),
-            bad_record=BadRecordPolicy(args.odb_bad_record),
+            bad_record=bad_record,
+            max_bad_records=args.odb_max_bad_records or 0,
             resume_strict=args.odb_resume_strict is not False,
             epochs=args.odb_epochs,
             attention=args.odb_attention,
@@ -199,6 +212,8 @@ class OdbConfig:
             f"--odb-bad-record {self.bad_record.value}",
             f"--odb-attention {self.attention}",
         ]
+        if self.max_bad_records:
+            flags += [f"--odb-max-bad-records {self.max_bad_records}"]
         if self.pad_to_budget:
             flags += ["--odb-pad-to-budget"]
         if self.policy is PolicyName.COST:

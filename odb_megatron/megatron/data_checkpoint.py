@@ -96,6 +96,7 @@ class DataCheckpoint:
         self._source: DataSource | None = None
         self._identity: Mapping[str, Any] = {}
         self._trained: Progress | None = None
+        self._has_warned = False
 
     def watch(self, source: DataSource, *, identity: Mapping[str, Any]) -> None:
         """Save the state of this feed of training data; leaders call it.
@@ -155,11 +156,15 @@ class DataCheckpoint:
         try:
             self.note_trained()
             assert self._trained is not None, "a checkpoint before any step"
-            state = {
+            state: dict[str, Any] = {
                 "data": self._identity,
                 "tokens_so_far": tokens_so_far,
                 "planner": self._trained.state_dict(),
+                "bad_records": self._trained.bad_records_state(),
             }
+            if self._trained.source is not None:
+                state["source"] = self._trained.source
+                self._warn_once(self._trained.source, replica=exchange.replica)
             data = encode_state(state)
             write_file(path, data)
         except BaseException:
@@ -173,3 +178,13 @@ class DataCheckpoint:
                 "says why"
             )
         return str(Digest.of([record[1:] for record in found])).encode()
+
+    def _warn_once(self, source: Mapping[str, Any], *, replica: int) -> None:
+        if not source["has_state"] and not self._has_warned and replica == 0:
+            print(
+                "odb: WARNING: the train dataset has no state of its own (state_dict() and "
+                "load_state_dict()): a run that resumes from this checkpoint cannot go on with its "
+                "data",
+                flush=True,
+            )
+            self._has_warned = True

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.sources import file_fingerprint
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron.data_state import MAX_BLEND_PLACES
@@ -21,7 +22,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 
 def data_identity(
-    args: argparse.Namespace, stream: SampleStream, *, num_places: int = MAX_BLEND_PLACES
+    args: argparse.Namespace,
+    stream: SampleStream | ItemStream,
+    *,
+    num_places: int = MAX_BLEND_PLACES,
 ) -> dict[str, Any]:
     """Return the sources of a stream, the beginning of their blend and the tokenizer.
 

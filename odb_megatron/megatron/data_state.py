@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from odb_megatron.data.bad_records import check_bad_records
 from odb_megatron.plan.state import check_values
 
 __all__ = [
@@ -35,7 +37,8 @@ MAX_STATE_BYTES = 1 << 26
 MAX_BLEND_PLACES = 4096
 """Places of a blend that a state compares, at most."""
 
-_KEYS = {"data", "planner", "tokens_so_far"}
+_KEYS = {"bad_records", "data", "planner", "tokens_so_far"}
+_SOURCE = "source"  # of an iterable source only
 _DATA_KEYS = {"blend", "sources", "tokenizer"}
 _SOURCE_KEYS = {"path", "fingerprint", "num_records", "seed", "ends"}
 
@@ -92,8 +95,9 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
     """Return the file's content.
 
     Args:
-        state: `planner` (see `ReplicaPlanner.state_dict`), `tokens_so_far`, and `data` (see
-            `data_identity`).
+        state: `planner` (see `ReplicaPlanner.state_dict`), `tokens_so_far`, `bad_records` (see
+            `Progress.bad_records_state`), `data` (see `data_identity`), and `source` (see
+            `ReplicaItems.state`) of an iterable source.
     """
     return json.dumps(dict(state), sort_keys=True).encode()
 
@@ -115,7 +119,7 @@ def decode_state(data: bytes, path: str) -> dict[str, Any]:
             f"data state {path} is not JSON ({error}): restore it, or start the data anew "
             "(--finetune)"
         ) from error
-    if not isinstance(state, dict) or set(state) != _KEYS:
+    if not isinstance(state, dict) or set(state) - {_SOURCE} != _KEYS:
         seen = sorted(state) if isinstance(state, dict) else type(state).__name__
         raise ValueError(
             f"data state {path} holds {str(seen)[:200]}; expected {sorted(_KEYS)}: it was written "
@@ -124,13 +128,17 @@ def decode_state(data: bytes, path: str) -> dict[str, Any]:
         )
     try:
         check_values(state["planner"])
+        check_bad_records(state["bad_records"])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     tokens = state["tokens_so_far"]
-    if type(tokens) is not int or tokens < 0 or not _is_identity(state["data"]):
+    wrong = _wrong_in_identity(state["data"])
+    if type(tokens) is not int or not 0 <= tokens < 1 << 62:
+        wrong = "tokens_so_far"
+    if wrong:
         raise ValueError(
-            f"data state {path} has a damaged {'data' if type(tokens) is int else 'tokens_so_far'}"
-            " entry: restore it, or start the data anew (--finetune)"
+            f"data state {path} has a damaged {wrong} entry: restore it, or start the data anew "
+            "(--finetune)"
         )
     return state
 
@@ -150,13 +158,20 @@ def read_file(path: str) -> bytes | None:
     """Return a file's content, or None where there is none.
 
     Raises:
-        ValueError: it is larger than `MAX_STATE_BYTES`.
+        ValueError: it is larger than `MAX_STATE_BYTES`, no regular file, or cannot be read.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError("it is no regular file")
         with open(path, "rb") as file:
             data = file.read(MAX_STATE_BYTES + 1)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ValueError(
+            f"data state {path} cannot be read ({error}): restore it, or start the data anew "
+            "(--finetune)"
+        ) from error
     if len(data) > MAX_STATE_BYTES:
         raise ValueError(
             f"data state {path} is larger than {MAX_STATE_BYTES} bytes: it is none; restore it, or "
@@ -173,20 +188,41 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is no number")
 
 
-def _is_identity(data: Any) -> bool:
+def _wrong_in_identity(data: Any) -> str:
+    """Return which entry of `data` is not what `data_identity` gives; "" for none."""
     if not isinstance(data, dict) or set(data) != _DATA_KEYS:
-        return False
-    if not isinstance(data["tokenizer"], str) or not isinstance(data["sources"], list):
-        return False
+        return "data"
+    if not isinstance(data["tokenizer"], str):
+        return "data.tokenizer"
     blend = data["blend"]
     if not isinstance(blend, list) or [type(value) for value in blend] != [int, str]:
-        return False
+        return "data.blend"
     if not 0 <= blend[0] <= MAX_BLEND_PLACES:
-        return False
-    return all(isinstance(part, dict) and _is_source(part) for part in data["sources"])
+        return "data.blend"
+    if not isinstance(data["sources"], list):
+        return "data.sources"
+    for at, part in enumerate(data["sources"]):
+        name = _wrong_in_source(part)
+        if name is not None:
+            return f"data.sources[{at}]{name}"
+    return ""
 
 
-def _is_source(part: dict[str, Any]) -> bool:
-    if set(part) != _SOURCE_KEYS:
-        return False
-    return isinstance(part["path"], str) and isinstance(part["fingerprint"], str)
+def _wrong_in_source(part: Any) -> str | None:
+    """Return what is wrong, "" for the whole; None for nothing."""
+    if not isinstance(part, dict) or set(part) != _SOURCE_KEYS:
+        return ""
+    for name in ("path", "fingerprint"):
+        if not isinstance(part[name], str):
+            return f".{name}"
+    ends = part["ends"]
+    if not isinstance(ends, list) or len(ends) != 2:
+        return ".ends"
+    for name, values in (
+        ("num_records", [part["num_records"]]),
+        ("seed", [part["seed"]]),
+        ("ends", ends),
+    ):
+        if not all(type(value) is int and abs(value) < 1 << 62 for value in values):
+            return f".{name}"
+    return None

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from odb_megatron.data.finished_step import StepHeader
@@ -51,6 +51,9 @@ class RunListener(Protocol):
 
     def on_logged(self, values: dict[str, Any]) -> None:
         """Megatron has logged an iteration; `values` are `training_log`'s arguments by name."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """A checkpoint is written, or given up, within."""
 
     def on_saving(self, iteration: int, *, is_persistent: bool) -> None:
         """A checkpoint of `iteration` is about to be written."""
@@ -242,9 +245,10 @@ class Hooks:
                 # Else the rerun machine pickles the step it will rerun, which the resumed run plans
                 # again (rerun_state_machine.py `state_dict`, 0.19.2).
                 bound.arguments["train_data_iterator"] = None
-            self._listener.on_saving(iteration, is_persistent=is_persistent)
-            result = original(*bound.args, **bound.kwargs)
-            self._listener.on_saved(iteration, is_persistent=is_persistent)
+            with self._listener.saving():
+                self._listener.on_saving(iteration, is_persistent=is_persistent)
+                result = original(*bound.args, **bound.kwargs)
+                self._listener.on_saved(iteration, is_persistent=is_persistent)
             return result
 
         return save_checkpoint

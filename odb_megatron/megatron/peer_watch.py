@@ -6,6 +6,8 @@ Must not plan or train. A world of one rank has no peers, and no threads for the
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 
 from megatron.core import parallel_state as mpu
 
@@ -59,9 +61,14 @@ class PeerWatch:
             for name in ("train", "valid", "test")
         }
 
-    def saving(self, is_saving: bool) -> None:
-        """A checkpoint is, or is no longer, being written."""
-        self._is_saving = is_saving
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """A checkpoint is written, or given up, within."""
+        self._is_saving = True
+        try:
+            yield
+        finally:
+            self._is_saving = False
 
     def loss_behind(self, error: BaseException | None) -> str:
         """Return the loss of a peer that an error may be the consequence of; empty for none."""

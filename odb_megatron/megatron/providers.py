@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from odb_megatron.comm.control import ControlGroup, ranks_of
 from odb_megatron.comm.patience import Patience
 from odb_megatron.comm.payload import PayloadGroup
 from odb_megatron.data.chat_template import ChatRenderer
+from odb_megatron.data.item_stream import ItemStream
+from odb_megatron.data.iterable import as_shards, is_iterable
 from odb_megatron.data.megatron_dataset import build_datasets, stream_from_dataset
 from odb_megatron.data.order import Order, PassOrder, build_order
 from odb_megatron.data.padded import PaddedDataset
@@ -28,7 +31,7 @@ from odb_megatron.data.tokenizer import adds_special_tokens, usable_tokenizer
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.setup import dataset_config, total_samples
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
-from odb_megatron.plan.config import PlanConfig
+from odb_megatron.plan.config import OPEN_TOTAL, PlanConfig, ShardLength
 from odb_megatron.plan.cost import CostModel, ModelShape
 from odb_megatron.plan.policy import ExchangeMode, PolicyName
 
@@ -55,18 +58,21 @@ def build_streams(
     *,
     datasets: Sequence[Any] | None = None,
     reads_data: bool = True,
-) -> list[SampleStream | None]:
+) -> list[SampleStream | ItemStream | None]:
     """Build the train, valid and test streams; every rank must call it (world barriers).
 
     Args:
         args: Megatron's arguments.
         config: ODB's.
         sizes: samples per split, as Megatron's provider gets them; None means one epoch.
-        datasets: the user's own map-style datasets per split (None for none), instead of
-            `--data-path`.
+        datasets: the user's own datasets per split (None for none), instead of `--data-path`:
+            map-style, the train dataset also iterable.
         reads_data: whether this rank leads a replica; others get None for every split.
     """
-    rules = config.sample_rules(multiple=padding_multiple(args))
+    rules = replace(
+        config.sample_rules(multiple=padding_multiple(args)),
+        vocab_size=getattr(args, "padded_vocab_size", None) or 0,
+    )
     total = total_samples(args)
     lengths = [total, *sizes[1:]]
     orders = [
@@ -77,13 +83,14 @@ def build_streams(
         return [
             None
             if dataset is None or length == 0
-            else SampleStream(
-                [_own_part(dataset, split, rules=rules, seed=args.seed)],
-                num_samples=length,
-                order=order,
-            )
+            else _own_stream(args, config, dataset, split=split, length=length, order=order)
             for split, dataset, length, order in zip(Split, datasets, lengths, orders, strict=True)
         ]
+    if total == OPEN_TOTAL:
+        raise ValueError(
+            "--odb-epochs needs --data-path, or an iterable train dataset of your own: give one of "
+            "them"
+        )
     renderer, tokenizer = _renderer(args)
     built = build_datasets(
         dataset_config(args, rules=rules, tokenizer=tokenizer, renderer=renderer),
@@ -101,14 +108,18 @@ def build_streams(
 def build_loader(
     args: argparse.Namespace,
     config: OdbConfig,
-    stream: SampleStream,
+    stream: SampleStream | ItemStream,
     *,
     split: Split,
     exchange: ControlGroup,
 ) -> StepLoader:
     """Build a split's step loader; evaluation always has the composition of `samples`."""
     training = split is Split.train
-    if training:
+    shard_length = ShardLength.KNOWN
+    if isinstance(stream, ItemStream):
+        shard_length = stream.shard_length
+        total, batch, consumed = len(stream), args.global_batch_size, 0  # its state says where
+    elif training:
         total, batch, consumed = len(stream), args.global_batch_size, args.consumed_train_samples
     else:
         batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
@@ -126,8 +137,10 @@ def build_loader(
         count_multiple=count_multiple(args),
         window=config.window,
         max_delay_steps=config.max_delay_steps,
+        shard_length=shard_length,
         exchange=config.exchange if training else ExchangeMode.NONE,
         pads_to_budget=config.pad_to_budget,
+        max_bad_records=config.max_bad_records if training else None,
         cost=config.prices.model()
         if config.prices
         else model_cost(args, token_budget=config.token_budget),
@@ -149,12 +162,21 @@ def build_loader(
 
 
 def build_padded(
-    args: argparse.Namespace, streams: Sequence[SampleStream | None]
+    args: argparse.Namespace, streams: Sequence[SampleStream | ItemStream | None]
 ) -> list[PaddedDataset | None]:
-    """Return the padded baseline's datasets, for Megatron's own samplers and loaders."""
+    """Return the padded baseline's datasets, for Megatron's own samplers and loaders.
+
+    Raises:
+        ValueError: an iterable data set.
+    """
+    if any(isinstance(stream, ItemStream) for stream in streams):
+        raise ValueError(
+            "an iterable train dataset needs --odb: Megatron's samplers, which the padded baseline "
+            "goes by, need random access"
+        )
     return [
         None
-        if stream is None
+        if not isinstance(stream, SampleStream)
         else PaddedDataset(stream, sequence_length=args.seq_length, split=split)
         for split, stream in zip(Split, streams, strict=True)
     ]
@@ -223,6 +245,47 @@ def _order(
         total=length,
         num_replicas=args.data_parallel_size,
         data_sharding=args.data_sharding,
+    )
+
+
+def _own_stream(
+    args: argparse.Namespace,
+    config: OdbConfig,
+    dataset: Any,
+    *,
+    split: Split,
+    length: int | None,
+    order: Order | None,
+) -> SampleStream | ItemStream:
+    """Return the stream of a user's own dataset.
+
+    Raises:
+        ValueError: an iterable where there can be none, or a run length that needs one.
+    """
+    rules = config.sample_rules(multiple=padding_multiple(args))
+    if not is_iterable(dataset):
+        if length == OPEN_TOTAL:
+            raise ValueError(
+                "--odb-epochs without --data-path is for iterable train datasets, and this one is "
+                f"a map-style {type(dataset).__name__}: give --train-samples N instead"
+            )
+        part = _own_part(dataset, split, rules=rules, seed=args.seed)
+        return SampleStream([part], num_samples=length, order=order)
+    if split is not Split.train:
+        raise ValueError(
+            f"the {split.name} dataset is an iterable {type(dataset).__name__}; evaluation has to "
+            "see the same samples each time, also after a resume: give a map-style dataset (a "
+            "list of items will do), or None and --eval-iters 0"
+        )
+    ends = length == OPEN_TOTAL
+    assert length is not None, "the length of training is always given"
+    return ItemStream(
+        shards=as_shards(dataset, name="train dataset"),
+        rules=rules,
+        name="train dataset",
+        passes=args.odb_epochs if ends else None,
+        num_samples=length,
+        keeps_state=bool(args.save),
     )
 
 

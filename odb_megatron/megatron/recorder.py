@@ -14,6 +14,7 @@ import numpy as np
 from odb_megatron.comm.control import ControlGroup
 from odb_megatron.data.context_parallel import cost_balance
 from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.sample import HoleReason
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.step_feed import HandedOut
@@ -49,7 +50,7 @@ class StepRecorder:
         self,
         args: argparse.Namespace,
         config: OdbConfig,
-        stream: SampleStream,
+        stream: SampleStream | ItemStream,
         *,
         exchange: ControlGroup,
     ) -> None:

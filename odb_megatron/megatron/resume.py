@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from odb_megatron.comm.control import ControlGroup
+from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.data_checkpoint import loaded_folder
@@ -72,6 +73,9 @@ def resume_data(
     """
     if not args.iteration or args.finetune or args.skip_train:
         return None
+    is_iterable = isinstance(loader.stream, ItemStream)
+    if saved is None and is_iterable:
+        raise ValueError(_no_place("no data state in the checkpoint"))
     if saved is None:
         _together(exchange, lambda: _refuse_unknown(args, replica=exchange.replica))
         _tell(args, "no data state in the checkpoint")
@@ -89,6 +93,8 @@ def resume_data(
     ]
     files = _together(exchange, lambda: _chosen(options, digest))
     if files is None:
+        if is_iterable:
+            raise ValueError(_no_place(f"data state {options[0][0].path} is missing"))
         if config.policy is PolicyName.COST and config.resume_strict:
             raise ValueError(_gone(options[0][0].path))
         _tell(args, "the data state is gone from the checkpoint")
@@ -96,12 +102,23 @@ def resume_data(
     own = files[exchange.replica if is_same_size else 0]
     state = _together(exchange, lambda: decode_state(own.data, own.path))
     is_changed = _together(exchange, lambda: _check(args, config, loader, state, own.path))
-    if config.policy is PolicyName.SAMPLES:
+    is_samples = config.policy is PolicyName.SAMPLES
+    goes_on = is_same_size and (is_samples or not is_changed)  # each replica with its own
+    states = [state] if goes_on else _together(exchange, lambda: _decoded(files))
+    loader.bad_records.restore(
+        state["bad_records"]["num"],
+        [position for one in states for position in one["bad_records"]["positions"]],
+        step=0 if is_samples and not is_iterable else state["planner"]["step"],
+    )
+    if is_iterable and is_same_size:
+        source = state.get("source")
+        _together(exchange, lambda: loader.load_state_dict(state["planner"], source=source))
+    elif is_samples and not is_iterable:
         loader.load_cost(state["planner"])
-    elif is_same_size and not is_changed:
+    elif goes_on:
         _together(exchange, lambda: loader.load_state_dict(state["planner"]))
     else:
-        _together(exchange, lambda: _load_elastic(loader, files, replica=exchange.replica))
+        _together(exchange, lambda: _load_elastic(loader, states, replica=exchange.replica))
     return state
 
 
@@ -213,16 +230,21 @@ def _check(
     return bool(changed)
 
 
-def _load_elastic(loader: StepLoader, files: Sequence[_File], *, replica: int) -> None:
+def _load_elastic(loader: StepLoader, states: Sequence[Mapping[str, Any]], *, replica: int) -> None:
     """Deal what all replicas of the saved run held to those of this one."""
+    planners = [state["planner"] for state in states]
+    loader.load_state_dict(elastic_state(planners, loader.config, replica=replica))
+
+
+def _decoded(files: Sequence[_File]) -> list[dict[str, Any]]:
+    """Return the states of all replicas of the saved run."""
     states = []
     for file in files:
         found = file if file.data else _read(file.path)
         if found.digest != file.digest:
             raise ValueError(f"data state {file.path} changes while it is read: try again")
-        states.append(decode_state(found.data, found.path)["planner"])
-    state = elastic_state(states, loader.config, replica=replica)
-    loader.load_state_dict(state)
+        states.append(decode_state(found.data, found.path))
+    return states
 
 
 def _refuse_unknown(args: argparse.Namespace, *, replica: int) -> None:
@@ -235,6 +257,13 @@ def _refuse_unknown(args: argparse.Namespace, *, replica: int) -> None:
             f"sample {args.consumed_train_samples} of the stream; or start the data anew "
             "(--finetune)"
         )
+
+
+def _no_place(what: str) -> str:
+    return (
+        f"{what}, and an iterable source cannot be continued without: restore it, or start the "
+        "data anew (--finetune)"
+    )
 
 
 def _gone(path: str) -> str:

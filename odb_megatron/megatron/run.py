@@ -10,6 +10,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -20,6 +21,7 @@ import torch
 from odb_megatron.comm.control import ControlGroup
 from odb_megatron.comm.elastic import leave_reason
 from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_feed import StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
@@ -74,9 +76,10 @@ class OdbRun:
 
     Args:
         args: from `setup.parse_and_validate_args`.
-        datasets: your own map-style datasets instead of `--data-path`: a function of Megatron's
-            (train, valid, test) sample counts that returns one dataset or None per split. Items
-            are mappings with `tokens`, `labels` and `loss_mask`.
+        datasets: your own datasets instead of `--data-path`: a function of Megatron's
+            (train, valid, test) sample counts that returns one dataset or None per split. They are
+            map-style, and the train dataset can be iterable (docs/streaming.md). Items are mappings
+            with `tokens`, `labels` and `loss_mask`.
 
     Attributes:
         forward_step: pass to `pretrain()`.
@@ -107,7 +110,7 @@ class OdbRun:
         self._replica: ReplicaData | None = None
         self._exchange: ControlGroup | None = None  # on leaders
         self._groups: list[ControlGroup] = []
-        self._padded: Sequence[SampleStream | None] = ()
+        self._padded: Sequence[SampleStream | ItemStream | None] = ()
         self._report = RunReport(args, self.config, backend=self._backend)
         self._cost: RunCost | None = None
         self._peers: PeerWatch | None = None
@@ -264,10 +267,12 @@ class OdbRun:
         """See `hooks.RunListener`."""
         self._saved_digest = getattr(checkpoint_args, "odb_data_state", None)
 
+    def saving(self) -> AbstractContextManager[None]:
+        """See `hooks.RunListener`: no watchdog ends the process within."""
+        return nullcontext() if self._peers is None else self._peers.saving()
+
     def on_saving(self, iteration: int, *, is_persistent: bool) -> None:
         """See `hooks.RunListener`: write the loader's state, and put its digest into the args."""
-        if self._peers is not None:
-            self._peers.saving(True)
         if self._checkpoint is not None:
             tokens = self.tokens_so_far() or 0
             self._checkpoint.stage(iteration, tokens_so_far=tokens, is_persistent=is_persistent)
@@ -276,8 +281,6 @@ class OdbRun:
         """See `hooks.RunListener`: put the loader's state beside the checkpoint."""
         if self._checkpoint is not None:
             self._checkpoint.publish(iteration, is_persistent=is_persistent)
-        if self._peers is not None:
-            self._peers.saving(False)
 
     def tokens_so_far(self) -> int | None:
         """See `hooks.RunListener`."""
@@ -313,7 +316,7 @@ class OdbRun:
 
     def _build_streams(
         self, sizes: Sequence[int | None], *, reads_data: bool = True
-    ) -> list[SampleStream | None]:
+    ) -> list[SampleStream | ItemStream | None]:
         """Build the streams, and on leaders what goes with them."""
         args = self._args
         datasets = None
@@ -369,6 +372,8 @@ class OdbRun:
         args.dataloader_type = "external"
         remaining = max(0, self._total - args.consumed_train_samples)
         steps = -(-remaining // args.global_batch_size)
+        if replica.train is not None and replica.train.num_steps == 0:
+            steps = 0  # the end of iterables shows only in their state
         args.train_iters = args.iteration + steps
 
     @property
@@ -386,7 +391,9 @@ class OdbRun:
             return True
         return self._replica.close(timeout_s=_CLEAN_CLOSE_S if clean else _CLOSE_S)
 
-    def _build_loaders(self, streams: Sequence[SampleStream | None]) -> list[StepLoader | None]:
+    def _build_loaders(
+        self, streams: Sequence[SampleStream | ItemStream | None]
+    ) -> list[StepLoader | None]:
         from megatron.core.datasets.utils import Split
 
         loaders = [

@@ -11,6 +11,7 @@ from typing import Any
 
 from odb_megatron.comm.control import ControlGroup
 from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_feed import HandedOut, StepFeed
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron.attention.registry import AttentionBackend
@@ -25,6 +26,7 @@ from odb_megatron.megatron.source_totals import source_totals
 from odb_megatron.megatron.topology import balance_scope
 from odb_megatron.megatron.warmup import WarmUp
 from odb_megatron.plan.batch_size import batch_size_warning
+from odb_megatron.plan.config import OPEN_TOTAL
 from odb_megatron.plan.policy import ExchangeMode, PolicyName
 from odb_megatron.report.live import LiveReport, SourceTotals
 from odb_megatron.report.step_record import StepLog, write_run
@@ -52,7 +54,7 @@ class RunReport:
         self.cost: RunCost | None = None
         self._args = args
         self._config = config
-        self._stream: SampleStream | None = None
+        self._stream: SampleStream | ItemStream | None = None
         self._exchange: ControlGroup | None = None
         self._live: LiveReport | None = None
         self._log: StepLog | None = None
@@ -65,7 +67,7 @@ class RunReport:
             for line in (describe_megatron(), reason, *start_lines(args, config)):
                 print(f"odb: {line}", flush=True)
 
-    def open(self, stream: SampleStream, exchange: ControlGroup) -> None:
+    def open(self, stream: SampleStream | ItemStream, exchange: ControlGroup) -> None:
         """Training data is there: begin to record. On leaders.
 
         Args:
@@ -77,7 +79,7 @@ class RunReport:
         self.recorder = StepRecorder(args, config, stream, exchange=exchange)
         if args.rank == 0:
             self._live = LiveReport(
-                total_samples=total_samples(args),
+                total_samples=_told_total(args),
                 consumed_before=args.consumed_train_samples,
                 global_batch_size=args.global_batch_size,
                 sequence_length=args.seq_length,
@@ -264,3 +266,9 @@ def start_lines(args: argparse.Namespace, config: OdbConfig) -> list[str]:
 def _flags(args: argparse.Namespace, config: OdbConfig) -> str:
     flags = f"{config.describe()} " if config.enabled else ""
     return f"{flags}--seed {args.seed}"
+
+
+def _told_total(args: argparse.Namespace) -> int | None:
+    """Return the run's length in samples; None while nobody knows it."""
+    total = total_samples(args)
+    return None if total == OPEN_TOTAL else total

@@ -20,6 +20,7 @@ from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.usage import raise_usage_errors, usage_errors
 from odb_megatron.megatron.validation import refuse_unsupported
+from odb_megatron.plan.config import OPEN_TOTAL
 
 __all__ = [
     "dataset_config",
@@ -174,8 +175,41 @@ def _resolve_epochs(args: argparse.Namespace) -> None:
         raise ValueError(
             "--odb-epochs, --train-samples and --train-iters each give the run's length: keep one"
         )
+    if _has_no_files(args):
+        _leave_length_open(args)
+        return
     if args.data_path is not None and args.split is None:
         args.split = "969, 30, 1"  # Megatron's own default (validate_args 654, 0.19.2)
     rules = SampleRules(context=args.seq_length, token_budget=args.seq_length)
     args.train_samples = args.odb_epochs * count_epoch(dataset_config(args, rules=rules))
     args.odb_epoch_samples = args.train_samples // args.odb_epochs
+
+
+def _has_no_files(args: argparse.Namespace) -> bool:
+    """Whether no data was given by flags, so that the user's own data sets are to come."""
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return blend is None and blend_per_split is None
+
+
+def _leave_length_open(args: argparse.Namespace) -> None:
+    """Prepare for `--odb-epochs` over iterables, whose length shows when they end.
+
+    Raises:
+        ValueError: a schedule that needs the run's length.
+    """
+    needs = args.lr_decay_style != "constant" or args.lr_warmup_fraction is not None
+    if needs and args.lr_decay_samples is None:
+        raise ValueError(
+            "--odb-epochs without --data-path is for iterable data sets, whose number of samples "
+            "is known only when they end: give --lr-decay-samples N for the learning rate (or "
+            "--lr-decay-style constant), or --train-samples N instead of --odb-epochs"
+        )
+    if args.weight_decay_incr_style != "constant":
+        raise ValueError(
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs the run's length, "
+            "which --odb-epochs over an iterable data set does not give: use constant, or "
+            "--train-samples N instead of --odb-epochs"
+        )
+    args.train_samples = OPEN_TOTAL

@@ -83,6 +83,11 @@ _REFUSALS = (
         "--cuda-graph-impl none",
     ),
     _Refusal(
+        _is_on("trust_remote_code"),
+        "--odb runs no code that comes with a tokenizer: drop --trust-remote-code (name the "
+        "folder's tokenizer.json where the folder cannot be loaded without)",
+    ),
+    _Refusal(
         _is_on("mock_data"), "--odb trains on real samples: drop --mock-data, give --data-path"
     ),
     _Refusal(

@@ -9,13 +9,21 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.draw import Assignment
 from odb_megatron.plan.padding import budget_length
 from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 
-__all__ = ["MAX_WINDOW", "TEXT_BYTES", "PlanConfig", "config_differences"]
+__all__ = [
+    "MAX_WINDOW",
+    "OPEN_TOTAL",
+    "TEXT_BYTES",
+    "PlanConfig",
+    "ShardLength",
+    "config_differences",
+]
 
 TEXT_BYTES = 8192
 """Bytes in which replicas tell each other their configurations when they differ."""
@@ -24,6 +32,22 @@ _MOST_SHOWN = 200
 
 MAX_WINDOW = 1 << 16
 """Largest window: the cost of so many samples fits a record (see `cost.MAX_SAMPLE_COST`)."""
+
+OPEN_TOTAL = 1 << 40
+"""Stands for the positions of a run whose length nobody knows before its end."""
+
+
+class ShardLength(Enum):
+    """What is known of the length of a replica's shard.
+
+    KNOWN: it follows from `total`. ENDLESS: each replica's own shard starts its next pass where it
+    ends, so the run ends by its quota, `total`. UNKNOWN: each replica's own shard ends where it
+    ends, which the replica finds out when it gets there, and the run when all have.
+    """
+
+    KNOWN = "known"
+    ENDLESS = "endless"
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +72,14 @@ class PlanConfig:
         shards: samples of each replica's own shard, for sources that are sharded already (`cost`
             with fixed shards): replica r's are the positions after those of the replicas before
             it. Empty for shards that are dealt from one stream (`position % num_replicas`).
+        shard_length: what is known of the replicas' shards. Where it is not `KNOWN` each replica
+            has an iterator of its own, and a position stands for the next item of the replica that
+            draws it. With `UNKNOWN` the k-th item of replica r has the position
+            `k * num_replicas + r`, and `total` is `OPEN_TOTAL`.
         draw_lead: positions assigned to a replica beyond its window, so that workers can fetch
             ahead; None for one step's share. It must not depend on the number of workers.
         exchange: whether replicas hand samples to each other.
+        max_bad_records: see `bad_records`; None for no limit.
         pads_to_budget: whether every micro-batch is padded to the budget, to have one shape.
         data: digest of the data source and its order, so that different files are noticed.
     """
@@ -69,9 +98,11 @@ class PlanConfig:
     balance: BalanceScope = BalanceScope.STEP
     assignment: Assignment = Assignment.ONLINE
     shards: tuple[int, ...] = ()
+    shard_length: ShardLength = ShardLength.KNOWN
     draw_lead: int | None = None
     exchange: ExchangeMode = ExchangeMode.NONE
     pads_to_budget: bool = False
+    max_bad_records: int | None = None
     data: str = ""
 
     def __post_init__(self) -> None:
@@ -96,19 +127,33 @@ class PlanConfig:
                 "max_patches and draw_lead must not be negative; got "
                 f"{self.max_patches} and {self.draw_lead}"
             )
+        if (self.max_bad_records or 0) < 0:
+            raise ValueError(f"max_bad_records must not be negative; got {self.max_bad_records}")
         if self.shards:
             self._check_shards()
+        if self.has_unknown_end:
+            self._check_unknown_end()
 
     @property
     def assignment_in_force(self) -> Assignment:
         """How positions come to replicas under the policy in force."""
-        is_cost = self.policy is PolicyName.COST
+        is_cost = self.policy is PolicyName.COST and not self.has_unknown_end
         return self.assignment if is_cost else Assignment.FIXED
 
     @property
     def is_online(self) -> bool:
         """Whether positions are assigned online."""
         return self.assignment_in_force is Assignment.ONLINE
+
+    @property
+    def has_own_iterators(self) -> bool:
+        """Whether positions stand for the next item of whoever draws them."""
+        return self.shard_length is not ShardLength.KNOWN
+
+    @property
+    def has_unknown_end(self) -> bool:
+        """Whether nobody knows the run's length before its end."""
+        return self.shard_length is ShardLength.UNKNOWN
 
     def own_positions(self, replica: int) -> range:
         """Return a replica's stream positions where assignment is fixed."""
@@ -144,7 +189,21 @@ class PlanConfig:
             "balance": self.balance.value,
             "assignment": self.assignment.value,
             "exchange": self.exchange.value,
+            "shard_length": self.shard_length.value,
         }
+
+    def _check_unknown_end(self) -> None:
+        if self.total != OPEN_TOTAL or self.shards:
+            raise ValueError(
+                f"a run over shards of unknown length has total {OPEN_TOTAL} and no shards, got "
+                f"{self.total} and {self.shards}: use the length `endless` for a quota"
+            )
+        if self.global_batch_size % self.num_replicas and self.policy is PolicyName.SAMPLES:
+            raise ValueError(
+                f"global batch size {self.global_batch_size} is no multiple of the "
+                f"{self.num_replicas} replicas, which take as many samples each from shards of "
+                "unknown length: change it, or use the policy cost"
+            )
 
     def _check_shards(self) -> None:
         if len(self.shards) != self.num_replicas or min(self.shards) < 0:

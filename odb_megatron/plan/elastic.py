@@ -42,6 +42,13 @@ def elastic_state(
     """
     check_together(states)
     first = states[0]
+    if config.has_own_iterators:
+        raise ValueError(
+            f"the data state is of {len(states)} replicas and this run has {config.num_replicas}: "
+            "the shards of an iterable source belong to their replicas and cannot be dealt anew; "
+            f"use the data-parallel size that saved ({len(states)}), or start the data anew "
+            "(--finetune)"
+        )
     if config.policy is not PolicyName.COST or not config.is_online:
         shards = "shards of their own" if config.shards else "fixed shards"
         raise ValueError(

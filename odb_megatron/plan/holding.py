@@ -45,6 +45,7 @@ class Holding:
         num_recorded: arrivals that are in a window record.
         num_emitted: samples emitted.
         num_left_out: positions since the last step that emit nothing.
+        num_bad: those of them whose records are bad.
 
     Raises:
         ValueError: a run with shards of its own cannot begin in the middle.
@@ -57,7 +58,7 @@ class Holding:
         self._num_arrived = 0
         self.num_recorded = 0
         self.num_emitted = 0
-        self.num_left_out = 0
+        self.num_left_out = self.num_bad = 0
         cursor = _first_position(config, replica=replica, consumed=consumed)
         self.shard: Shard = make_shard(config, replica=replica, cursor=cursor)
         none = np.zeros(config.num_replicas, dtype=np.int64)
@@ -78,10 +79,15 @@ class Holding:
             ValueError: a cost beyond the records.
         """
         if sample[0] == 0:
-            self.num_left_out += 1
+            self.leave_out(is_bad=False)
             return
         self.window.append(window_row(self._config, position, self._num_arrived, -1, sample))
         self._num_arrived += 1
+
+    def leave_out(self, *, is_bad: bool) -> None:
+        """See `ReplicaPlanner.leave_out`."""
+        self.num_left_out += 1
+        self.num_bad += is_bad
 
     def mark_recorded(self) -> None:
         """Note that a window record tells of all that has arrived."""
@@ -117,6 +123,7 @@ class Holding:
             num_micro_batches=needed_count(selection, rows, caps=caps),
             num_samples=num,
             num_left_out=self.num_left_out,
+            num_bad=self.num_bad,
             cost=cost,
             cost_largest=int(rows[Column.COST].max()) if num else 0,
             num_remaining=self.shard.num_undrawn + num_kept,
@@ -148,7 +155,7 @@ class Holding:
             What all replicas hold then, and what this one gave and took.
         """
         holdings = Holdings.before(table)
-        if not self._config.is_online:
+        if not self._config.is_online or self._config.has_own_iterators:
             return holdings, Reassigned()
         unassigned = self.shard.num_unassigned
         moves = reassign(table, holdings, num_unassigned=unassigned, each=each)
@@ -167,7 +174,7 @@ class Holding:
         self.num_emitted += int(selection.chosen.sum())
         self.window.remove(selection.chosen)
         self.window.mark_due(num_emitted=self.num_emitted, step=step)
-        self.num_left_out = 0
+        self.num_left_out = self.num_bad = 0
 
     def state(self) -> dict[str, Any]:
         """Return this part of `ReplicaPlanner.snapshot`."""
@@ -188,7 +195,7 @@ class Holding:
             ValueError: a window sample that is no longer usable; nothing has changed then.
         """
         self.window = restored_window(self._config, state, fetched)
-        self.num_left_out = 0
+        self.num_left_out = self.num_bad = 0
         self.num_emitted, self.num_recorded = state["num_emitted"], state["num_recorded"]
         self._num_arrived = self.num_emitted + len(self.window)
         self.shard = make_shard(
@@ -198,8 +205,15 @@ class Holding:
 
 def _first_position(config: PlanConfig, *, replica: int, consumed: int) -> int:
     """Return the shard's cursor when so many positions have been consumed."""
+    if consumed and config.has_own_iterators:
+        raise ValueError(
+            f"a run over iterators cannot begin at sample {consumed}: the saved state alone tells "
+            "where each of them was; restore it"
+        )
     if config.is_online:
         return consumed
+    if config.has_unknown_end:
+        return replica
     own = config.own_positions(replica)
     if config.shards:
         if consumed:

@@ -73,7 +73,7 @@ class ReplicaPlanner:
         self._linear_ps = NOT_CALIBRATED
         self._reassigned = Reassigned()
         self._termination = Termination(
-            total=config.total,
+            total=None if config.has_unknown_end else config.total,
             global_batch_size=config.global_batch_size,
             consumed=consumed,
             rounds_up=config.policy is PolicyName.SAMPLES,
@@ -123,6 +123,16 @@ class ReplicaPlanner:
         is_late = self._target is not None and self._target.steps_left > 1
         return self._holding.draw(most, end=end, is_late=is_late)
 
+    def end_shard(self, position: int | None = None) -> None:
+        """Note that this replica's shard, of unknown length, ends before `position`.
+
+        Args:
+            position: what `draw` has returned from there on does not exist, and may not be
+                observed. None: all that was drawn exists.
+        """
+        shard = self._holding.shard
+        shard.end(shard.cursor if position is None else position)
+
     def upcoming(self) -> list[int]:
         """Return positions assigned since the last call, in the order `draw` will return them.
 
@@ -156,6 +166,10 @@ class ReplicaPlanner:
         """
         sample = (num_tokens, num_loss_tokens, truncated, num_patches, num_bytes)
         self._holding.observe(position, sample)
+
+    def leave_out(self, *, is_bad: bool) -> None:
+        """Count a drawn position that emits nothing; `is_bad`: its record is the reason."""
+        self._holding.leave_out(is_bad=is_bad)
 
     def calibration_record(self, times: Sequence[MicroBatchTime]) -> CalibrationRecord:
         """Return this replica's sums of measured times, to be exchanged between two steps."""
@@ -209,7 +223,8 @@ class ReplicaPlanner:
             num_emitted=held.num_emitted,
         )
         load = held.window.cost + held.shard.num_undrawn * self._policy.mean_cost
-        report |= self._policy.offer(held.window, load=load)
+        if not self.config.has_own_iterators:  # else no other replica can fetch it
+            report |= self._policy.offer(held.window, load=load)
         held.mark_recorded()
         record = WindowRecord(
             config=self._digest,
@@ -231,10 +246,14 @@ class ReplicaPlanner:
         """
         table = self._agreed(records, names=("config", "step", "position"))
         self._rebuild_policy(self._exchange.choose(table))
-        drained = self._holding.shard.is_drained(table.column("num_undrawn"))
+        undrawn = table.column("num_undrawn")
         left = self._termination.begin_step(
-            step=self._step, consumed=self._consumed, is_drained=drained
+            step=self._step,
+            consumed=self._consumed,
+            is_drained=self._holding.shard.is_drained(undrawn),
+            rest=None if undrawn.any() else table.total("num_held"),
         )
+        drained = self._termination.deadline is not None
         self._target = self._policy.target(
             table, state=self._state(), steps_left=left, drained=drained
         )
@@ -250,7 +269,7 @@ class ReplicaPlanner:
             self._holding.window,
             target=target,
             state=self._state(),
-            num_to_come=shard.num_undrawn if shard.is_own_known else None,
+            num_to_come=shard.num_undrawn if self._knows_rest() else None,
         )
         record = self._holding.plan_record(self._selection, target=target.digest(), caps=self._caps)
         return replace(record, wait_us=wait_us, closing=self._is_closing)
@@ -352,7 +371,7 @@ class ReplicaPlanner:
         cost, linear_ps = saved_cost(state)
         self.set_cost(cost, linear_ps=linear_ps)
         self._holding.restore(state, fetched=fetched)
-        self._termination.restore(deadline, consumed=self._consumed)
+        self._termination.restore(deadline, step=self._step, consumed=self._consumed)
         self._rebuild_policy(self._exchange.restore(state["exchanges"]))
         self._policy.restore(list(state["knowledge"]))
 
@@ -373,6 +392,10 @@ class ReplicaPlanner:
     def _agreed(self, records: Any, *, names: Sequence[str]) -> RecordTable[Any]:
         return agreed_table(records, names=names, step=self._step, termination=self._termination)
 
+    def _knows_rest(self) -> bool:
+        """Whether this replica knows what it has left, and how many steps to spread it over."""
+        return self._holding.shard.is_own_known and self._termination.deadline is not None
+
     def _totals(self, table: RecordTable[PlanRecord], count: int) -> StepTotals:
         unassigned = self._holding.shard.num_unassigned
         totals = StepTotals.add_up(
@@ -384,14 +407,15 @@ class ReplicaPlanner:
             fixed=self.config.cost.fixed,
         )
         remaining = table.total("num_remaining") + unassigned
-        check_none_lost(totals, remaining=remaining, total=self.config.total)
+        if not self.config.has_unknown_end:
+            check_none_lost(totals, remaining=remaining, total=self.config.total)
         return totals
 
     def _advance(self, table: RecordTable[PlanRecord], totals: StepTotals) -> None:
         assert self._selection is not None
         self._holding.emit(self._selection, step=self._step)
         self._consumed += totals.num_consumed
-        self._termination.end_step(consumed=self._consumed)
+        self._termination.end_step(consumed=self._consumed, is_final=totals.is_final)
         self._step += 1
         self._target = self._selection = None
         holdings = Holdings.after(table)

@@ -25,7 +25,11 @@ def build_policy(config: PlanConfig, *, exchanges: bool | None = None) -> StepPo
         ValueError: see `CostPolicy`.
     """
     if config.policy is PolicyName.SAMPLES:
-        return SamplesPolicy(total=config.total, global_batch_size=config.global_batch_size)
+        return SamplesPolicy(
+            total=config.total,
+            global_batch_size=config.global_batch_size,
+            from_front=config.has_unknown_end,
+        )
     if exchanges is None:
         exchanges = config.exchange is ExchangeMode.TOKENS and config.num_replicas > 1
     return OldestFirstPolicy(config) if exchanges else CostPolicy(config)

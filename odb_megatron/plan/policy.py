@@ -173,10 +173,23 @@ class StepPolicy(ABC):
 
 
 class SamplesPolicy(StepPolicy):
-    """Each step consumes exactly the next `global_batch_size` positions of the stream."""
+    """Each step consumes exactly the next `global_batch_size` positions of the stream.
+
+    Args:
+        total: see base.
+        global_batch_size: see base.
+        from_front: each replica counts the positions from where the last step left it (shards of
+            unknown length: one that has ended gives nothing).
+    """
+
+    def __init__(self, *, total: int, global_batch_size: int, from_front: bool = False) -> None:
+        super().__init__(total=total, global_batch_size=global_batch_size)
+        self._from_front = from_front
 
     def draw_before(self, consumed: int) -> tuple[int, int]:
         """See base: the step's own positions, all of them."""
+        if self._from_front:
+            return self.global_batch_size, self.total
         return min(consumed + self.global_batch_size, self.total), self.total
 
     def target(

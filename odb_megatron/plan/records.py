@@ -109,6 +109,7 @@ class PlanRecord:
         num_micro_batches: micro-batches its selection needs, 0 when it selected nothing.
         num_samples: samples selected.
         num_left_out: positions consumed that emit nothing (bad record or overlong, by policy).
+        num_bad: bad records among them.
         num_truncated: selected samples that were cut.
         num_tokens: tokens of the selection before padding.
         num_padded_tokens: the same after padding each sample to the length multiple.
@@ -132,6 +133,7 @@ class PlanRecord:
     num_micro_batches: int = 0
     num_samples: int = 0
     num_left_out: int = 0
+    num_bad: int = 0
     num_truncated: int = 0
     num_tokens: int = 0
     num_padded_tokens: int = 0

@@ -35,6 +35,7 @@ SAMPLE_ENTRY_BYTES = 16
 
 _COLUMNS = (Column.POSITION, Column.NUM_TOKENS, Column.PATCHES, Column.PAYLOAD)
 _LIMIT = 1 << 32
+_MOST_POSITION = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +105,13 @@ def unpack_lists(parts: Sequence[bytes], counts: Integers, *, config: PlanConfig
         config: padding multiple and cost model.
 
     Raises:
-        ReplicaFailedError: a replica could not build its list, or a list has another size.
+        ReplicaFailedError: a replica could not build its list, or a list has another size or
+            numbers that are none.
     """
+    if len(counts) != len(parts) or not len(counts) or int(counts.min()) < 0:
+        raise ReplicaFailedError(
+            f"{len(parts)} sample lists arrived, for {counts.tolist()[:8]} selected samples"
+        )
     room = int(counts.max())
     size = LIST_HEADER_BYTES + SAMPLE_ENTRY_BYTES * room
     sizes = [len(part) for part in parts]
@@ -122,6 +128,11 @@ def unpack_lists(parts: Sequence[bytes], counts: Integers, *, config: PlanConfig
             f"replica {int(failed.argmax())} failed while listing its samples; its own output "
             "says why"
         )
+    first = headers[:, 0]
+    if ((first < 0) | (first >= _MOST_POSITION)).any():
+        raise ReplicaFailedError(
+            f"sample lists begin at positions {first.tolist()[:8]}; expected 0 or more, below 2**62"
+        )
     entries = whole[:, LIST_HEADER_BYTES // 4 :].reshape(len(parts), len(_COLUMNS), room)
     present = np.arange(room) < counts[:, None]
     offset, tokens, patches, payload = (
@@ -131,7 +142,7 @@ def unpack_lists(parts: Sequence[bytes], counts: Integers, *, config: PlanConfig
     padded = -(-tokens // config.multiple) * config.multiple
     return StepSamples(
         owner=owner,
-        position=headers[:, 0][owner] + offset,
+        position=first[owner] + offset,
         padded=padded,
         patches=patches,
         payload=payload,

@@ -1,6 +1,6 @@
 """One replica's positions: dealt out while the run goes on, or fixed from the start.
 
-Pure. Two kinds of shard with the same methods; the planner does not ask which it has.
+Pure. Three kinds of shard with the same methods; the planner does not ask which it has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.draw import DrawLimits, Holdings, deal, held_goal, own_positions
 
-__all__ = ["FixedShard", "OnlineShard", "Shard", "make_shard"]
+__all__ = ["FixedShard", "OnlineShard", "OpenShard", "Shard", "make_shard"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -60,11 +60,16 @@ class Shard(Protocol):
     def take_over(self, positions: Sequence[int]) -> None:
         """Take positions that other replicas held."""
 
+    def end(self, position: int) -> None:
+        """There is nothing at `position`, nor after it."""
+
 
 def make_shard(
     config: PlanConfig, *, replica: int, cursor: int, upcoming: Sequence[int] = ()
 ) -> Shard:
     """Return a replica's shard of the kind in force."""
+    if config.has_unknown_end:
+        return OpenShard(config.num_replicas, cursor=cursor)
     if not config.is_online:
         return FixedShard(config.own_positions(replica), cursor=cursor)
     limits = DrawLimits(
@@ -139,8 +144,85 @@ class FixedShard:
         """See `Shard`: a fixed shard takes nothing over."""
         raise AssertionError(f"positions {positions} belong to another fixed shard")
 
+    def end(self, position: int) -> None:
+        """See `Shard`: its end is known from the start."""
+        raise AssertionError(f"position {position} is inside a shard of known length")
+
     def _undrawn(self) -> range:
         return range(self._cursor, self._own.stop, self._own.step)
+
+
+class OpenShard:
+    """Every `stride`-th position, up to an end that is not known before it is reached.
+
+    Args:
+        stride: number of replicas.
+        cursor: the next position to draw; its remainder is the replica.
+    """
+
+    def __init__(self, stride: int, *, cursor: int) -> None:
+        self._stride = stride
+        self._cursor = self._front = cursor
+        self._has_ended = False
+
+    @property
+    def cursor(self) -> int:
+        """See `Shard`."""
+        return self._cursor
+
+    @property
+    def upcoming(self) -> Sequence[int]:
+        """See `Shard`: they follow from the cursor."""
+        return ()
+
+    @property
+    def num_undrawn(self) -> int:
+        """Positions not drawn: 1 stands for at least one, until the end is known."""
+        return 0 if self._has_ended else 1
+
+    @property
+    def num_unassigned(self) -> int:
+        """See `Shard`."""
+        return 0
+
+    @property
+    def is_own_known(self) -> bool:
+        """Whether the end has been reached."""
+        return self._has_ended
+
+    def is_drained(self, undrawn: Integers) -> bool:
+        """See `Shard`."""
+        return bool((undrawn == 0).any())
+
+    def draw(self, most: int, *, end: int, is_late: bool) -> list[int]:
+        """See `Shard`; `end` is relative to where the last step left this replica."""
+        if is_late or self._has_ended:
+            return []
+        stop = min(self._cursor + most * self._stride, self._front + end)
+        positions = list(range(self._cursor, stop, self._stride))
+        self._cursor += len(positions) * self._stride
+        return positions
+
+    def take_announced(self) -> list[int]:
+        """See `Shard`: none, items come in their own order."""
+        return []
+
+    def top_up(
+        self, holdings: Holdings, *, each: int, is_late: bool = False, is_final: bool = False
+    ) -> Integers:
+        """See `Shard`: nothing to assign; a step begins here, or ends."""
+        if not is_late:
+            self._front = self._cursor
+        return np.zeros_like(holdings.num_held)
+
+    def take_over(self, positions: Sequence[int]) -> None:
+        """See `Shard`: items cannot be taken from another replica's iterator."""
+        raise AssertionError(f"positions {positions} are of another replica's iterator")
+
+    def end(self, position: int) -> None:
+        """See `Shard`; positions from `position` on count as not drawn."""
+        assert position <= self._cursor, f"position {position} was not drawn yet"
+        self._cursor, self._has_ended = position, True
 
 
 class OnlineShard:
@@ -253,3 +335,7 @@ class OnlineShard:
         """Take positions that other replicas held; they are drawn last."""
         self._upcoming.extend(positions)
         self._announced.extend(positions)
+
+    def end(self, position: int) -> None:
+        """See `Shard`: the stream's end is known from the start."""
+        raise AssertionError(f"position {position} is inside a stream of known length")

@@ -79,15 +79,16 @@ def check_values(state: Any) -> None:
             f"data state is of type {type(state).__name__}; expected an object: restore the file"
         )
     version = state.get("version")
-    if "version" in state and version != STATE_VERSION:
+    if "version" in state and (type(version) is not int or version != STATE_VERSION):
         raise ValueError(
-            f"data state was saved with version={version}, this run has {STATE_VERSION}: resume "
-            "with the version of odb_megatron that saved it, or start the data anew (--finetune)"
+            f"data state was saved with version={str(version)[:40]}, this run has {STATE_VERSION}: "
+            "resume with the version of odb_megatron that saved it, or start the data anew "
+            "(--finetune)"
         )
     if set(state) != _KEYS:
         raise ValueError(
-            f"data state has the keys {sorted(map(str, state))}; expected {sorted(_KEYS)}: it was "
-            "written by another version of odb_megatron"
+            f"data state has the keys {str(sorted(map(str, state)))[:400]}; expected "
+            f"{sorted(_KEYS)}: it was written by another version of odb_megatron"
         )
     for name in _TEXTS:
         if not isinstance(state[name], str):

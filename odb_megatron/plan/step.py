@@ -27,6 +27,7 @@ class StepTotals:
         consumed_before: positions consumed before this step.
         num_samples: samples emitted.
         num_left_out: positions that emitted nothing.
+        num_bad: those of them whose records are bad.
         num_truncated: samples that were cut.
         num_tokens: tokens before padding.
         num_padded_tokens: tokens after padding each sample to the length multiple.
@@ -59,6 +60,7 @@ class StepTotals:
     costs: tuple[int, ...]
     wait_us: int
     is_final: bool
+    num_bad: int = 0
     num_reassigned: int = 0
     num_moved: int = 0
     bytes_moved: int = 0
@@ -94,6 +96,7 @@ class StepTotals:
             consumed_before=consumed,
             num_samples=num_samples,
             num_left_out=num_left_out,
+            num_bad=table.total("num_bad"),
             num_truncated=table.total("num_truncated"),
             num_tokens=table.total("num_tokens"),
             num_padded_tokens=table.total("num_padded_tokens"),

@@ -13,13 +13,20 @@ is the smaller of the estimate and the distance to the deadline); and the step w
 emits everything. Before that, every step consumes at least one position, because a replica with a
 non-empty window selects at least one sample and an empty window with positions left is refilled.
 `Termination.begin_step` asserts the bound.
+
+Shards of unknown length (`total` None). Nobody knows `r` before the last shard has ended. The run
+drains from the first end on, each step consumes at least one position, and the bound above counts
+from the step `d` before which all shards have ended, with `r` the samples held then.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["LoaderClosedError", "Phase", "Termination", "steps_bound"]
+__all__ = ["UNBOUNDED", "LoaderClosedError", "Phase", "Termination", "steps_bound"]
+
+UNBOUNDED = 1 << 30
+"""Steps left while a shard of unknown length has not ended."""
 
 
 class LoaderClosedError(RuntimeError):
@@ -58,20 +65,27 @@ class Termination:
     """Phase and deadline of one run; the same on all replicas.
 
     Args:
-        total: positions of the run.
+        total: positions of the run; None for not known before its end.
         global_batch_size: positions per step asked for.
         consumed: positions consumed before the first step.
         rounds_up: see `steps_bound`.
     """
 
     def __init__(
-        self, *, total: int, global_batch_size: int, consumed: int = 0, rounds_up: bool = False
+        self,
+        *,
+        total: int | None,
+        global_batch_size: int,
+        consumed: int = 0,
+        rounds_up: bool = False,
     ) -> None:
         self._total = total
         self._batch = global_batch_size
         self._rounds_up = rounds_up
         self._deadline: int | None = None
-        self._phase = Phase.FINISHED if consumed >= total else Phase.RUNNING
+        self._last = -1  # step begun
+        is_done = total is not None and consumed >= total
+        self._phase = Phase.FINISHED if is_done else Phase.RUNNING
 
     @property
     def phase(self) -> Phase:
@@ -88,18 +102,25 @@ class Termination:
         """Whether no further step may be planned."""
         return self._phase in (Phase.FINISHED, Phase.CLOSED)
 
-    def begin_step(self, *, step: int, consumed: int, is_drained: bool) -> int:
+    def begin_step(
+        self, *, step: int, consumed: int, is_drained: bool, rest: int | None = None
+    ) -> int:
         """Enter a step after its first exchange; return the steps left, this one included.
 
         Args:
             step: the step being planned.
             consumed: positions consumed by all earlier steps.
             is_drained: some replica has nothing left to draw.
+            rest: samples held when all shards of unknown length have ended, None before.
         """
         assert not self.is_over, f"step {step} is planned past the end ({self._phase.value})"
-        left = steps_bound(
-            self._total - consumed, global_batch_size=self._batch, rounds_up=self._rounds_up
-        )
+        self._last = step
+        if self._total is not None:
+            rest = self._total - consumed
+        elif rest is None:
+            self._phase = Phase.DRAINING if is_drained else Phase.RUNNING
+            return UNBOUNDED
+        left = steps_bound(rest, global_batch_size=self._batch, rounds_up=self._rounds_up)
         if is_drained and self._deadline is None:
             self._deadline = step + left - 1
         if self._deadline is not None:
@@ -110,18 +131,20 @@ class Termination:
             self._phase = Phase.FINAL
         return left
 
-    def end_step(self, *, consumed: int) -> bool:
+    def end_step(self, *, consumed: int, is_final: bool = False) -> bool:
         """Leave a step after its second exchange; return whether it was the final one.
 
         Args:
             consumed: positions consumed by all steps so far.
+            is_final: nothing is left anywhere, where the total does not tell.
         """
-        if consumed >= self._total:
+        if is_final or (self._total is not None and consumed >= self._total):
             self._phase = Phase.FINISHED
+            if self._total is None:
+                self._deadline = self._last  # so that a state tells
         else:
-            assert self._phase is not Phase.FINAL, (
-                f"the final step left {self._total - consumed} positions"
-            )
+            left = "some" if self._total is None else self._total - consumed
+            assert self._phase is not Phase.FINAL, f"the final step left {left} positions"
         return self._phase is Phase.FINISHED
 
     def close(self) -> None:
@@ -133,9 +156,9 @@ class Termination:
         """Return the deadline as an int, -1 for none."""
         return -1 if self._deadline is None else self._deadline
 
-    def restore(self, deadline: int, *, consumed: int) -> None:
-        """Continue from `state` after `consumed` positions."""
+    def restore(self, deadline: int, *, step: int, consumed: int) -> None:
+        """Continue from `state` before `step`, after `consumed` positions."""
         self._deadline = None if deadline < 0 else deadline
-        done = consumed >= self._total
+        done = -1 < deadline < step if self._total is None else consumed >= self._total
         drains = self._deadline is not None
         self._phase = Phase.FINISHED if done else Phase.DRAINING if drains else Phase.RUNNING

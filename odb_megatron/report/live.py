@@ -114,7 +114,7 @@ class LiveReport:
     """Prints a run's progress and summary.
 
     Args:
-        total_samples: samples of the whole run.
+        total_samples: samples of the whole run; None while nobody knows.
         consumed_before: samples consumed before this process started (resume).
         global_batch_size: `--global-batch-size`.
         sequence_length: `--seq-length`; what Megatron's padded batch computes per sample.
@@ -125,7 +125,7 @@ class LiveReport:
     def __init__(
         self,
         *,
-        total_samples: int,
+        total_samples: int | None,
         consumed_before: int = 0,
         global_batch_size: int,
         sequence_length: int,
@@ -183,7 +183,8 @@ class LiveReport:
             parts.append(f"loss {record.loss:.4f}")
         samples = record.samples + record.left_out
         left_out = f" + {record.left_out} left out" if record.left_out else ""
-        reached = f"({record.consumed_samples}/{self._total_samples})"
+        total = "?" if self._total_samples is None else self._total_samples
+        reached = f"({record.consumed_samples}/{total})"
         parts.append(f"samples {record.samples}{left_out} {reached}")
         parts.append(f"tokens {record.tokens}")
         parts.append(f"M {record.num_micro_batches}")
@@ -213,9 +214,14 @@ class LiveReport:
         mean = consumed / totals.steps
         left_out = f" and {totals.left_out} left out" if totals.left_out else ""
         few, many = min(totals.samples_per_step), max(totals.samples_per_step)
+        reached = (
+            f"{self._consumed} with those before"
+            if self._total_samples is None
+            else f"{self._consumed} of {self._total_samples} requested"
+        )
         lines = [
             f"{self._title}: {totals.steps} optimizer steps, {totals.samples} samples{left_out} "
-            f"({self._consumed} of {self._total_samples} requested)",
+            f"({reached})",
             f"  samples per step    mean {mean:.1f}, {few} to {many} "
             f"(--global-batch-size {self._global_batch_size})",
             f"  tokens              padded to [1, {self._sequence_length}]: {padded}; computed: "
@@ -259,7 +265,7 @@ class LiveReport:
         return lines
 
     def _not_reached(self) -> list[str]:
-        missing = self._total_samples - self._consumed
+        missing = (self._total_samples or 0) - self._consumed
         return [f"  not reached         {missing} requested samples"] if missing > 0 else []
 
 

@@ -1,0 +1,698 @@
+"""Input that is damaged or meant to harm: an error that names it, in bounded memory and time."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gzip
+import json
+import os
+import pickle
+import struct
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odb_megatron.comm.control import ControlError
+from odb_megatron.comm.payload import check_frame
+from odb_megatron.data import json_records
+from odb_megatron.data.chat_record import parse_record
+from odb_megatron.data.chat_template import CHATML_TEMPLATE, ChatRenderer, ChatTemplateError
+from odb_megatron.data.index_check import check_index
+from odb_megatron.data.json_records import JsonRecords
+from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules, check_ids
+from odb_megatron.data.sample import BadRecordError, DataFileError, Hole, Sample
+from odb_megatron.data.sample_wire import SampleWireError, decode_sample, encode_sample
+from odb_megatron.data.sources import ChatSource, MapSource
+from odb_megatron.data.step_wire import (
+    StepMetadata,
+    StepWireError,
+    decode_header,
+    encode_header,
+    payload_bytes,
+)
+from odb_megatron.data.strict_json import JsonTextError, strict_json
+from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder, train_bpe
+from odb_megatron.megatron.data_state import decode_state, encode_state, read_file
+from odb_megatron.plan.config import PlanConfig
+from odb_megatron.plan.elastic import elastic_state
+from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.records import (
+    RECORD_BYTES,
+    CalibrationRecord,
+    PlanRecord,
+    RecordTable,
+    ReplicaFailedError,
+    WindowRecord,
+)
+from odb_megatron.plan.sample_list import unpack_lists
+from odb_megatron.plan.state import STATE_VERSION
+from odb_megatron.plan.step import StepTotals
+
+ROOT = Path(__file__).resolve().parents[1]
+MIB = 1 << 20
+RULES = SampleRules(context=64, token_budget=64, vocab_size=320)
+
+
+@contextlib.contextmanager
+def _peak_below(num_bytes: int) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < num_bytes
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("tokenizer") / "bpe"
+    return train_bpe(["hello world"] * 9, vocab_size=300, folder=target)
+
+
+# --- files ----------------------------------------------------------------------------------
+
+
+def test_a_line_of_100_mb_is_never_loaded(tmp_path: Path, folder: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    good = b'{"text":"hello"}\n'
+    with path.open("wb") as file:
+        file.write(good + b'{"text":"')
+        file.truncate(100 * MIB)  # sparse
+        file.seek(100 * MIB)
+        file.write(b'"}\n' + good)
+    renderer = ChatRenderer(load_tokenizer(folder))
+    with _peak_below(40 * MIB):
+        records = JsonRecords(path)
+        assert [records[0], records[2]] == [{"text": "hello"}] * 2
+        with pytest.raises(BadRecordError, match=rf"a.jsonl:2: has 104857585 bytes; .* {1 << 24} "):
+            records[1]
+        rules = SampleRules(context=64, token_budget=64, bad_record=BadRecordPolicy.SKIP)
+        source = ChatSource(str(path), rules=rules, renderer=renderer)
+        assert isinstance(source.sample(1, source=0), Hole)
+        assert isinstance(source.sample(2, source=0), Sample)
+
+
+@pytest.mark.parametrize("line", [b"\n", b" \r\n"])
+def test_blank_lines_take_no_memory(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line * (4 * MIB // len(line)) + b"{}")
+    with _peak_below(64 * MIB):  # of one piece that is scanned, whatever the file's size
+        records = JsonRecords(path)
+    assert len(records) == 1
+    assert records.line(0) == 4 * MIB // len(line) + 1
+    assert records._starts.nbytes + records._ends.nbytes == 16
+
+
+def test_what_unpacks_or_is_held_without_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_records, "MAX_HELD_BYTES", 8 * MIB)
+    bomb = tmp_path / "a.jsonl.gz"
+    bomb.write_bytes(gzip.compress(bytes(64 * MIB), compresslevel=1))
+    array = tmp_path / "a.json"
+    array.write_bytes(b"[" + b" " * 64 * MIB)
+    with _peak_below(40 * MIB):
+        with pytest.raises(ValueError, match="unpacks to more than 8 MiB.*: gunzip it, or split"):
+            JsonRecords(bomb)
+        with pytest.raises(ValueError, match="is an array of more than 8 MiB.*as .jsonl, or spl"):
+            JsonRecords(array)
+
+
+def test_one_giant_element(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b'[{"a":[' + b"[]," * (6 * MIB) + b"[]]},{}]")
+    records = JsonRecords(path)
+    assert len(records) == 2
+    assert records[1] == {}
+    with pytest.raises(BadRecordError, match=f"has {18 * MIB + 10} bytes; a record is read up to"):
+        records[0]
+
+
+def test_what_is_no_regular_file(tmp_path: Path) -> None:
+    pipe, loop, nothing = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.jsonl"
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    nothing.symlink_to("/dev/zero")
+    for path in (pipe, nothing):
+        with pytest.raises(ValueError, match="is a pipe, socket or device; name a regular file"):
+            JsonRecords(path)
+    with pytest.raises(ValueError, match="cannot be read .*symbolic links"):
+        JsonRecords(loop)
+    (tmp_path / "d.idx").symlink_to(pipe)
+    (tmp_path / "d.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"d.idx is no regular file"):
+        check_index(str(tmp_path / "d"))
+    with pytest.raises(ValueError, match="cannot be read .it is no regular file"):
+        read_file(str(pipe))
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_file(str(loop))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"{}\n")
+    path.chmod(0)
+    with pytest.raises(ValueError, match="cannot be read .*check its permissions"):
+        JsonRecords(path)
+
+
+@pytest.mark.parametrize("policy", BadRecordPolicy)
+def test_a_file_that_changes_is_no_bad_record(
+    tmp_path: Path, folder: Path, policy: BadRecordPolicy
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text":"hello"}\n' * 9)
+    rules = SampleRules(context=64, token_budget=64, bad_record=policy)
+    source = ChatSource(str(path), rules=rules, renderer=ChatRenderer(load_tokenizer(folder)))
+    assert isinstance(source.sample(8, source=0), Sample)
+    copy = pickle.loads(pickle.dumps(source))
+    with path.open("r+b") as file:  # the same size
+        file.write(b'{"text":"HELLO"}\n')
+    os.utime(path, ns=(0, 0))
+    late = pickle.loads(pickle.dumps(source))
+    for one in (source, copy):
+        with pytest.raises(DataFileError, match="changed while in use"):
+            one.sample(0, source=0)
+    path.unlink()
+    with pytest.raises(DataFileError, match="cannot be read any more .*No such file"):
+        late.sample(0, source=0)
+    assert "any more" in str(pickle.loads(pickle.dumps(DataFileError("any more"))))
+
+
+def test_tokens_that_are_cut_in_use(tmp_path: Path) -> None:
+    module = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    import torch
+
+    from odb_megatron.data.sources import IndexedSource
+
+    prefix = str(tmp_path / "a")
+    builder = module.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for ids in ([1, 2, 3], [1, 400, 2], [1, -7, 2]):
+        builder.add_item(torch.tensor(ids))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    source = IndexedSource(prefix, rules=RULES)
+    assert isinstance(source.sample(0, source=0), Sample)
+    for record, seen in ((1, 400), (2, -7)):
+        with pytest.raises(
+            BadRecordError, match=rf"a:{record + 1}: token id {seen} is outside the vocabulary of 3"
+        ):
+            source.sample(record, source=0)
+    with open(f"{prefix}.bin", "r+b") as file:
+        file.truncate(4)
+    with pytest.raises(DataFileError, match="a.idx or .bin changed while in use"):
+        source.sample(0, source=0)
+    os.unlink(f"{prefix}.bin")
+    with pytest.raises(DataFileError, match="a.idx or .bin cannot be read any more"):
+        source.sample(0, source=0)
+
+
+def test_ids_that_the_model_has_no_row_for() -> None:
+    def item(tokens: list[int], labels: list[int], mask: list[int]) -> dict[str, Any]:
+        return {"tokens": tokens, "labels": labels, "loss_mask": mask}
+
+    items = [
+        item([1, 2], [2, -100], [1, 0]),
+        item([1, 2], [2, -100], [1, 1]),
+        item([320], [1], [1]),
+    ]
+    source = MapSource(items, rules=RULES)
+    assert isinstance(source.sample(0, source=0), Sample)  # what carries no loss is not looked at
+    for record, text in ((1, "label id -100"), (2, "token id 320")):
+        with pytest.raises(BadRecordError, match=rf"{text} is outside .* 320 ids \(0 to 319\)"):
+            source.sample(record, source=0)
+    large = Sample(tokens=np.array([1 << 31]), labels=np.array([1]), loss_mask=np.ones(1, "f4"))
+    with pytest.raises(ValueError, match="token id 2147483648 is outside"):
+        check_ids(large, SampleRules(context=9, token_budget=9))
+
+
+def test_a_document_that_is_too_long(tmp_path: Path) -> None:
+    """Its length is known from the index: nothing is read or allocated."""
+    module = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    from odb_megatron.data.sources import IndexedSource
+
+    count = (1 << 24) + 1
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, 1, 2)
+    (tmp_path / "a.idx").write_bytes(header + struct.pack("<iqqq", count, 0, 0, 1))
+    with (tmp_path / "a.bin").open("wb") as file:
+        file.truncate(4 * count)
+    assert module is not None
+    source = IndexedSource(str(tmp_path / "a"), rules=RULES)
+    with _peak_below(MIB), pytest.raises(BadRecordError, match="has 16777217 tokens; up to 16777"):
+        source.sample(0, source=0)
+
+
+# --- records --------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                *(b"{", b"}", b"[", b"]", b'"', b"\\", b":", b",", b"1e400", b"NaN", b"\n", b"\r"),
+                *(b"\0", b"\xff", b"\\ud800", b'{"text":"x"}', b"9" * 5000, b"\xef\xbb\xbf", b" "),
+            ]
+        )
+        | st.binary(max_size=5),
+        max_size=40,
+    ).map(b"".join),
+    st.sampled_from(["f.jsonl", "f.json", "f.jsonl.gz", "f.json.gz"]),
+    st.booleans(),
+)
+def test_random_bytes_as_a_file(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, name: str, packs: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / name
+    path.write_bytes(gzip.compress(data) if packs and name.endswith("gz") else data)
+    try:
+        records = JsonRecords(path)
+    except ValueError:
+        return
+    for at in range(len(records)):
+        with contextlib.suppress(ValueError):  # BadRecordError, or what parse_record says
+            parse_record(records[at])
+
+
+VALUES: list[Any] = [None, True, 0, 1.5, "", "x", "[1", [], [None], [[]], {}, {"a": 1}, [{"a": []}]]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=8,
+)
+
+
+def _with_another(value: Any, at: tuple[Any, ...], other: Any) -> Any:
+    if not at:
+        return other
+    key, *rest = at
+    inner = _with_another(value[key], tuple(rest), other)
+    if isinstance(value, dict):
+        return {**value, key: inner}
+    return [*value[:key], inner, *value[key + 1 :]]
+
+
+def _places(value: Any) -> list[tuple[Any, ...]]:
+    parts = (
+        list(value.items() if isinstance(value, dict) else enumerate(value))
+        if isinstance(value, (dict, list))
+        else []
+    )
+    return [(), *((key, *rest) for key, inner in parts for rest in _places(inner))]
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+RECORDS: list[dict[str, Any]] = [
+    {
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": [{"type": "text", "text": "u"}], "name": "n"},
+            {"role": "assistant", "content": "", "tool_calls": [CALL], "weight": 1},
+            {"role": "tool", "content": "t", "tool_call_id": "c"},
+            {"role": "assistant", "content": "a", "reasoning_content": "r"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    },
+    {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]},
+    {"instruction": "i", "input": "n", "output": "o", "history": [["u", "a"]], "system": "s"},
+    {"instruction": "i", "instances": [{"input": "n", "output": "o"}]},
+    {
+        "prompt": [{"role": "user", "content": "u"}],
+        "completion": [{"role": "assistant", "content": "a"}],
+    },
+    {"text": "t"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: next(iter(record)))
+def test_wrong_types_at_every_place_of_a_record(record: dict[str, Any], folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    renderer = ChatRenderer(tokenizer)
+    parse_record(record)
+    num_refused = 0
+    for at in _places(record)[1:]:
+        for other in VALUES:
+            try:
+                renderer.render(parse_record(_with_another(record, at, other)))
+            except ValueError:
+                num_refused += 1
+    assert num_refused > 5
+
+
+@settings(deadline=None)
+@given(JSON)
+def test_any_json_as_a_record(value: Any) -> None:
+    names = ("messages", "conversations", "instruction", "prompt", "text", "instances", "tools")
+    for name in names:
+        with contextlib.suppress(ValueError):
+            parse_record({name: value, "output": value, "tools": value, "history": value})
+
+
+def test_a_refusal_does_not_repeat_a_huge_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "x" * 3 * MIB, "content": "y"}]}))
+    try:
+        parse_record(JsonRecords(path)[0])
+    except ValueError as error:
+        text = str(BadRecordError(path="a", line=1, reason=str(error), trace="t" * MIB))
+    assert len(text) < 25_000
+    assert "... (31" in text
+
+
+def test_deep_json_in_a_thread() -> None:
+    """The planner's thread has a smaller stack than the main thread."""
+    found: list[str] = []
+
+    def parse() -> None:
+        for text in (b"[" * 100_000, b'{"a":' * 100_000, b"[" * 10**6 + b"]" * 10**6):
+            try:
+                strict_json(text)
+            except JsonTextError as error:
+                found.append(str(error))
+
+    thread = threading.Thread(target=parse)
+    thread.start()
+    thread.join()
+    assert found == ["is nested too deeply to parse"] * 3
+
+
+def test_a_conversation_of_very_many_turns(folder: Path) -> None:
+    pair = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+    record = parse_record({"messages": pair * 20_000})
+    tokenizer = load_tokenizer(folder)
+    for template, more in ((CHATML_TEMPLATE, ""), (_plain(CHATML_TEMPLATE), ", or put")):
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match=f"has 40000 messages, 20000 .*split the record{more}"):
+            ChatRenderer(tokenizer).render(record)
+
+
+def test_a_text_that_is_too_long_to_tokenize(folder: Path) -> None:
+    renderer = ChatRenderer(load_tokenizer(folder))
+    text = "x" * ((8 << 20) + 1)
+    answer = {"role": "assistant", "content": text}
+    for record in ({"text": text}, {"messages": [{"role": "user", "content": "u"}, answer]}):
+        with pytest.raises(ValueError, match="characters; up to 8388608 are tokenized: split the"):
+            renderer.render(parse_record(record))
+
+
+# --- tokenizers and chat templates ----------------------------------------------------------
+
+
+def _plain(template: str) -> str:
+    return template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+TURNS = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+CHAT = parse_record({"messages": TURNS})
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ 'x' * 10**10 }}", "a text without bounds"),
+        ("{{ 2 ** (10**10) }}", "a number without bounds"),
+        ("{{ (2 ** 4000) * (2 ** 4096) }}", "a number without bounds"),
+        ("{{ 'x' | center(10**10) }}", "a padded text"),
+        ("{{ [1] | batch(10**10, 1) | list }}", "a padded text"),
+        ("{{ '%10000000000d' % 3 }}", "a padded text"),
+        ("{{ '%*d' | format(10**10, 3) }}", "a padded text"),
+        ("{{ '{:10000000000}'.format(3) }}", "a padded text"),
+        ("{{ 'x'.ljust(10**10) }}", "'ljust' of 'str' object is unsafe"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "'__class__' of 'str' object is unsafe"),
+        ("{{ cycler.__init__.__globals__ }}", "'__init__' of 'type' object is unsafe"),
+        ("{{ messages.append(3) }}", "'append' of 'list' object is unsafe"),
+        ("{% for i in range(90000) %}" + "x" * 1000 + "{% endfor %}", "a text without bounds"),
+        ("{% for", "no Jinja template .*unexpected 'end of template'"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "no Jinja template .*recursion"),
+        ("x" * (1 << 18) + "y", "has 262145 characters; up to 262144 are taken"),
+    ],
+)
+def test_a_hostile_template_is_bounded_and_never_skipped(
+    folder: Path, template: str, reason: str
+) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = template
+    with pytest.raises(ChatTemplateError, match=reason):
+        ChatRenderer(tokenizer).render(CHAT)
+
+
+def test_what_templates_may_do(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = (
+        "{{ ['a','b'] | slice(2) | list }}{{ 'a' | center(8) }}{{ '%5d' % 3 }}"
+        "{{ '{:5}'.format(3) }}{{ 3 * 'a' }}{{ 2 ** 8 }}{{ 'a' | indent(3) }}"
+        "{{ '%s' | format('b') }}{{ 7 % 4 }}"
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    ids, _ = ChatRenderer(tokenizer).render(CHAT)
+    text = "[['a'], ['b']]   a        3    3aaa256ab3ua"
+    assert tokenizer.decode(ids) == text
+
+
+CODE = "import pathlib\npathlib.Path({mark!r}).write_text('')\nclass Tok: pass\n"
+
+
+@pytest.mark.parametrize("names_class", [True, False])
+def test_no_code_of_a_tokenizer_folder_is_run(
+    folder: Path, tmp_path: Path, names_class: bool
+) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": ["mine.Tok", "mine.Tok"]}
+    if not names_class:
+        config["tokenizer_class"] = "Tok"
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.py").write_text(CODE.format(mark=str(tmp_path / "was_run")))
+    if names_class:
+        assert tokenizer_folder(tmp_path, tmp_path / "cache") == tmp_path
+    else:
+        for load in (load_tokenizer, lambda path: tokenizer_folder(path, tmp_path / "cache")):
+            with pytest.raises(ValueError, match=r"its own code .*mine\.Tok.*, which is never run"):
+                load(tmp_path)
+        bare = tokenizer_folder(tmp_path / "tokenizer.json", tmp_path / "cache")
+        assert load_tokenizer(bare).encode("hello")
+    assert not (tmp_path / "was_run").exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b'{"model":3}', b"\xff", b"[" * 100_000])
+def test_a_damaged_tokenizer(folder: Path, tmp_path: Path, data: bytes) -> None:
+    config = (folder / "tokenizer_config.json").read_bytes()
+    (tmp_path / "tokenizer_config.json").write_bytes(config)
+    (tmp_path / "tokenizer.json").write_bytes(data)
+    with pytest.raises(ValueError, match="holds no tokenizer that can be loaded"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
+        tokenizer_folder(tmp_path / "tokenizer.json", tmp_path / "cache")
+
+
+# --- indices, states and what comes over the wire -------------------------------------------
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_random_indices(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    prefix = str(tmp_path_factory.getbasetemp() / "fuzz")
+    numbers = st.sampled_from([0, 1, 2, 3, -1, 2**31 - 1, 2**62, -(2**63), 2**63 - 1, 34])
+    head = struct.pack(
+        "<9sQB",
+        b"MMIDIDX\0\0",
+        data.draw(st.sampled_from([1, 1, 1, 2])),
+        data.draw(st.integers(0, 9)),
+    )
+    rest = b"".join(struct.pack("<q", n) for n in data.draw(st.lists(numbers, max_size=8)))
+    content = head + rest + data.draw(st.binary(max_size=9))
+    Path(f"{prefix}.idx").write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    Path(f"{prefix}.bin").write_bytes(bytes(data.draw(st.integers(0, 20))))
+    with _peak_below(8 * MIB), contextlib.suppress(ValueError):
+        check_index(prefix)
+
+
+PLANNER: dict[str, Any] = {
+    "version": STATE_VERSION, "policy": "cost", "num_replicas": 1, "replica": 0,
+    "assignment": "online", "total": 40, "global_batch_size": 8, "start": 0, "step": 1,
+    "consumed": 8, "deadline": -1, "cost": [0, 0, 0, -1], "knowledge": [1, 2, 3], "exchanges": -1,
+    "cursor": 11, "upcoming": [10], "num_emitted": 8, "num_recorded": 9,
+    "window": [[8, 0, 2], [9, 1, -1]],
+}  # fmt: skip
+SOURCE = {"path": "p", "fingerprint": "f", "num_records": 40, "seed": 1, "ends": [0, 39]}
+STATE: dict[str, Any] = {
+    "planner": PLANNER,
+    "tokens_so_far": 7,
+    "bad_records": {"num": 0, "positions": []},
+    "data": {"sources": [SOURCE], "blend": [0, ""], "tokenizer": "t"},
+}
+HOSTILE: list[Any] = [None, True, -7, 1 << 62, 10**4000, 1.5, "x", [], {}, [[]], [None] * 3]
+
+
+@pytest.mark.parametrize("at", _places(STATE)[1:], ids=str)
+def test_every_entry_of_a_state_is_checked(at: tuple[Any, ...]) -> None:
+    """What is refused is refused by name; what passes has the type that the entry had."""
+    assert decode_state(encode_state(STATE), "s.json") == STATE
+    texts = []
+    for other in HOSTILE:
+        try:
+            changed = json.dumps(_with_another(STATE, at, other)).encode()
+            found = decode_state(changed, "s.json")
+        except ValueError as error:
+            texts.append(str(error))
+            continue
+        for key in at:
+            found = found[key]
+        assert isinstance(found, (int, str, list))
+        assert found is not True
+    assert len(texts) >= 6
+    assert all("s.json" in text and len(text) < 2000 for text in texts)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_random_states(data: st.DataObject) -> None:
+    at = data.draw(st.sampled_from(_places(STATE)))
+    other = data.draw(JSON | st.sampled_from(HOSTILE))
+    text = json.dumps(_with_another(STATE, at, other)).encode()
+    text = text[: data.draw(st.sampled_from([len(text), len(text), len(text) // 2]))]
+    config = PlanConfig(
+        policy=PolicyName.COST, total=40, global_batch_size=8, num_replicas=2, token_budget=64
+    )
+    with contextlib.suppress(ValueError):
+        state = decode_state(text, "s.json")
+        elastic_state([state["planner"]], config, replica=1)
+
+
+@given(st.binary(max_size=200))
+def test_random_state_files(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"s\.json"):
+        decode_state(data, "s.json")
+
+
+WHOLE = st.binary(min_size=RECORD_BYTES, max_size=RECORD_BYTES)
+
+
+@given(st.lists(st.binary(max_size=3 * RECORD_BYTES) | WHOLE, max_size=3))
+def test_random_records(parts: list[bytes]) -> None:
+    for kind in (WindowRecord, PlanRecord, CalibrationRecord):
+        try:
+            table: Any = RecordTable(kind, parts)
+        except ReplicaFailedError:
+            continue
+        for at in range(len(table)):
+            assert table[at].step is not None if kind is not PlanRecord else True
+
+
+@given(
+    st.lists(st.binary(max_size=64), max_size=3),
+    st.lists(st.sampled_from([0, 1, 2, -1, 2**62, -(2**63)]), max_size=3),
+)
+def test_random_sample_lists(parts: list[bytes], counts: list[int]) -> None:
+    config = PlanConfig(
+        policy=PolicyName.COST, total=40, global_batch_size=8, num_replicas=2, token_budget=64
+    )
+    with _peak_below(8 * MIB), contextlib.suppress(ReplicaFailedError):
+        unpack_lists(parts, np.array(counts, dtype=np.int64), config=config)
+
+
+@given(st.data())
+def test_random_samples_on_the_wire(data: st.DataObject) -> None:
+    sample = Sample(tokens=np.arange(5), labels=np.arange(1, 6), loss_mask=np.ones(5, "f4"))
+    good = encode_sample(sample)
+    content = data.draw(st.binary(max_size=80) | st.just(good))
+    at = data.draw(st.integers(0, 31))
+    content = content[:at] + data.draw(st.binary(max_size=4)) + content[at:]
+    with _peak_below(8 * MIB), contextlib.suppress(SampleWireError):
+        assert len(decode_sample(content)) >= 1
+
+
+TOTALS = StepTotals(
+    **{field.name: 3 for field in fields(StepTotals) if field.type == "int"},
+    costs=(7,), is_final=True,
+)  # fmt: skip
+METADATA = StepMetadata(
+    totals=TOTALS, positions=((1, 2), ()), lengths=((3, 4), ()), patches=(0, 0), multiple=1
+)
+HEADER: dict[str, Any] = json.loads(encode_header(METADATA))
+
+
+@pytest.mark.parametrize("at", _places(HEADER)[1:], ids=str)
+def test_every_entry_of_a_step_header_is_checked(at: tuple[Any, ...]) -> None:
+    assert decode_header(encode_header(METADATA)) == METADATA
+    texts = []
+    for other in HOSTILE:
+        try:
+            found = decode_header(json.dumps(_with_another(HEADER, at, other)).encode())
+        except StepWireError as error:
+            texts.append(str(error))
+            continue
+        assert isinstance(found, StepMetadata)
+        assert payload_bytes(found) < 1 << 32
+        found.layouts()
+    assert len(texts) >= 6
+    assert all("ranks of the replica run different code" in text for text in texts)
+
+
+@given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_random_step_headers(data: bytes) -> None:
+    with pytest.raises(StepWireError):
+        decode_header(data)
+
+
+@given(st.binary(max_size=60))
+def test_random_frames(data: bytes) -> None:
+    with pytest.raises(ControlError):
+        check_frame(memoryview(data), step=3, replica=0, peer=1)
+
+
+# --- nothing is unpickled or evaluated -------------------------------------------------------
+
+FORBIDDEN = {
+    *("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "yaml"),
+    *("eval", "exec", "compile", "__import__"),
+    *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+}
+LOADERS = {"torch.load", "np.load", "numpy.load"}
+
+
+def _found() -> Iterator[tuple[str, str, int]]:
+    for path in sorted((ROOT / "odb_megatron").rglob("*.py")):
+        name = path.relative_to(ROOT / "odb_megatron").as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield name, alias.name.partition(".")[0], node.lineno
+            elif isinstance(node, ast.ImportFrom):
+                yield name, (node.module or "").partition(".")[0], node.lineno
+                for alias in node.names:
+                    yield name, alias.name, node.lineno
+            elif isinstance(node, ast.Call):
+                call = ast.unparse(node.func)
+                if call in LOADERS:
+                    safe = {"allow_pickle": "False", "weights_only": "True"}
+                    given_ = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                    if not any(given_.get(key) == value for key, value in safe.items()):
+                        yield name, call, node.lineno
+                elif isinstance(node.func, ast.Name):
+                    yield name, node.func.id, node.lineno
+            elif isinstance(node, ast.Attribute):
+                yield name, node.attr if node.attr.endswith(("_object", "_object_list")) else "", 0
+            is_trust = isinstance(node, ast.keyword) and node.arg == "trust_remote_code"
+            if is_trust and ast.unparse(node.value) != "False":
+                yield name, "trust_remote_code", node.value.lineno
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    """The one place: the data set on its way to the loader's own workers, by pipes of this job."""
+    bad = {*FORBIDDEN, *LOADERS, "trust_remote_code"}
+    found = {(name, what) for name, what, _ in _found() if what in bad}
+    assert found == {("data/workers.py", "pickle")}
