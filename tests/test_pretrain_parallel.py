@@ -6,6 +6,7 @@ Every topology starts from one checkpoint and is compared with two replicas of o
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shlex
@@ -413,6 +414,24 @@ def test_the_worst_case_leaves_no_trace(
     assert "longest samples (1 in 64 tokens, up to 64 each)" in line
     assert "GiB of it set aside for states that the optimizer will allocate" in line
     assert all("worst case" not in replica.output for replica in warmed.replicas[1:])
+    _assert_memory_is_reported(warmed, json.loads(megatron.last_log("run.json")))
+
+
+def _assert_memory_is_reported(run: Run, written: dict[str, Any]) -> None:
+    memory, num_shapes = written["memory_bytes"], written["num_shapes"]
+    assert 1 << 27 < memory["peak"] < memory["total"]
+    assert memory["reserved"] == 0  # there is no device
+    assert f"  memory              {written['memory']}\n" in run.summary
+    assert written["memory"].endswith(f"; {num_shapes} shapes of micro-batches")
+    logs = [replica.steps for replica in run.replicas if replica.steps]
+    assert num_shapes == max(log[-1]["num_shapes"] for log in logs)
+    assert memory["peak"] >= max(log[-1]["peak_memory_bytes"] for log in logs) > 1 << 27
+    for log in logs:
+        counts = [step["num_shapes"] for step in log]
+        assert counts[0] > 1
+        assert counts == sorted(counts)
+        lengths = {sum(batch) for step in log for batch in step["lengths"]}
+        assert counts[-1] <= len(lengths)  # with padding, several lengths have one shape
 
 
 def _router_losses(output: str) -> list[str]:
