@@ -30,3 +30,4 @@ def forget_run() -> None:
     for group in list(distributed.distributed_c10d._world.pg_map):
         if group is not distributed.group.WORLD:
             distributed.destroy_process_group(group)
+    gc.collect()  # three threads of a group live until the last that refers to it is gone
