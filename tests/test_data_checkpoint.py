@@ -16,6 +16,7 @@ from made_up_data import Records, rules, single_stream
 from test_step_loader import BUDGET, LENIENT, _config, _read_feed, _results, _steps
 
 from odb_megatron.data.finished_step import Progress
+from odb_megatron.data.source_counts import SourceCounts, added_counts
 from odb_megatron.data.step_feed import StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
@@ -115,6 +116,7 @@ class Saved:
         self, folder: Path, *, num_replicas: int = 2, policy: str = "cost", **options: Any
     ) -> None:
         self.folder, self.policy, self.options = folder, PolicyName(policy), options
+        self.counts: dict[int, SourceCounts] = {}  # of the resumed run's replicas, at its end
         self.steps, digests, consumed = zip(*self._threads(num_replicas, self._save), strict=True)
         assert len(set(digests)) == 1
         self.digest: str = digests[0]
@@ -190,7 +192,9 @@ class Saved:
                 exchange=exchange,  # type: ignore[arg-type]
                 saved=self.digest if saved == "" else saved,
             )
-            return ids(loader), found
+            rest = ids(loader)
+            (self.counts[exchange.replica],) = loader.progress().source_counts
+            return rest, found
 
         return run_in_threads(go, thread_exchanges(num_replicas))
 
@@ -227,6 +231,24 @@ def test_other_replicas_go_on(tmp_path: Path, policy: str, before: int, after: i
     assert everything(saved, saved.resume(after)) == list(range(TOTAL))
 
 
+@pytest.mark.parametrize("policy", ["samples", "cost"])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2), (3, 2), (1, 3)])
+def test_counts_of_sources_go_on(tmp_path: Path, policy: str, before: int, after: int) -> None:
+    """Each replica goes on with its own, or with those of some of the saved run's."""
+    saved = Saved(tmp_path, num_replicas=before, policy=policy)
+    _results(saved.resume(after))
+    total = added_counts([[counts.state_dict()] for counts in saved.counts.values()])
+    (end,) = thread_exchanges(1)
+    alone = loader_of(end, saved.policy)
+    ids(alone)
+    assert total == list(alone.progress().source_counts)
+    assert (total[0].samples, total[0].tokens) == (TOTAL, sum(LENGTHS))
+    if before == after:
+        for replica, steps in enumerate(saved.rest):
+            num_before = sum(map(len, saved.steps[replica]))
+            assert saved.counts[replica].samples == num_before + sum(map(len, steps))
+
+
 @pytest.mark.parametrize("after", [2, 3])
 def test_with_workers_and_samples_handed_over(tmp_path: Path, after: int) -> None:
     saved = Saved(tmp_path, num_workers=2, exchange=ExchangeMode.TOKENS)
@@ -243,6 +265,47 @@ def test_files_that_a_kill_left_staged_are_found(cost: Saved, num_staged: int) -
         staged(cost.folder, replica).parent.mkdir(parents=True, exist_ok=True)
         cost.path(replica).rename(staged(cost.folder, replica))
     assert [steps for steps, _ in _results(cost.resume())] == cost.rest
+
+
+@pytest.mark.parametrize("after", [2, 3, 1])
+def test_a_run_that_goes_on_moves_its_staged_files(tmp_path: Path, after: int) -> None:
+    saved = Saved(tmp_path)
+    for replica in range(2):
+        staged(tmp_path, replica).parent.mkdir(parents=True, exist_ok=True)
+        saved.path(replica).rename(staged(tmp_path, replica))
+    elsewhere = str(tmp_path / "another run")
+    for save in (None, elsewhere):
+        _results(saved.resume(after, save=save))
+        assert all(staged(tmp_path, replica).exists() for replica in range(2))
+    _results(saved.resume(after, save=str(tmp_path)))
+    assert not (tmp_path / "odb-staged").exists()
+    assert all(saved.path(replica).exists() for replica in range(2))
+    assert not Path(elsewhere).exists()
+    _results(saved.resume(after, save=str(tmp_path)))
+
+
+def test_a_save_removes_what_an_interrupted_one_left(tmp_path: Path) -> None:
+    """Not where there is a checkpoint, nor of later iterations, nor what is no data state."""
+    others = {
+        1: ["replica-00000.json", "replica-00003.json", "replica-00004.json.part"],
+        2: ["replica-00000.json", "notes.txt"],
+        4: ["replica-00000.json"],
+    }
+    top = staged(tmp_path, 0).parent.parent
+    for iteration, names in others.items():
+        for name in names:
+            write_file(str(top / f"{iteration:07d}" / name), b"{}")
+    write_file(str(top / "mine"), b"")
+    write_file(staged_path(str(tmp_path), iteration=0, replica=0), b"{}")
+    (tmp_path / "iter_0000000").mkdir()
+    Saved(tmp_path)  # saves iteration 3
+    left = sorted(str(path.relative_to(top)) for path in top.rglob("*") if path.is_file())
+    assert left == [
+        "0000000/replica-00000.json",
+        "0000002/notes.txt",
+        "0000004/replica-00000.json",
+        "mine",
+    ]
 
 
 def test_files_staged_for_a_save_that_did_not_end_are_left_alone(cost: Saved) -> None:
@@ -317,6 +380,17 @@ def test_what_the_checkpoint_says_is_nothing_known(cost: Saved, text: str) -> No
         (lambda s: s.update(tokens_so_far=-1), "has a damaged tokens_so_far entry"),
         (lambda s: s.update(tokens_so_far="1"), "has a damaged tokens_so_far entry"),
         (lambda s: s["bad_records"].update(num=-1), "bad_records is {'num': -1, 'positions': []}"),
+        (lambda s: s["source_counts"].pop(), "source_counts is []; expected the counts of 1 sour"),
+        (
+            lambda s: s["source_counts"][0].update(tokens=-1),
+            "; expected the counts of 1 sources",
+        ),
+        (lambda s: s["source_counts"][0].pop("solo"), "; expected the counts of 1 sources"),
+        (
+            lambda s: s["source_counts"][0].update(first_message="x" * 1025),
+            "; expected the counts of 1 sources",
+        ),
+        (lambda s: s.pop("source_counts"), "it was written by another version of odb_megatron"),
         (lambda s: s["data"].pop("sources"), "has a damaged data entry"),
         (lambda s: s["data"].update(sources=[1]), "has a damaged data.sources[0] entry"),
         (lambda s: s["data"]["sources"][0].pop("seed"), "has a damaged data.sources[0] entry"),
@@ -353,7 +427,7 @@ def test_a_damaged_file_with_its_digest(
         (b'{"data": NaN}', "NaN is no number"),
         (b'{"data": ' + b"9" * 5000 + b"}", "is not JSON"),
         (b"[1]", "holds list; expected"),
-        (b'{"data": 1}', "holds ['data']; expected ['bad_records', 'data', 'planner', 'tokens"),
+        (b'{"data": 1}', "holds ['data']; expected ['bad_records', 'data', 'planner', 'source"),
     ],
 )
 def test_garbage(cost: Saved, data: bytes, text: str) -> None:

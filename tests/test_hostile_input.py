@@ -31,6 +31,7 @@ from odb_megatron.data.json_records import JsonRecords
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules, check_ids
 from odb_megatron.data.sample import BadRecordError, DataFileError, Hole, Sample
 from odb_megatron.data.sample_wire import SampleWireError, decode_sample, encode_sample
+from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.sources import ChatSource, MapSource
 from odb_megatron.data.step_wire import (
     StepMetadata,
@@ -531,6 +532,7 @@ STATE: dict[str, Any] = {
     "planner": PLANNER,
     "tokens_so_far": 7,
     "bad_records": {"num": 0, "positions": []},
+    "source_counts": [SourceCounts(samples=8, tokens=90).state_dict()],
     "data": {"sources": [SOURCE], "blend": [0, ""], "tokenizer": "t"},
 }
 HOSTILE: list[Any] = [None, True, -7, 1 << 62, 10**4000, 1.5, "x", [], {}, [[]], [None] * 3]

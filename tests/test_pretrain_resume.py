@@ -167,6 +167,8 @@ def test_a_killed_job_goes_on(
     assert [step.iteration for step in lost] == [1, 2, 3]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
     rest = megatron.train(*flags, "--load", tmp_path)
+    assert "  sources since the start, before the resume too:" in rest.summary
+    assert _source_lines(rest) == _source_lines(whole["cost"])
     for steps, expected in ((lost, whole["cost"].steps[:3]), (rest.steps, whole["cost"].steps[2:])):
         assert [step.ids for step in steps] == [step.ids for step in expected]
         losses = [step.loss for step in expected]
@@ -202,9 +204,11 @@ def test_a_stop_between_data_state_and_model(
         "replica-00001.json",
     ]
     assert not (tmp_path / "iter_0000004" / "odb").exists()
-    rest = megatron.train(*flags, "--load", tmp_path)
+    rest = megatron.train(*flags, "--load", tmp_path, "--save", tmp_path, "--save-interval", 5)
     assert [step.iteration for step in rest.steps] == list(range(loaded + 1, 7))
     assert [step.ids for step in rest.steps] == [s.ids for s in whole["cost"].steps[loaded:]]
+    assert not staged.parent.exists()
+    assert (tmp_path / "iter_0000004" / "odb").exists() == (when == "after")
 
 
 @pytest.mark.parametrize("topology", ["", "--num-layers 2 --pipeline-model-parallel-size 2"])
@@ -369,6 +373,12 @@ def _copied(folder: Path, target: Path, *, drop: tuple[int, ...]) -> Path:
         if replica not in drop:
             (copy / source.name / name).write_text((source / name).read_text())
     return copy
+
+
+def _source_lines(run: Run) -> list[str]:
+    """What the summary says of each source."""
+    lines = run.summary[run.summary.index("  sources") :].splitlines()[1:]
+    return [line for line in lines if " loss tokens; left out: " in line]
 
 
 def _assert_continues(first: Run, rest: Run, whole: Run, *, within: float = 1e-6) -> None:

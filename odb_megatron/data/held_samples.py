@@ -43,6 +43,10 @@ class HeldSamples:
         """Return `source_counts` as they are now."""
         return tuple(map(replace, self.source_counts))
 
+    def count_from(self, counts: Sequence[SourceCounts]) -> None:
+        """Go on from the counts of a saved run."""
+        self.source_counts = list(map(replace, counts))
+
     def add(self, position: int, sample: Sample) -> None:
         """Take in a sample."""
         self._samples[position] = sample

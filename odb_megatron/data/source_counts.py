@@ -5,11 +5,16 @@ Pure counting; must not print or exchange.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from odb_megatron.data.sample import HoleReason
 
-__all__ = ["SourceCounts"]
+__all__ = ["SourceCounts", "added_counts", "check_source_counts"]
+
+_MESSAGE = 1024
+"""Characters of a message that are saved."""
 
 
 @dataclass(slots=True)
@@ -57,7 +62,50 @@ class SourceCounts:
             self.bad_records += 1
         self.first_message = self.first_message or message
 
+    def state_dict(self) -> dict[str, int | str]:
+        """Return the counts, for a checkpoint."""
+        return {**asdict(self), "first_message": self.first_message[:_MESSAGE]}
+
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Names of the integer fields, in order."""
         return tuple(field.name for field in fields(cls) if field.name != "first_message")
+
+
+def added_counts(states: Iterable[list[Mapping[str, Any]]]) -> list[SourceCounts]:
+    """Return the sums of saved counts, by source; the first message is the first one there is.
+
+    Args:
+        states: of each replica, `SourceCounts.state_dict` of all sources.
+    """
+    sums: list[SourceCounts] = []
+    for replica in states:
+        sums += [SourceCounts() for _ in replica[len(sums) :]]
+        for total, saved in zip(sums, replica, strict=True):
+            for name in SourceCounts.names():
+                setattr(total, name, getattr(total, name) + saved[name])
+            total.first_message = total.first_message or saved["first_message"]
+    return sums
+
+
+def check_source_counts(value: Any, *, num_sources: int) -> None:
+    """Raise unless a value read from a file is what `SourceCounts.state_dict` gives, by source.
+
+    Raises:
+        ValueError: something else.
+    """
+    names = {*SourceCounts.names(), "first_message"}
+    is_good = isinstance(value, list) and len(value) == num_sources
+    for counts in value if is_good else ():
+        is_good = is_good and isinstance(counts, Mapping) and set(counts) == names
+        is_good = is_good and all(_is_sound(name, counts[name]) for name in names)
+    if not is_good:
+        raise ValueError(
+            f"source_counts is {str(value)[:80]}; expected the counts of {num_sources} sources"
+        )
+
+
+def _is_sound(name: str, value: Any) -> bool:
+    if name == "first_message":
+        return isinstance(value, str) and len(value) <= _MESSAGE
+    return type(value) is int and 0 <= value < 1 << 62

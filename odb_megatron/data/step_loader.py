@@ -19,6 +19,7 @@ from odb_megatron.data.item_stream import ItemStream, compare_heads
 from odb_megatron.data.sample import Hole, HoleReason, Sample
 from odb_megatron.data.sample_hand_over import Payloads
 from odb_megatron.data.sample_wire import wire_size
+from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.workers import Workers, WorkerStart
 from odb_megatron.plan.calibration import CostFit, MicroBatchTime
@@ -168,6 +169,10 @@ class StepLoader:
             return 0
         left = self._config.total - self._first_consumed
         return -(-left // self._config.global_batch_size)
+
+    def count_from(self, counts: Sequence[SourceCounts]) -> None:
+        """Count what is consumed of each source from a saved run's counts on."""
+        self._held.count_from(counts)
 
     def restarted(self) -> StepLoader:
         """Return a loader that starts where this one was made (Megatron's full validation)."""

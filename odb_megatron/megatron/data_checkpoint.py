@@ -16,7 +16,7 @@ import argparse
 import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from odb_megatron.comm.control import ControlGroup
@@ -29,7 +29,7 @@ from odb_megatron.megatron.data_state import (
     write_file,
 )
 
-__all__ = ["DataCheckpoint", "DataSource", "loaded_folder", "saving_folder"]
+__all__ = ["DataCheckpoint", "DataSource", "loaded_folder", "place_staged", "saving_folder"]
 
 _OK, _FAILED = b"\1", b"\0"
 _NON_PERSISTENT = "non_persistent"  # checkpointing.py _NON_PERSISTENT_CKPT_SUBDIR, 0.19.2
@@ -148,9 +148,9 @@ class DataCheckpoint:
         staged = staged_path(folder, iteration=iteration, replica=replica)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.replace(staged, path)
-        for place in (os.path.dirname(staged), os.path.dirname(os.path.dirname(staged))):
-            with contextlib.suppress(OSError):  # other replicas' files are still there
-                os.rmdir(place)
+        _remove_empty(os.path.dirname(staged))
+        if replica == 0:
+            _remove_left_over(folder, before=iteration)
 
     def _stage(self, path: str, exchange: ControlGroup, *, tokens_so_far: int) -> bytes:
         try:
@@ -161,6 +161,7 @@ class DataCheckpoint:
                 "tokens_so_far": tokens_so_far,
                 "planner": self._trained.state_dict(),
                 "bad_records": self._trained.bad_records_state(),
+                "source_counts": [one.state_dict() for one in self._trained.source_counts],
             }
             if self._trained.source is not None:
                 state["source"] = self._trained.source
@@ -188,3 +189,48 @@ class DataCheckpoint:
                 flush=True,
             )
             self._has_warned = True
+
+
+def place_staged(paths: Iterable[tuple[str, str]]) -> None:
+    """Move files that a kill left staged, and that this run resumes from, to their places.
+
+    Else a later save that is killed too could find them gone. Harmless where it cannot be done:
+    they are found where they are.
+
+    Args:
+        paths: of each, where it is staged and its place.
+    """
+    for staged, path in paths:
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.replace(staged, path)
+            _remove_empty(os.path.dirname(staged))
+
+
+def _remove_left_over(folder: str, *, before: int) -> None:
+    """Remove what earlier saves staged for checkpoints that do not exist: they were interrupted.
+
+    Files of a checkpoint that exists may be all the data state it has. Nothing is done in other
+    folders, nor to later iterations.
+    """
+    top = os.path.dirname(os.path.dirname(staged_path(folder, iteration=before, replica=0)))
+    with contextlib.suppress(OSError):
+        for name in os.listdir(top):
+            if not name.isdecimal() or int(name) >= before:
+                continue
+            checkpoint = os.path.dirname(
+                os.path.dirname(state_path(folder, iteration=int(name), replica=0))
+            )
+            if os.path.exists(checkpoint):
+                continue
+            for file in os.listdir(os.path.join(top, name)):
+                if file.startswith("replica-"):
+                    os.remove(os.path.join(top, name, file))
+            _remove_empty(os.path.join(top, name))
+
+
+def _remove_empty(folder: str) -> None:
+    """Remove a folder of staged files, and the one of all of them, if nothing is in them."""
+    for place in (folder, os.path.dirname(folder)):
+        with contextlib.suppress(OSError):  # other files are still there
+            os.rmdir(place)

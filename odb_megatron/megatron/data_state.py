@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from odb_megatron.data.bad_records import check_bad_records
+from odb_megatron.data.source_counts import check_source_counts
 from odb_megatron.plan.state import check_values
 
 __all__ = [
@@ -37,7 +38,7 @@ MAX_STATE_BYTES = 1 << 26
 MAX_BLEND_PLACES = 4096
 """Places of a blend that a state compares, at most."""
 
-_KEYS = {"bad_records", "data", "planner", "tokens_so_far"}
+_KEYS = {"bad_records", "data", "planner", "source_counts", "tokens_so_far"}
 _SOURCE = "source"  # of an iterable source only
 _DATA_KEYS = {"blend", "sources", "tokenizer"}
 _SOURCE_KEYS = {"path", "fingerprint", "num_records", "seed", "ends"}
@@ -96,8 +97,8 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 
     Args:
         state: `planner` (see `ReplicaPlanner.state_dict`), `tokens_so_far`, `bad_records` (see
-            `Progress.bad_records_state`), `data` (see `data_identity`), and `source` (see
-            `ReplicaItems.state`) of an iterable source.
+            `Progress.bad_records_state`), `source_counts` (see `SourceCounts`), `data` (see
+            `data_identity`), and `source` (see `ReplicaItems.state`) of an iterable source.
     """
     return json.dumps(dict(state), sort_keys=True).encode()
 
@@ -140,6 +141,10 @@ def decode_state(data: bytes, path: str) -> dict[str, Any]:
             f"data state {path} has a damaged {wrong} entry: restore it, or start the data anew "
             "(--finetune)"
         )
+    try:
+        check_source_counts(state["source_counts"], num_sources=len(state["data"]["sources"]))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return state
 
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from odb_megatron.comm.control import ControlGroup
 from odb_megatron.data.item_stream import ItemStream
+from odb_megatron.data.source_counts import added_counts
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.data_checkpoint import loaded_folder
+from odb_megatron.megatron.data_checkpoint import loaded_folder, place_staged, saving_folder
 from odb_megatron.megatron.data_identity import changed_files, check_same_samples, data_identity
 from odb_megatron.megatron.data_state import (
     Digest,
@@ -110,6 +112,14 @@ def resume_data(
         [position for one in states for position in one["bad_records"]["positions"]],
         step=0 if is_samples and not is_iterable else state["planner"]["step"],
     )
+    share = slice(exchange.replica, None, exchange.num_replicas)
+    counted = states if goes_on else states[share]
+    if counted:  # else there are more replicas than were saved
+        loader.count_from(added_counts([one["source_counts"] for one in counted]))
+    if _is_own(args):
+        placed = [file.path for file in options[0]]
+        staged = zip([file.path for file in files], placed, strict=True)
+        place_staged([(old, new) for old, new in list(staged)[share] if old != new])
     if is_iterable and is_same_size:
         source = state.get("source")
         _together(exchange, lambda: loader.load_state_dict(state["planner"], source=source))
@@ -120,6 +130,15 @@ def resume_data(
     else:
         _together(exchange, lambda: _load_elastic(loader, states, replica=exchange.replica))
     return state
+
+
+def _is_own(args: argparse.Namespace) -> bool:
+    """Whether the run saves where it was loaded from: another run's files are left alone."""
+    if not args.save:
+        return False
+    loaded = os.path.realpath(loaded_folder(args))
+    own = [saving_folder(args, is_persistent=persistent) for persistent in (True, False)]
+    return loaded in map(os.path.realpath, own)
 
 
 def _together(exchange: ControlGroup, function: Callable[[], T]) -> T:

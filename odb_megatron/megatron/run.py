@@ -438,6 +438,7 @@ class OdbRun:
         if found is None:
             return None
         self._tokens_before = found["tokens_so_far"]
+        self._report.goes_on()
         planner: dict[str, Any] = found["planner"]
         return planner
 

@@ -60,6 +60,7 @@ class RunReport:
         self._log: StepLog | None = None
         self._memory: MemoryUse | None = None
         self._num_shapes = 0
+        self._goes_on = False
         self._choice = ""  # what mode `auto` chose for the run
         self._eval_left_out = self._eval_truncated = 0
         if args.rank == 0:
@@ -88,6 +89,10 @@ class RunReport:
         if config.log_dir is not None:
             replica, is_new = exchange.replica, args.iteration == 0
             self._log = StepLog(config.log_dir, replica=replica, is_new=is_new)
+
+    def goes_on(self) -> None:
+        """Counts of sources are those of the saved run and this one together."""
+        self._goes_on = True
 
     def warmed_up(
         self, warm_up: WarmUp, *, replica: ReplicaData, exchange: ControlGroup | None
@@ -191,7 +196,9 @@ class RunReport:
             chosen["cost model"] = self.cost.describe()
         if self._config.exchange is ExchangeMode.AUTO and feed is not None:
             chosen["exchange auto"] = self._choice or self._chosen_otherwise(live, feed)
-        scope = "" if together else " (this replica only: the run did not end cleanly)"
+        scope = " since the start, before the resume too" if self._goes_on else ""
+        if not together:
+            scope += " (this replica only: the run did not end cleanly)"
         live.finish(sources, scope=scope, chosen=chosen)
         if self._eval_left_out or self._eval_truncated:
             print(
