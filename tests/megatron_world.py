@@ -298,10 +298,10 @@ class Megatron:
         return Run(replicas=[Outcome(steps=log) for log in logs]).steps
 
     def stop(self) -> None:
-        """End the processes."""
+        """End the processes; others are started when needed again."""
         for world in self._worlds.values():
             world.stop()
-        self._pool.shutdown()
+        self._worlds.clear()
 
 
 def chat_file(

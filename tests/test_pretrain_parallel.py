@@ -10,6 +10,7 @@ import json
 import random
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,13 @@ OTHER_MODELS: dict[str, tuple[int, str]] = {
     "mtp": (2, "--mtp-num-layers 1"),
     "mtp_pp2": (2, f"--mtp-num-layers 1 {PP}"),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rested(megatron: Megatron) -> Iterator[None]:
+    """Ends the replicas: after models with experts each holds hundreds of idle gloo threads."""
+    yield
+    megatron.stop()
 
 
 @pytest.fixture(scope="module")
