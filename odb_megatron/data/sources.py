@@ -38,6 +38,9 @@ __all__ = [
 ]
 
 
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
 class SampleSource(Protocol):
     """What order, blend and stream need of a source."""
 
@@ -281,7 +284,7 @@ def file_fingerprint(path: str) -> str:
 def _trace(error: Exception) -> str:
     """Return where a user's dataset raised; empty where this package did."""
     frames = traceback.extract_tb(error.__traceback__)
-    if frames and frames[-1].filename == __file__:
+    if frames and frames[-1].filename.startswith(_PACKAGE):
         return ""
     return "".join(traceback.format_exception(error))
 
