@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-_OWN_CODE = os.path.dirname(__file__) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 MAX_DOCUMENT_TOKENS = 1 << 24
 """Longest document of a Megatron dataset that is read; a longer one is a bad record."""
@@ -325,7 +325,7 @@ def file_fingerprint(path: str) -> str:
 def _trace(error: Exception) -> str:
     """Return where a user's dataset raised; empty where this package did."""
     frames = traceback.extract_tb(error.__traceback__)
-    if frames and frames[-1].filename.startswith(_OWN_CODE):
+    if frames and frames[-1].filename.startswith(_PACKAGE):
         return ""
     try:
         return "".join(traceback.format_exception(error))
