@@ -99,6 +99,7 @@ class Outcome:
         restored: whether every name that ODB replaces is the original again.
         seconds: wall clock.
         threads: threads that make steps and are still alive after the run.
+        threads_in_all: threads of the process after the run, those of torch's backends included.
     """
 
     error: str = ""
@@ -115,6 +116,7 @@ class Outcome:
     restored: bool = True
     seconds: float = 0.0
     threads: int = 0
+    threads_in_all: int = 0
 
 
 class ListDataset:
@@ -165,6 +167,7 @@ def run_case(case: Case) -> Outcome:
         names = [thread.name for thread in threading.enumerate()]
         outcome.threads = sum(name.startswith("the step queue") for name in names)
         forget_run()
+        outcome.threads_in_all = len(os.listdir("/proc/self/task"))
         faulthandler.cancel_dump_traceback_later()
     outcome.output = printed.getvalue()
     outcome.steps = _read_steps(case)

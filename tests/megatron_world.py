@@ -37,6 +37,10 @@ __all__ = [
 SEQ_LENGTH = 64
 GLOBAL_BATCH_SIZE = 8
 
+MAX_THREADS = 200
+"""A process with more is replaced. After a model with experts, a run's process groups stay, with
+three threads each, and hundreds of idle ones cost a fifth of a core."""
+
 _FLAGS = shlex.split("""
     --num-layers 1 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 --swiglu
     --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
@@ -243,7 +247,10 @@ class Megatron:
         if replicas not in self._worlds:
             self._worlds[replicas] = _World.start(replicas, self._pool)
         made = Case(flags=self.command_line(*flags), items=items, **case)
-        return Run(replicas=self._worlds[replicas].run(made))
+        run = Run(replicas=self._worlds[replicas].run(made))
+        if max(outcome.threads_in_all for outcome in run.replicas) > MAX_THREADS:
+            self._worlds.pop(replicas).stop()
+        return run
 
     def command_line(self, *flags: Any) -> tuple[str, ...]:
         """The script's whole command line, with a step log of its own."""

@@ -6,33 +6,30 @@ Every topology starts from one checkpoint and is compared with two replicas of o
 
 from __future__ import annotations
 
-import json
-import random
-import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from megatron_world import ChatFile, Megatron, Run
+from parallel_runs import (
+    CP,
+    EP,
+    EXPERTS,
+    LENGTH,
+    MODEL,
+    PP,
+    RECOMPUTE,
+    SHARDED,
+    SP,
+    TP,
+    VPP,
+    assert_equal,
+    train_changed,
+)
 
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.megatron
-
-MODEL = ("--num-layers", 4, "--make-vocab-size-divisible-by", 256)
-LENGTH = ("--odb", "--train-samples", 25)
-"""Four steps of 8, 8, 8 and 1 samples."""
-
-TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-CP, SP = "--context-parallel-size 2", "--sequence-parallel"
-EP = "--expert-model-parallel-size 2"
-VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
-SHARDED, RECOMPUTE = "--use-distributed-optimizer", "--recompute-granularity"
-EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.05"
-)
 
 TOPOLOGIES: dict[str, tuple[int, str]] = {
     "tp2": (2, TP),
@@ -46,23 +43,6 @@ TOPOLOGIES: dict[str, tuple[int, str]] = {
     "dp2_cp2": (4, CP),
     "tp2_pp2": (4, f"{TP} {PP}"),
 }
-
-NO_ROUTER_LOSS = EXPERTS.replace("aux_loss --moe-aux-loss-coeff 0.05", "none")
-OTHER_MODELS: dict[str, tuple[int, str]] = {
-    "ep2": (2, f"{NO_ROUTER_LOSS} {EP}"),
-    "ep2_cp2": (2, f"{NO_ROUTER_LOSS} {EP} {CP}"),
-    "ep2_pp2": (4, f"{NO_ROUTER_LOSS} {EP} {PP}"),
-    "ep2_tp2_sp": (4, f"{NO_ROUTER_LOSS} {EP} {TP} {SP}"),
-    "mtp": (2, "--mtp-num-layers 1"),
-    "mtp_pp2": (2, f"--mtp-num-layers 1 {PP}"),
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rested(megatron: Megatron) -> Iterator[None]:
-    """Ends the replicas: after models with experts each holds hundreds of idle gloo threads."""
-    yield
-    megatron.stop()
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +78,7 @@ def test_same_samples_losses_and_gradients(
 ) -> None:
     num_ranks, flags = TOPOLOGIES[name]
     run = megatron.train(*initial, *LENGTH, *data_flags, *shlex.split(flags), replicas=num_ranks)
-    _assert_equal(run, reference["packed"])
+    assert_equal(run, reference["packed"])
     for step in run.steps:
         assert (step.record["collectives"], step.record["reports"]) == (2, int("pp" in name))
         assert step.record["bytes_delivered"] >= 4096
@@ -116,29 +96,12 @@ def test_no_sample_sees_another(megatron: Megatron, initial: tuple[Any, ...], na
     """Half of the samples have loss on their first token alone, and change behind it."""
     num_ranks, flags = TOPOLOGIES[name]
     run, other = (
-        _train_changed(megatron, (*initial, *shlex.split(flags)), num_ranks, seed=seed)
+        train_changed(megatron, (*initial, *shlex.split(flags)), num_ranks, seed=seed)
         for seed in (1, 2)
     )
     for step, changed in zip(run.steps, other.steps, strict=True):
         assert step.loss == changed.loss
         assert step.record["grad_norm"] == changed.record["grad_norm"]
-
-
-@pytest.mark.parametrize("name", OTHER_MODELS)
-def test_no_sample_sees_another_through_experts_or_predictions(
-    megatron: Megatron, name: str
-) -> None:
-    """As above. Experts without router losses, which are of a micro-batch as a whole; which tokens
-    go to an expert together changes the order of its sums.
-    """
-    num_ranks, flags = OTHER_MODELS[name]
-    run, other = (
-        _train_changed(megatron, (*MODEL, *shlex.split(flags)), num_ranks, seed=seed)
-        for seed in (1, 2)
-    )
-    assert run.losses == pytest.approx(other.losses, abs=2e-6)
-    norms, others = ([step.record["grad_norm"] for step in one.steps] for one in (run, other))
-    assert norms == pytest.approx(others, rel=1e-5)
 
 
 def test_a_middle_stage_without_sample_bounds_would_be_seen(
@@ -147,7 +110,7 @@ def test_a_middle_stage_without_sample_bounds_would_be_seen(
     """The tests above can fail."""
     num_ranks, flags = TOPOLOGIES["pp4"]
     run, other = (
-        _train_changed(
+        train_changed(
             megatron, (*initial, *shlex.split(flags)), num_ranks, seed=seed, merged_on=(1, 2)
         )
         for seed in (1, 2)
@@ -176,7 +139,7 @@ def test_the_padded_baseline(
     num_ranks, topology = TOPOLOGIES[name]
     flags = ("--train-samples", 25, *data_flags, *shlex.split(topology))
     run = megatron.train(*initial, *flags, replicas=num_ranks)
-    _assert_equal(run, reference["padded"])
+    assert_equal(run, reference["padded"])
     assert len(run.steps) == 3
 
 
@@ -329,21 +292,8 @@ def test_the_optimizers_side(
     if tolerance:
         assert run.losses == pytest.approx(reference["packed"].losses, abs=tolerance)
     else:
-        _assert_equal(run, reference["packed"])
+        assert_equal(run, reference["packed"])
     assert max(step.record["grad_norm"] for step in reference["packed"].steps) > 1.0
-
-
-@pytest.mark.parametrize("topology", [EP, f"{EP} {PP}"])
-def test_experts(megatron: Megatron, data_flags: tuple[str, ...], topology: str) -> None:
-    num_ranks = 2 if topology == EP else 4
-    flags = (*MODEL, *LENGTH, *data_flags, *shlex.split(f"{EXPERTS} {topology}"))
-    run = megatron.train(*flags, "--moe-z-loss-coeff", 0.01, replicas=num_ranks)
-    assert sum(step.record["idle"] for step in run.steps) > 0
-    shares = [step.record["idle_router_share"] for step in run.steps]
-    assert 0 < max(shares) < 0.1
-    assert f"at most {max(shares):.2%}" in run.summary
-    assert "odb: balance scope microbatch: expert parallelism" in run.replicas[0].output
-    assert "nan" not in run.replicas[-1].output.replace("nan iterations", "")
 
 
 @pytest.mark.parametrize(
@@ -364,7 +314,7 @@ def test_micro_batches_padded_to_the_budget(
     plain, padded = (
         megatron.train(*flags, *more, replicas=num_ranks) for more in ((), ("--odb-pad-to-budget",))
     )
-    _assert_equal(padded, plain)
+    assert_equal(padded, plain)
     for step in padded.steps:
         record = step.record
         num_micro_batches = record["num_micro_batches"] * len(step.ids)
@@ -374,124 +324,3 @@ def test_micro_batches_padded_to_the_budget(
     assert [one.record["lengths"] for one in padded.steps] == [
         one.record["lengths"] for one in plain.steps
     ]
-
-
-WARMED_UP: dict[str, tuple[int, str]] = {
-    "dp2": (2, f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"),
-    "vpp2x2": (2, VPP),
-    "experts": (4, f"{EXPERTS} {EP} {PP} --moe-z-loss-coeff 0.01"),
-    "expert_bias": (
-        2,
-        f"{NO_ROUTER_LOSS} {EP} --moe-router-score-function sigmoid "
-        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1",
-    ),
-    "global_loss_cp2": (2, f"{EXPERTS.replace('aux_loss', 'global_aux_loss')} {CP}"),
-    "mtp_pp2": (2, f"--mtp-num-layers 1 {PP}"),
-    "tp2_sp": (2, f"{TP} {SP} --hidden-dropout 0.1"),
-}
-
-
-@pytest.mark.parametrize("name", WARMED_UP)
-def test_the_worst_case_leaves_no_trace(
-    megatron: Megatron, data_flags: tuple[str, ...], name: str
-) -> None:
-    num_ranks, topology = WARMED_UP[name]
-    flags = (*MODEL, *LENGTH, *data_flags, *shlex.split(topology))
-    plain, warmed = (
-        megatron.train(*flags, *more, replicas=num_ranks)
-        for more in ((), ("--odb-warmup-worst-case",))
-    )
-    assert [step.ids for step in warmed.steps] == [step.ids for step in plain.steps]
-    assert warmed.losses == plain.losses
-    fields = ("grad_norm", "learning_rate", "consumed_samples", "num_micro_batches", "lengths")
-    fields += ("reports", "num_shapes", "loss_tokens")
-    for step, other in zip(warmed.steps, plain.steps, strict=True):
-        assert [step.record[field] for field in fields] == [other.record[field] for field in fields]
-    for run, other in zip(warmed.replicas, plain.replicas, strict=True):
-        assert (run.final, run.flops) == (other.final, other.flops)
-        more = run.forwards.pop(1) - other.forwards.pop(1)
-        chunks = 2 if name.startswith("vpp") else 1
-        assert more == 2 * chunks * (4 if chunks == 2 else 2 if PP in topology else 1)
-        assert run.forwards == other.forwards
-    logged = [_router_losses(run.replicas[-1].output) for run in (warmed, plain)]
-    assert logged[0] == logged[1]
-    assert bool(logged[0]) == ("aux" in topology or "mtp" in topology)
-    (line,) = [
-        line for line in warmed.replicas[0].output.splitlines() if "odb: worst case: " in line
-    ]
-    assert "longest samples (1 in 64 tokens, up to 64 each)" in line
-    assert "GiB of it set aside for states that the optimizer will allocate" in line
-    assert all("worst case" not in replica.output for replica in warmed.replicas[1:])
-    _assert_memory_is_reported(warmed, json.loads(megatron.last_log("run.json")))
-
-
-def _assert_memory_is_reported(run: Run, written: dict[str, Any]) -> None:
-    memory, num_shapes = written["memory_bytes"], written["num_shapes"]
-    assert 1 << 27 < memory["peak"] < memory["total"]
-    assert memory["reserved"] == 0  # there is no device
-    assert f"  memory              {written['memory']}\n" in run.summary
-    assert written["memory"].endswith(f"; {num_shapes} shapes of micro-batches")
-    logs = [replica.steps for replica in run.replicas if replica.steps]
-    assert num_shapes == max(log[-1]["num_shapes"] for log in logs)
-    assert memory["peak"] >= max(log[-1]["peak_memory_bytes"] for log in logs) > 1 << 27
-    for log in logs:
-        counts = [step["num_shapes"] for step in log]
-        assert counts[0] > 1
-        assert counts == sorted(counts)
-        lengths = {sum(batch) for step in log for batch in step["lengths"]}
-        assert counts[-1] <= len(lengths)  # with padding, several lengths have one shape
-
-
-def _router_losses(output: str) -> list[str]:
-    return re.findall(r"(?:load_balancing_loss|z_loss|mtp_1 loss): \S+", output)
-
-
-def test_a_worst_case_that_does_not_fit(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
-    """The first stage runs out of memory in its second case, and the last one waits for it."""
-    flags = (*MODEL, *LENGTH, *data_flags, *shlex.split(PP), "--odb-warmup-worst-case")
-    first, last = megatron.refused(*flags, out_of_memory_in=3)
-    reason = (
-        "WorstCaseError: out of memory on rank 0 in --odb-warmup-worst-case, with most samples "
-        "(8 in 64 tokens, up to 8 each), 2 micro-batches in the pipeline: process peak "
-    )
-    assert first.startswith(reason)
-    assert "lower --odb-token-budget (64), raise tensor, pipeline or context" in first
-    assert first.endswith("torch says: no more")
-    assert last.startswith("RuntimeError: the worst case could not be run to its end: rank 0 ")
-    assert reason in last
-    assert "lower --odb-token-budget (64)" in last
-
-
-def test_multi_token_prediction(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
-    flags = (*MODEL, *LENGTH, *data_flags, "--mtp-num-layers", 1, *shlex.split(PP))
-    run = megatron.train(*flags)
-    assert "mtp_1 loss" in run.replicas[-1].output
-
-
-def _assert_equal(run: Run, expected: Run) -> None:
-    assert [step.all_ids for step in run.steps] == [step.all_ids for step in expected.steps]
-    assert run.losses == pytest.approx(expected.losses, abs=1e-5)
-    norms, others = ([step.record["grad_norm"] for step in one.steps] for one in (run, expected))
-    assert norms == pytest.approx(others, rel=1e-4)
-
-
-def _train_changed(
-    megatron: Megatron, flags: tuple[Any, ...], num_ranks: int, *, seed: int, **case: Any
-) -> Run:
-    fixed, changing = random.Random(0), random.Random(seed)
-    items = []
-    for at in range(16):
-        tokens = [fixed.randrange(1, 300) for _ in range(fixed.randrange(6, 25) + 1)]
-        if at % 2:
-            tokens[2:] = [changing.randrange(1, 300) for _ in tokens[2:]]
-        mask = [1] + [1 - at % 2] * (len(tokens) - 2)
-        items.append({"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask})
-    run = megatron.train(
-        *(*flags, "--odb", "--train-samples", 16, "--eval-iters", 0),
-        replicas=num_ranks,
-        items=(items, None, None),
-        **case,
-    )
-    packed = [part for replica in run.replicas for step in replica.steps for part in step["ids"]]
-    assert any(len(part) > 2 for part in packed)  # samples do share micro-batches
-    return run

@@ -1,0 +1,55 @@
+"""Experts, expert parallelism and multi-token prediction in `pretrain()`."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from megatron_world import Megatron
+from parallel_runs import CP, EP, EXPERTS, LENGTH, MODEL, NO_ROUTER_LOSS, PP, SP, TP, train_changed
+
+pytest_plugins = ["megatron_fixtures"]
+pytestmark = pytest.mark.megatron
+
+OTHER_MODELS: dict[str, tuple[int, str]] = {
+    "ep2": (2, f"{NO_ROUTER_LOSS} {EP}"),
+    "ep2_cp2": (2, f"{NO_ROUTER_LOSS} {EP} {CP}"),
+    "ep2_pp2": (4, f"{NO_ROUTER_LOSS} {EP} {PP}"),
+    "ep2_tp2_sp": (4, f"{NO_ROUTER_LOSS} {EP} {TP} {SP}"),
+    "mtp": (2, "--mtp-num-layers 1"),
+    "mtp_pp2": (2, f"--mtp-num-layers 1 {PP}"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_no_sample_sees_another(megatron: Megatron, name: str) -> None:
+    """Without router losses, which are of a micro-batch as a whole; which tokens go to an expert
+    together changes the order of its sums.
+    """
+    num_ranks, flags = OTHER_MODELS[name]
+    run, other = (
+        train_changed(megatron, (*MODEL, *shlex.split(flags)), num_ranks, seed=seed)
+        for seed in (1, 2)
+    )
+    assert run.losses == pytest.approx(other.losses, abs=2e-6)
+    norms, others = ([step.record["grad_norm"] for step in one.steps] for one in (run, other))
+    assert norms == pytest.approx(others, rel=1e-5)
+
+
+@pytest.mark.parametrize("topology", [EP, f"{EP} {PP}"])
+def test_experts(megatron: Megatron, data_flags: tuple[str, ...], topology: str) -> None:
+    num_ranks = 2 if topology == EP else 4
+    flags = (*MODEL, *LENGTH, *data_flags, *shlex.split(f"{EXPERTS} {topology}"))
+    run = megatron.train(*flags, "--moe-z-loss-coeff", 0.01, replicas=num_ranks)
+    assert sum(step.record["idle"] for step in run.steps) > 0
+    shares = [step.record["idle_router_share"] for step in run.steps]
+    assert 0 < max(shares) < 0.1
+    assert f"at most {max(shares):.2%}" in run.summary
+    assert "odb: balance scope microbatch: expert parallelism" in run.replicas[0].output
+    assert "nan" not in run.replicas[-1].output.replace("nan iterations", "")
+
+
+def test_multi_token_prediction(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
+    flags = (*MODEL, *LENGTH, *data_flags, "--mtp-num-layers", 1, *shlex.split(PP))
+    run = megatron.train(*flags)
+    assert "mtp_1 loss" in run.replicas[-1].output
