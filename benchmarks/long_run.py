@@ -37,7 +37,7 @@ NOT_JUDGED = 3
 """Epochs until everything has been used once: evaluation, a second pass, full queues."""
 
 MOST_GROWTH = 0.02
-"""Of memory, from the first judged epoch to the last, by a line fitted through all."""
+"""Of bytes, from the first judged epoch to the last, by a line fitted through all."""
 
 _SAMPLE_S = 0.25
 _FLAGS = shlex.split("""
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
 def judge(values: Sequence[float], name: str) -> dict[str, object]:
     """Say whether a quantity grows, from its value in each epoch.
 
-    Memory may end `MOST_GROWTH` above where it began; what is counted must not, in the last
+    Bytes may end `MOST_GROWTH` above where they began; what is counted must not, in the last
     quarter, exceed its largest value before.
 
     Args:
@@ -117,7 +117,7 @@ def judge(values: Sequence[float], name: str) -> dict[str, object]:
     judged = list(values[NOT_JUDGED:])
     line = statistics.linear_regression(range(len(judged)), judged)
     growth = line.slope * (len(judged) - 1)
-    if name == "memory_bytes":
+    if name.endswith("bytes"):
         flat = growth <= MOST_GROWTH * judged[0]
     else:
         late = max(1, len(judged) // 4)

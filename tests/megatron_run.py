@@ -98,6 +98,8 @@ class Outcome:
         final: some of Megatron's arguments after the run.
         restored: whether every name that ODB replaces is the original again.
         seconds: wall clock.
+        usage: (threads, file descriptors, child processes, entries of /dev/shm) of this process at
+            the end of each training iteration.
         threads: threads that make steps and are still alive after the run.
         threads_in_all: threads of the process after the run, those of torch's backends included.
     """
@@ -114,6 +116,7 @@ class Outcome:
     eval_ids: list[tuple[int, ...]] = field(default_factory=list)
     final: dict[str, Any] = field(default_factory=dict)
     restored: bool = True
+    usage: list[tuple[int, int, int, int]] = field(default_factory=list)
     seconds: float = 0.0
     threads: int = 0
     threads_in_all: int = 0
@@ -256,6 +259,7 @@ def _observed(
         @functools.wraps(original)
         def observed(*arguments: Any, **named: Any) -> Any:
             outcome.learning_rates[arguments[3]] = arguments[2]
+            outcome.usage.append(_usage())
             return original(*arguments, **named)
 
         return observed
@@ -315,6 +319,14 @@ def _counted(forward_step: Any, outcome: Outcome, args: Any, case: Case) -> Any:
         return forward_step(_Noted(data_iterator, outcome.eval_ids), model, *rest)
 
     return counting
+
+
+def _usage() -> tuple[int, int, int, int]:
+    tasks = os.listdir("/proc/self/task")
+    children = sum(
+        len(Path(f"/proc/self/task/{task}/children").read_text().split()) for task in tasks
+    )
+    return len(tasks), len(os.listdir("/proc/self/fd")), children, len(os.listdir("/dev/shm"))
 
 
 def _fail(fault: Fault, args: Any) -> None:

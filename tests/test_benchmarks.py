@@ -231,6 +231,27 @@ def test_data_path(tmp_path: Path) -> None:
     assert "the whole path relative to dataloader" in output
 
 
+# --- long run ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "flat"),
+    [
+        ("threads", [9, 30, 30, 31, 30, 31, 30, 31], True),
+        ("threads", [9, 30, 30, 31, 31, 31, 31, 32], False),
+        ("file_descriptors", [9, 30, 30, 31, 32, 33, 34, 35], False),
+        ("memory_bytes", [50, 90, 95, 1000, 1004, 1002, 1008, 1006], True),
+        ("memory_bytes", [50, 90, 95, 1000, 1010, 1020, 1030, 1040], False),
+        ("shm_bytes", [0, 0, 0, 1000, 1010, 1020, 1030, 1040], False),
+        ("shm_bytes", [0, 0, 0, 0, 0, 0, 0, 0], True),
+    ],
+)
+def test_what_grows_in_a_long_run(name: str, values: list[float], flat: bool) -> None:
+    judged = _module("long_run").judge(values, name)
+    assert judged["flat"] is flat
+    assert (judged["first"], judged["last"]) == (values[3], values[-1])
+
+
 # --- sorted batches ----------------------------------------------------------------------------
 
 

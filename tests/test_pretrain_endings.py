@@ -185,3 +185,16 @@ if __name__ == "__main__":
     sys.argv = ["pretrain_gpt_odb.py", *case.flags]
     _pretrain(case, Outcome())
 """
+
+
+def test_nothing_grows_over_epochs(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
+    """As `benchmarks/long_run.py`, on few samples; the first quarter is not judged."""
+    flags = ("--odb", "--odb-policy", "cost", "--odb-epochs", 10, "--num-workers", 1)
+    run = megatron.train(*flags, *data_flags, "--eval-interval", 5)
+    for replica in run.replicas:
+        steps = len(replica.usage)
+        assert steps == len(run.steps) >= 10 * 7
+        for seen in zip(*replica.usage, strict=True):
+            assert max(seen[3 * steps // 4 :]) <= max(seen[steps // 4 : 3 * steps // 4])
+        children = [counted[2] for counted in replica.usage]
+        assert 1 <= min(children[steps // 4 :]) <= max(children) <= 4

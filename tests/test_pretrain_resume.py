@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shlex
 from pathlib import Path
 from typing import Any
@@ -160,19 +161,22 @@ def test_files_of_another_save_are_refused(
 def test_a_killed_job_goes_on(
     megatron: Megatron, data_flags: tuple[str, ...], whole: dict[str, Run], tmp_path: Path
 ) -> None:
-    """`kill -9` of all processes in the middle of step 4; the last checkpoint is of step 2."""
+    """`kill -9` of all processes in the middle of a step; a checkpoint after every second one."""
+    killed_in = random.SystemRandom().randint(3, 6)
+    last_saved = 2 if killed_in < 5 else 4
     flags = ("--odb", "--odb-policy", "cost", *FLAGS, *data_flags)
     saving = ("--save", tmp_path, "--save-interval", 2)
-    lost = megatron.killed(*flags, *saving, killed_in=4)
-    assert [step.iteration for step in lost] == [1, 2, 3]
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+    lost = megatron.killed(*flags, *saving, killed_in=killed_in)
+    assert [step.iteration for step in lost] == list(range(1, killed_in))
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last_saved)
     rest = megatron.train(*flags, "--load", tmp_path)
     assert "  sources since the start, before the resume too:" in rest.summary
     assert _source_lines(rest) == _source_lines(whole["cost"])
-    for steps, expected in ((lost, whole["cost"].steps[:3]), (rest.steps, whole["cost"].steps[2:])):
-        assert [step.ids for step in steps] == [step.ids for step in expected]
+    steps = whole["cost"].steps
+    for resumed, expected in ((lost, steps[: killed_in - 1]), (rest.steps, steps[last_saved:])):
+        assert [step.ids for step in resumed] == [step.ids for step in expected]
         losses = [step.loss for step in expected]
-        assert [step.loss for step in steps] == pytest.approx(losses, abs=1e-6)
+        assert [step.loss for step in resumed] == pytest.approx(losses, abs=1e-6)
 
 
 def test_a_signal_saves_before_the_exit(
