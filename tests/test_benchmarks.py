@@ -39,7 +39,7 @@ def _run(script: str, *flags: str, folder: Path) -> tuple[dict[str, Any], str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
