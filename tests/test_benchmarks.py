@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 
 from odb_megatron.report.step_record import StepRecord
 
+pytestmark = pytest.mark.timeout(600)
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
