@@ -12,6 +12,8 @@ PYTHON := .venv/bin/python
 #   make train DATA="my chats.jsonl" ARGS="--train-samples 512 --log 'run 1.log'"
 export DATA
 ARGS ?=
+# Test files at a time. Many tests start up to four processes themselves.
+JOBS ?= 2
 
 .PHONY: help venv train test lint format typecheck verify bench wheel clean distclean
 
@@ -24,8 +26,8 @@ venv: ## build .venv from requirements/dev.lock (ODB_PYTHON=/path/to/python3.12 
 train: venv ## train a small chat model (DATA=chats.jsonl, ARGS="...")
 	$(PYTHON) examples/train_chat.py $(if $(DATA),--data "$$DATA") $(ARGS)
 
-test: venv ## run the tests (ARGS="-k plan -x")
-	$(PYTHON) -m pytest $(ARGS)
+test: venv ## run the tests (ARGS="-k plan -x", JOBS=0 for one after the other in this process)
+	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: venv ## ruff: rules and format
 	$(PYTHON) -m ruff check .
