@@ -88,7 +88,7 @@ KillWait=5
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1
 JobRequeue=1
 CONF
-    echo 'Name=gpu Count=1 Flags=CountOnly' >"$dir/gres.conf"
+    echo 'Name=gpu File=/dev/null' >"$dir/gres.conf"
     local at=1
     for node in "${NODES[@]}"; do
         echo "NodeName=$node NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=${ports[at]} CPUs=2" \
