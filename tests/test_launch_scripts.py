@@ -1,4 +1,4 @@
-"""The job scripts of launch/ without Slurm: what they would run, from stand-ins for its commands."""
+"""The job scripts of launch/ without Slurm: what they would run; its commands are stand-ins."""
 
 from __future__ import annotations
 
@@ -217,9 +217,9 @@ def test_a_failed_step_is_the_jobs_failure(status: int, meaning: str, tmp_path: 
     ],
 )
 def test_max_connections(capability: str, flags: str, expected: str) -> None:
+    code = 'source "$1"; odb_max_connections "${@:2}"'
     done = subprocess.run(
-        ["bash", "-euc", 'source "$1"; odb_max_connections "${@:2}"', "_"]
-        + [str(LAUNCH / "job.sh"), capability, *flags.split()],
+        ["bash", "-euc", code, "_", str(LAUNCH / "job.sh"), capability, *flags.split()],
         capture_output=True,
         text=True,
         check=True,
