@@ -15,10 +15,10 @@ ARGS ?=
 # Test files at a time. Many tests start up to four processes themselves.
 JOBS ?= 2
 
-.PHONY: help venv train test lint format typecheck verify bench wheel clean distclean
+.PHONY: help venv train test test-slurm lint format typecheck verify bench wheel clean distclean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 venv: ## build .venv from requirements/dev.lock (ODB_PYTHON=/path/to/python3.12 chooses the interpreter)
 	@tools/bootstrap.sh
@@ -28,6 +28,10 @@ train: venv ## train a small chat model (DATA=chats.jsonl, ARGS="...")
 
 test: venv ## run the tests (ARGS="-k plan -x", JOBS=0 for one after the other in this process)
 	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+test-slurm: venv ## run the job scripts of launch/ on a Slurm of two nodes here (Debian: installs it)
+	@tools/slurm_cluster.sh install
+	$(PYTHON) -m pytest tests/test_launch_scripts.py tests/test_slurm_jobs.py $(ARGS)
 
 lint: venv ## ruff: rules and format
 	$(PYTHON) -m ruff check .

@@ -1,0 +1,130 @@
+# shellcheck shell=bash
+# Functions of the job scripts. They set what launch/env.sh leaves open, run the step and requeue the job.
+#
+# Must not choose partition, nodes or time, and must not change the flags that are given.
+
+# Prints a line that a reader of the log can search for.
+odb_say() {
+    echo "odb: $*" >&2
+}
+
+# Prints the address by which other nodes reach node $1.
+odb_address() {
+    local found
+    # NodeAddr is the node's name, unless the cluster was told better.
+    found=$(scontrol --oneliner show node "$1" | tr ' ' '\n' | sed -n 's/^NodeAddr=//p')
+    echo "${found:-$1}"
+}
+
+# Prints the network interface of this host that has address or name $1; nothing if none can be told.
+odb_interface() {
+    local address=$1 found
+    command -v ip >/dev/null || return 0
+    if [[ ! $address =~ ^[0-9.]+$ ]]; then
+        # /etc/hosts often has 127.0.1.1 for a host's own name: no other host reaches that.
+        address=$(getent ahostsv4 "$address" | awk '$1 !~ /^127\./ { print $1; exit }')
+        [[ -n $address ]] || return 0
+    fi
+    found=$(ip -oneline -4 address show to "$address" | awk '{ print $2; exit }')
+    [[ -z $found ]] || echo "$found"
+}
+
+# Prints CUDA_DEVICE_MAX_CONNECTIONS for compute capability $1 (9.0, 10.0; empty without a GPU) and the
+# flags after it; nothing where Megatron is best left alone (megatron/training/arguments.py, core 0.19).
+odb_max_connections() {
+    local capability=${1:-0} flag major
+    shift
+    major=${capability%%.*}
+    for flag in "$@"; do
+        case $flag in
+        --use-torch-fsdp2 | --use-megatron-fsdp) return 0 ;; # refuses 1
+        --overlap-moe-expert-parallel-comm) echo 32; return 0 ;;
+        esac
+    done
+    if ((major > 0 && major < 10)); then echo 1; fi
+}
+
+# Prints the compute capability of this node's first GPU; nothing without one.
+odb_capability() {
+    command -v nvidia-smi >/dev/null || return 0
+    nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 || true
+}
+
+# Exports what the ranks need to find each other and to use their GPUs; $@ are the training flags.
+odb_prepare() {
+    local first interface
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    MASTER_ADDR=${MASTER_ADDR:-$(odb_address "$first")}
+    MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+    export MASTER_ADDR MASTER_PORT
+    interface=$(odb_interface "$MASTER_ADDR")
+    GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
+    NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface}
+    if [[ -n $GLOO_SOCKET_IFNAME ]]; then export GLOO_SOCKET_IFNAME; else unset GLOO_SOCKET_IFNAME; fi
+    if [[ -n $NCCL_SOCKET_IFNAME ]]; then export NCCL_SOCKET_IFNAME; else unset NCCL_SOCKET_IFNAME; fi
+    CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-$(odb_max_connections "$(odb_capability)" "$@")}
+    if [[ -n $CUDA_DEVICE_MAX_CONNECTIONS ]]; then
+        export CUDA_DEVICE_MAX_CONNECTIONS
+    else
+        unset CUDA_DEVICE_MAX_CONNECTIONS
+    fi
+    # srun does not take sbatch's --cpus-per-task over since Slurm 22.05.
+    if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+    export PYTHONUNBUFFERED=1 # what a rank said last is in the log when it is killed
+    odb_say "job $SLURM_JOB_ID ($SLURM_JOB_NAME), start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST," \
+        "rank 0 at $MASTER_ADDR:$MASTER_PORT, interface ${GLOO_SOCKET_IFNAME:-not chosen}"
+}
+
+# Sets odb_flags to the training flags: $@, and those that make a stopped job save and go on.
+odb_resume_flags() {
+    odb_flags=("$@")
+    if [[ -n $ODB_CHECKPOINTS ]]; then
+        mkdir -p -- "$ODB_CHECKPOINTS"
+        odb_flags+=(--save "$ODB_CHECKPOINTS" --load "$ODB_CHECKPOINTS")
+        odb_flags+=(--exit-signal-handler --exit-signal SIGUSR1)
+    fi
+}
+
+# Runs `srun ...`, ends the script with its exit code. On SIGUSR1 (--signal=B:USR1@300, or
+# `scancel --batch --signal=USR1 JOB`) the ranks save and end, and the job goes back into the queue.
+odb_run() {
+    local step status=0 stopped=
+    # Not SIGTERM: torch's launcher would kill its ranks 30 s later, in the middle of a save.
+    trap 'stopped=1; odb_say "SIGUSR1: the ranks save and end"
+        scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
+    "$@" &
+    step=$!
+    while true; do
+        status=0
+        wait "$step" || status=$?
+        # A trapped signal interrupts wait; the step is still there.
+        kill -0 "$step" 2>/dev/null || break
+    done
+    trap '' USR1
+    if ((status != 0)); then
+        odb_say "job $SLURM_JOB_ID failed: the step ended with exit code $status$(odb_meaning "$status");" \
+            "the first failure is above"
+        exit "$status"
+    fi
+    if [[ -z $stopped ]]; then exit 0; fi
+    if ((${SLURM_RESTART_COUNT:-0} >= ODB_MAX_REQUEUES)); then
+        odb_say "job $SLURM_JOB_ID has saved, and has been requeued ODB_MAX_REQUEUES=$ODB_MAX_REQUEUES times: it ends"
+        exit 0
+    fi
+    odb_say "job $SLURM_JOB_ID has saved, and goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+    # Slurm ends this script; an end of its own before that would count as the job's.
+    sleep 60
+    odb_say "job $SLURM_JOB_ID was not requeued: does the cluster allow it (JobRequeue, --requeue)?"
+    exit 1
+}
+
+# Prints what exit code $1 means, where it says something.
+odb_meaning() {
+    case $1 in
+    2) echo " (flags that cannot be used)" ;;
+    75) echo " (another rank is gone or does not answer)" ;;
+    137) echo " (SIGKILL: killed by hand, by Slurm, or for its memory)" ;;
+    143) echo " (SIGTERM: cancelled, or at its time limit)" ;;
+    esac
+}

@@ -1,0 +1,236 @@
+"""The job scripts of launch/ without Slurm: what they would run; its commands are stand-ins."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCH = ROOT / "launch"
+SCRIPTS = sorted(path.name for path in LAUNCH.glob("*.sbatch"))
+
+# Prints its arguments and environment as the job's srun would get them.
+SRUN = f"""#!{sys.executable}
+import json, os, sys
+with open(os.environ["CALL"], "w") as file:
+    json.dump([sys.argv[1:], dict(os.environ)], file)
+sys.exit(int(os.environ.get("STATUS", "0")))
+"""
+SCONTROL = """#!/bin/sh
+case "$*" in
+*hostnames*) printf 'node7\\nnode8\\n' ;;
+*"node node7"*) echo "NodeName=node7 NodeAddr=127.0.0.1 Port=6818" ;;
+esac
+"""
+
+
+def _run_job(
+    script: str, folder: Path, *flags: str, **settings: str
+) -> tuple[subprocess.CompletedProcess[str], list[str], dict[str, str]]:
+    """Run a job script; return it, srun's arguments, srun's environment."""
+    tools = folder / "tools"
+    tools.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    call = folder / "call.json"
+    environment = {
+        "PATH": f"{tools}:/usr/bin:/bin:/usr/sbin:/sbin",
+        "HOME": str(folder),
+        "CALL": str(call),
+        "ODB_CHECKPOINTS": str(folder / "with space"),
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "123456",
+        "SLURM_JOB_NAME": "chat",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_GPUS_ON_NODE": "4",
+        "ODB_PYTHON": "python3.12",
+    } | settings
+    done = subprocess.run(
+        ["bash", LAUNCH / script, *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if not call.exists():
+        return done, [], {}
+    arguments, seen = json.loads(call.read_text())
+    return done, arguments, seen
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck() -> None:
+    paths = [*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch"), ROOT / "tools" / "slurm_cluster.sh"]
+    done = subprocess.run(
+        ["shellcheck", "--external-sources", *paths],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_script_is_there() -> None:
+    assert SCRIPTS == [
+        "odb_bridge.sbatch",
+        "odb_pretrain.sbatch",
+        "odb_pretrain_container.sbatch",
+        "odb_pretrain_srun.sbatch",
+    ]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_options_of_sbatch(script: str) -> None:
+    text = (LAUNCH / script).read_text()
+    for option in ("--requeue", "--open-mode=append", "--signal=B:USR1@300", "--output=%x-%j.log"):
+        assert f"\n#SBATCH {option}\n" in text
+    assert "--kill-on-bad-exit=1" in text
+
+
+def test_torchs_launcher(tmp_path: Path) -> None:
+    done, arguments, seen = _run_job("odb_pretrain.sbatch", tmp_path, "--odb", "--name", "a b")
+    assert done.returncode == 0
+    assert arguments[-18:] == [
+        "python3.12",
+        "--rdzv-backend=static",
+        "--nnodes=2",
+        "--nproc-per-node=4",
+        "--master-addr=127.0.0.1",
+        "--master-port=23456",
+        "--max-restarts=0",
+        "examples/pretrain_gpt_odb.py",
+        "--odb",
+        "--name",
+        "a b",
+        "--save",
+        f"{tmp_path}/with space",
+        "--load",
+        f"{tmp_path}/with space",
+        "--exit-signal-handler",
+        "--exit-signal",
+        "SIGUSR1",
+    ]
+    assert seen["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in seen
+    expected = "odb: job 123456 (chat), start 1, on node[7-8], rank 0 at 127.0.0.1:23456, interface"
+    assert expected in done.stderr
+
+
+def test_settings_win(tmp_path: Path) -> None:
+    _, arguments, seen = _run_job(
+        "odb_pretrain_srun.sbatch",
+        tmp_path,
+        "--odb",
+        ODB_SCRIPT="-m my.pretrain",
+        ODB_CHECKPOINTS="",
+        MASTER_PORT="31000",
+        GLOO_SOCKET_IFNAME="eth3",
+        CUDA_DEVICE_MAX_CONNECTIONS="8",
+        SLURM_CPUS_PER_TASK="6",
+    )
+    assert arguments[-4:] == ["python3.12", "-m", "my.pretrain", "--odb"]
+    assert "--gpu-bind=none" in arguments
+    assert seen["MASTER_PORT"] == "31000"
+    assert seen["GLOO_SOCKET_IFNAME"] == "eth3"
+    assert seen["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert seen["SRUN_CPUS_PER_TASK"] == "6"
+
+
+def test_bridge(tmp_path: Path) -> None:
+    override = "dataset.odb.token_budget=16384"
+    _, arguments, _ = _run_job("odb_bridge.sbatch", tmp_path, override, ODB_RECIPE="some_recipe")
+    at = arguments.index("odb_megatron.bridge.run_recipe")
+    assert arguments[at - 1 : at + 4] == [
+        *("-m", "odb_megatron.bridge.run_recipe", "--recipe", "some_recipe"),
+        override,
+    ]
+    assert f"checkpoint.load={tmp_path}/with space" in arguments
+
+
+def test_container(tmp_path: Path) -> None:
+    _, arguments, _ = _run_job(
+        "odb_pretrain_container.sbatch",
+        tmp_path,
+        "--odb",
+        ODB_CONTAINER_IMAGE="/shared/m.sqsh",
+        ODB_CONTAINER_MOUNTS="/shared:/shared",
+    )
+    assert "--container-image=/shared/m.sqsh" in arguments
+    assert f"--container-mounts={ROOT}:{ROOT},/shared:/shared" in arguments
+    assert "python3" in arguments
+    assert "python3.12" not in arguments
+
+
+def test_a_container_needs_an_image(tmp_path: Path) -> None:
+    done, arguments, _ = _run_job("odb_pretrain_container.sbatch", tmp_path)
+    assert (done.returncode, arguments) == (2, [])
+    assert "odb: ODB_CONTAINER_IMAGE is not set: name a .sqsh file or an image" in done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_another_folder_is_refused(script: str, tmp_path: Path) -> None:
+    done, arguments, _ = _run_job(script, tmp_path, SLURM_SUBMIT_DIR=str(tmp_path))
+    assert (done.returncode, arguments) == (2, [])
+    assert f"odb: {tmp_path} has no launch/job.sh: submit from the repository's" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("status", "meaning"),
+    [
+        (1, ""),
+        (2, " (flags that cannot be used)"),
+        (75, " (another rank is gone or does not answer)"),
+        (137, " (SIGKILL: killed by hand, by Slurm, or for its memory)"),
+        (143, " (SIGTERM: cancelled, or at its time limit)"),
+    ],
+)
+def test_a_failed_step_is_the_jobs_failure(status: int, meaning: str, tmp_path: Path) -> None:
+    done, _, _ = _run_job(
+        "odb_pretrain.sbatch", tmp_path, STATUS=str(status), ODB_CONTAINER_IMAGE="x"
+    )
+    assert done.returncode == status
+    expected = f"odb: job 123456 failed: the step ended with exit code {status}{meaning};"
+    assert expected in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("capability", "flags", "expected"),
+    [
+        ("", "--tensor-model-parallel-size 2", ""),
+        ("8.0", "", "1"),
+        ("9.0", "--context-parallel-size 2", "1"),
+        ("10.0", "--tensor-model-parallel-size 2", ""),
+        ("12.0", "", ""),
+        ("9.0", "--use-megatron-fsdp", ""),
+        ("9.0", "--use-torch-fsdp2", ""),
+        ("9.0", "--overlap-moe-expert-parallel-comm", "32"),
+    ],
+)
+def test_max_connections(capability: str, flags: str, expected: str) -> None:
+    code = 'source "$1"; odb_max_connections "${@:2}"'
+    done = subprocess.run(
+        ["bash", "-euc", code, "_", str(LAUNCH / "job.sh"), capability, *flags.split()],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == expected
+
+
+def test_every_variable_is_explained() -> None:
+    """What job.sh and the scripts read of ODB_* is set in env.sh, or said in the scripts."""
+    explained = (LAUNCH / "env.sh").read_text()
+    used = set()
+    for path in (*LAUNCH.glob("*.sbatch"), LAUNCH / "job.sh"):
+        used |= set(re.findall(r"ODB_[A-Z_]+", path.read_text()))
+    assert {name for name in used if name not in explained} <= {"ODB_HOME"}

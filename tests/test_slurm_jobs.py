@@ -1,0 +1,283 @@
+"""The job scripts of launch/ on a real Slurm: two nodes on this machine, ranks on the CPU.
+
+The cluster is started for these tests, beside any that is installed, and stopped after them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest_plugins = ["megatron_fixtures"]
+
+ROOT = Path(__file__).resolve().parents[1]
+CLUSTER = ROOT / "tools" / "slurm_cluster.sh"
+_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+_NEEDED = ("slurmctld", "slurmd", "munged", "srun", "ip")
+_MISSING = [name for name in _NEEDED if shutil.which(name, path=_PATH) is None]
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        bool(_MISSING),
+        reason=f"not installed: {', '.join(_MISSING)} (make test-slurm installs them)",
+    ),
+]
+
+NUM_STEPS = 120
+FLAGS = shlex.split(f"""
+    --odb --odb-policy cost --micro-batch-size 1 --calculate-per-token-loss --global-batch-size 8
+    --train-samples {8 * NUM_STEPS} --num-layers 1 --hidden-size 32 --num-attention-heads 2
+    --ffn-hidden-size 64 --swiglu --normalization RMSNorm --disable-bias-linear
+    --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
+    --make-vocab-size-divisible-by 64 --seq-length 64 --max-position-embeddings 64
+    --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm
+    --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion
+    --distributed-backend gloo --seed 1234 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine
+    --eval-interval 100000 --eval-iters 0 --log-interval 1 --ckpt-format torch --save-interval 25
+    --tokenizer-type HuggingFaceTokenizer
+""")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job that was submitted."""
+
+    number: str
+    folder: Path
+    cluster: Cluster
+
+    @property
+    def log(self) -> str:
+        """What it has printed."""
+        (path,) = self.folder.glob(f"*-{self.number}.log")
+        return path.read_text(errors="replace")
+
+    def state(self) -> str:
+        """Slurm's word for what it does."""
+        return self.fields()["JobState"]
+
+    def fields(self) -> dict[str, str]:
+        """What Slurm knows of it."""
+        shown = self.cluster.run("scontrol", "--oneliner", "show", "job", self.number)
+        return dict(re.findall(r"(\w+)=(\S+)", shown))
+
+    def steps(self, replica: int = 0) -> list[tuple[int, list[str], float]]:
+        """(Iteration, ids, loss) in the step log, without a line that is half written."""
+        path = self.folder / "steps" / f"steps-{replica:05d}.jsonl"
+        if not path.exists():
+            return []
+        lines = [line for line in path.read_text().split("\n")[:-1] if line]
+        records = [json.loads(line) for line in lines]
+        return [(r["iteration"], r["ids"], r["loss"]) for r in records]
+
+    def wait(self, what: str, until: Callable[[], Any], *, timeout_s: float = 300) -> None:
+        """Wait for something; a job that has ended before it came fails the test with its log."""
+        end = time.monotonic() + timeout_s
+        while not until():
+            state = self.state()
+            if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") and not until():
+                pytest.fail(f"job is {state} before {what}; its log:\n{self.log[-6000:]}")
+            if time.monotonic() > end:
+                pytest.fail(f"{what}: not within {timeout_s} s; {state}:\n{self.log[-6000:]}")
+            time.sleep(0.1)
+
+    def ends(self, state: str, *, timeout_s: float = 300) -> None:
+        """Wait until it has ended, in this state."""
+        self.wait(state, lambda: self.state() == state, timeout_s=timeout_s)
+
+    def ranks(self) -> list[psutil.Process]:
+        """Processes that train, in the order of their ranks."""
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                environment, command = process.environ(), process.cmdline()
+            except psutil.Error:
+                continue
+            trains = "odb_megatron.testing.run_script" in command and "RANK" in environment
+            if environment.get("SLURM_JOB_ID") == self.number and trains:
+                found[int(environment["RANK"])] = process
+        return [found[rank] for rank in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The running cluster."""
+
+    environment: dict[str, str]
+    data_flags: tuple[str, ...]
+
+    def run(self, *command: str | Path, cwd: Path = ROOT) -> str:
+        """Run a command of Slurm; return what it printed."""
+        done = subprocess.run(
+            [str(part) for part in command],
+            env=self.environment,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def submit(self, script: str, folder: Path, *flags: str) -> Job:
+        """Submit a script of launch/ as a user would, for the CPU."""
+        options = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--parsable")
+        submit = ("sbatch", *options, f"--output={folder}/%x-%j.log", ROOT / "launch" / script)
+        extra = {"ODB_CHECKPOINTS": str(folder / "checkpoints")}
+        logs = ("--odb-log-dir", str(folder / "steps"))
+        cluster = Cluster(environment=self.environment | extra, data_flags=self.data_flags)
+        number = cluster.run(*submit, *FLAGS, *self.data_flags, *logs, *flags).strip()
+        return Job(number=number, folder=folder, cluster=self)
+
+
+@pytest.fixture(scope="module")
+def cluster(data_flags: tuple[str, ...], tokenizer_folder: Path) -> Iterator[Cluster]:
+    """Two nodes, until the tests of this file have ended."""
+    folder = Path(tempfile.mkdtemp(prefix="odb-slurm-", dir="/tmp"))
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "ODB_"))
+    } | {
+        "PATH": _PATH,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "ODB_PYTHON": sys.executable,
+        "ODB_SCRIPT": "-m odb_megatron.testing.run_script examples/pretrain_gpt_odb.py",
+        "ODB_CACHE": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    try:
+        done = subprocess.run(
+            [CLUSTER, "start", folder],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        data = (*data_flags[:4], "--tokenizer-model", str(tokenizer_folder))
+        yield Cluster(
+            environment=environment | {"SLURM_CONF": str(folder / "slurm.conf")}, data_flags=data
+        )
+    finally:
+        subprocess.run([CLUSTER, "stop", folder], env=environment, timeout=60, check=True)
+        left = [p for p in psutil.process_iter() if str(folder) in " ".join(_words(p))]
+        shutil.rmtree(folder)
+    assert left == []
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A run under odb_pretrain.sbatch that nothing interrupts."""
+    job = cluster.submit("odb_pretrain.sbatch", tmp_path_factory.mktemp("whole"))
+    job.ends("COMPLETED")
+    return job
+
+
+def test_a_run_over_two_nodes(whole: Job) -> None:
+    assert [step[0] for step in whole.steps()] == list(range(1, NUM_STEPS + 1))
+    assert [step[0] for step in whole.steps(1)] == list(range(1, NUM_STEPS + 1))
+    assert "start 1, on odb[1-2], rank 0 at 127.0.0.1:2" in whole.log
+    assert "interface lo\n" in whole.log
+
+
+def test_a_requeued_job_goes_on_at_the_right_sample(
+    cluster: Cluster, whole: Job, tmp_path: Path
+) -> None:
+    """`scontrol requeue` kills the ranks; the job goes on from its last checkpoint."""
+    job = cluster.submit("odb_pretrain.sbatch", tmp_path)
+    job.wait("step 30", lambda: len(job.steps()) >= 30)
+    cluster.run("scontrol", "requeue", job.number)
+    _starts_again(cluster, job)
+    job.ends("COMPLETED")
+    assert "start 2, on odb[1-2]" in job.log
+    _is_the_same_run(job, whole, may_repeat=True)
+
+
+def test_a_signalled_job_saves_requeues_itself_and_goes_on(
+    cluster: Cluster, whole: Job, tmp_path: Path
+) -> None:
+    """What Slurm does before the time limit; odb_pretrain_srun.sbatch, with data workers."""
+    job = cluster.submit("odb_pretrain_srun.sbatch", tmp_path, "--num-workers", "1")
+    job.wait("step 30", lambda: len(job.steps()) >= 30)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+    job.wait("the requeue", lambda: job.fields()["Restarts"] == "1")
+    trained = len(job.steps())
+    assert trained < NUM_STEPS
+    assert "odb: SIGUSR1: the ranks save and end" in job.log
+    assert "has saved, and goes back into the queue" in job.log
+    _starts_again(cluster, job)
+    job.ends("COMPLETED")
+    assert len(job.steps()) == NUM_STEPS  # no step was trained twice
+    _is_the_same_run(job, whole, may_repeat=False)
+
+
+@pytest.mark.parametrize("script", ["odb_pretrain.sbatch", "odb_pretrain_srun.sbatch"])
+def test_a_killed_rank_ends_the_job_with_its_cause(
+    cluster: Cluster, tmp_path: Path, script: str
+) -> None:
+    job = cluster.submit(script, tmp_path, "--train-samples", "1000000")
+    job.wait("step 3", lambda: len(job.steps()) >= 3)
+    ranks = job.ranks()
+    assert len(ranks) == 2
+    ranks[1].send_signal(signal.SIGKILL)
+    job.ends("FAILED", timeout_s=60)
+    log = job.log
+    if script == "odb_pretrain.sbatch":
+        assert "1: odb: rank 1 was ended by SIGKILL" in log
+    else:
+        assert "srun: error: odb2: task 1: Killed" in log
+    assert f"odb: job {job.number} failed: the step ended with exit code " in log
+    assert job.ranks() == []
+
+
+def test_flags_that_cannot_be_used(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit("odb_pretrain.sbatch", tmp_path, "--micro-batch-size", "2")
+    job.ends("FAILED")
+    assert re.search(r"\d: odb: error: .*--micro-batch-size", job.log)
+    assert "exit code 2 (flags that cannot be used)" in job.log
+
+
+def _starts_again(cluster: Cluster, job: Job) -> None:
+    """Wait for the requeue, and not for the two minutes that Slurm lets pass before the start."""
+    job.wait("the requeue", lambda: job.fields()["Restarts"] == "1")
+    job.wait("the queue", lambda: job.state() in ("PENDING", "RUNNING"))
+    cluster.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")
+
+
+def _is_the_same_run(job: Job, whole: Job, *, may_repeat: bool) -> None:
+    """The same ids and losses in each step; a step after the last checkpoint may come twice."""
+    for replica in range(2):
+        expected = {step[0]: step for step in whole.steps(replica)}
+        found = job.steps(replica)
+        numbers = [step[0] for step in found]
+        assert set(numbers) == set(expected)
+        assert (len(numbers) > len(expected)) == may_repeat
+        for number, ids, loss in found:
+            assert ids == expected[number][1]
+            assert loss == pytest.approx(expected[number][2], abs=1e-6)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
