@@ -88,11 +88,15 @@ odb_resume_flags() {
 # Runs `srun ...`, ends the script with its exit code. On SIGUSR1 (--signal=B:USR1@300, or
 # `scancel --batch --signal=USR1 JOB`) the ranks save and end, and the job goes back into the queue.
 odb_run() {
-    local step status=0 stopped=
+    local step status=0 stopped='' folder reader
+    folder=$(mktemp -d)
+    mkfifo "$folder/errors"
+    odb_note_first_failure "$folder/first" <"$folder/errors" &
+    reader=$!
     # Not SIGTERM: torch's launcher would kill its ranks 30 s later, in the middle of a save.
     trap 'stopped=1; odb_say "SIGUSR1: the ranks save and end"
         scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
-    "$@" &
+    "$@" 2>"$folder/errors" &
     step=$!
     while true; do
         status=0
@@ -101,6 +105,10 @@ odb_run() {
         kill -0 "$step" 2>/dev/null || break
     done
     trap '' USR1
+    wait "$reader" || true
+    # srun's own exit code is the highest of its tasks': 143 of those that it ended after the first.
+    if ((status != 0)) && [[ -s $folder/first ]]; then status=$(<"$folder/first"); fi
+    rm -rf -- "$folder"
     if ((status != 0)); then
         odb_say "job $SLURM_JOB_ID failed: the step ended with exit code $status$(odb_meaning "$status");" \
             "the first failure is above"
@@ -117,6 +125,18 @@ odb_run() {
     sleep 60
     odb_say "job $SLURM_JOB_ID was not requeued: does the cluster allow it (JobRequeue, --requeue)?"
     exit 1
+}
+
+# Passes stdin on to stderr, and writes into file $1 the exit code of the first task that srun reports.
+odb_note_first_failure() {
+    local line noted=
+    while IFS= read -r line || [[ -n $line ]]; do
+        printf '%s\n' "$line" >&2
+        if [[ -z $noted && $line =~ ^srun:\ error:\ .*:\ tasks?\ [-0-9,]+:\ (.*) ]]; then
+            noted=${BASH_REMATCH[1]}
+            if [[ $noted =~ ^Exited\ with\ exit\ code\ ([0-9]+) ]]; then echo "${BASH_REMATCH[1]}" >"$1"; fi
+        fi
+    done
 }
 
 # Prints what exit code $1 means, where it says something.

@@ -20,6 +20,7 @@ SRUN = f"""#!{sys.executable}
 import json, os, sys
 with open(os.environ["CALL"], "w") as file:
     json.dump([sys.argv[1:], dict(os.environ)], file)
+print(os.environ.get("SAYS", ""), file=sys.stderr)
 sys.exit(int(os.environ.get("STATUS", "0")))
 """
 SCONTROL = """#!/bin/sh
@@ -201,6 +202,28 @@ def test_a_failed_step_is_the_jobs_failure(status: int, meaning: str, tmp_path: 
     assert done.returncode == status
     expected = f"odb: job 123456 failed: the step ended with exit code {status}{meaning};"
     assert expected in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("says", "status"),
+    [
+        ("srun: error: node7: task 0: Exited with exit code 2", 2),
+        ("srun: error: node7: tasks 0-1,3: Exited with exit code 75", 75),
+        (
+            "srun: error: node7: task 0: Killed\nsrun: error: node8: task 1: Exited with exit code 1",
+            143,
+        ),
+        ("0: srun: error: node7: task 0: Exited with exit code 2", 143),
+        ("srun: error: Unable to create step", 143),
+    ],
+)
+def test_the_first_task_that_fails_is_the_cause(says: str, status: int, tmp_path: Path) -> None:
+    """Tasks that srun ends after it have 143, and srun's own exit code is the highest."""
+    says += "\nsrun: error: node8: task 1: Exited with exit code 143"
+    done, _, _ = _run_job("odb_pretrain.sbatch", tmp_path, STATUS="143", SAYS=says)
+    assert done.returncode == status
+    assert says in done.stderr
+    assert f"the step ended with exit code {status} (" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -94,10 +94,15 @@ class Job:
         while not until():
             state = self.state()
             if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") and not until():
-                pytest.fail(f"job is {state} before {what}; its log:\n{self.log[-6000:]}")
+                pytest.fail(f"job is {state} before {what}; {self._logs()}")
             if time.monotonic() > end:
-                pytest.fail(f"{what}: not within {timeout_s} s; {state}:\n{self.log[-6000:]}")
+                pytest.fail(f"{what}: not within {timeout_s} s; {state}; {self._logs()}")
             time.sleep(0.1)
+
+    def _logs(self) -> str:
+        folder = Path(self.cluster.environment["SLURM_CONF"]).parent
+        controller = (folder / "slurmctld.log").read_text(errors="replace")
+        return f"the controller's log:\n{controller[-3000:]}\nthe job's:\n{self.log[-6000:]}"
 
     def ends(self, state: str, *, timeout_s: float = 300) -> None:
         """Wait until it has ended, in this state."""
