@@ -210,7 +210,7 @@ def test_a_failed_step_is_the_jobs_failure(status: int, meaning: str, tmp_path: 
         ("srun: error: node7: task 0: Exited with exit code 2", 2),
         ("srun: error: node7: tasks 0-1,3: Exited with exit code 75", 75),
         (
-            "srun: error: node7: task 0: Killed\nsrun: error: node8: task 1: Exited with exit code 1",
+            "srun: error: a: task 0: Killed\nsrun: error: b: task 1: Exited with exit code 1",
             143,
         ),
         ("0: srun: error: node7: task 0: Exited with exit code 2", 143),
