@@ -37,6 +37,8 @@ def main(argv: Sequence[str]) -> None:
     script = Path(named[0])
     if not is_module and not script.is_file():
         raise SystemExit(f"no such script: {script}")
+    if not is_module:  # first, so that the layer finds the Megatron of a script's own checkout
+        sys.path[0] = str(script.resolve().parent)
     try:
         cpu_device.activate()
     except RuntimeError as error:
@@ -45,7 +47,6 @@ def main(argv: Sequence[str]) -> None:
     if is_module:
         runpy.run_module(named[0], run_name="__main__", alter_sys=True)
         return
-    sys.path[0] = str(script.resolve().parent)
     runpy.run_path(str(script), run_name="__main__")
 
 
