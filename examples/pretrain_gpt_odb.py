@@ -9,27 +9,20 @@ Megatron's own pretrain_gpt.py in shape: arguments, model configuration, `pretra
 
 from __future__ import annotations
 
-from megatron.core.enums import ModelType
-from megatron.training import pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-
-from odb_megatron.megatron.compat import require_config_container
+from odb_megatron.megatron.compat_pretrain import pretrain_gpt
 from odb_megatron.megatron.run import OdbRun
 from odb_megatron.megatron.setup import parse_and_validate_args
 
 
 def main() -> None:
     """Run the script."""
-    require_config_container()
     args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
-    model_config = gpt_config_from_args(args)
     with OdbRun(args) as run:
-        run.prepare_model(model_config)
-        pretrain(
-            pretrain_cfg_container_from_args(args, model_config),
-            run.datasets_provider,
-            ModelType.encoder_or_decoder,
-            run.forward_step,
+        pretrain_gpt(
+            args,
+            prepare_model=run.prepare_model,
+            datasets_provider=run.datasets_provider,
+            forward_step=run.forward_step,
         )
 
 
