@@ -180,25 +180,23 @@ def run_case(case: Case) -> Outcome:
 
 def _pretrain(case: Case, outcome: Outcome) -> None:
     """As examples/pretrain_gpt_odb.py, observed."""
-    from megatron.core.enums import ModelType
-    from megatron.training import argument_utils, training
+    from megatron.training import training
 
+    from odb_megatron.megatron.compat_pretrain import pretrain_gpt
     from odb_megatron.megatron.run import OdbRun
     from odb_megatron.megatron.setup import read_args
 
     args = read_args({"tokenizer_type": "HuggingFaceTokenizer"})
-    model_config = argument_utils.gpt_config_from_args(args)
     datasets = None if case.items is None else _datasets(case.items)
     with _observed(training, outcome, save_fails=case.save_fails):
         before = _replaced_names(training)
         try:
             with OdbRun(args, datasets=datasets) as run:
-                run.prepare_model(model_config)
-                training.pretrain(
-                    argument_utils.pretrain_cfg_container_from_args(args, model_config),
-                    run.datasets_provider,
-                    ModelType.encoder_or_decoder,
-                    _counted(run.forward_step, outcome, args, case),
+                pretrain_gpt(
+                    args,
+                    prepare_model=run.prepare_model,
+                    datasets_provider=run.datasets_provider,
+                    forward_step=_counted(run.forward_step, outcome, args, case),
                 )
         finally:
             outcome.restored = _replaced_names(training) == before
@@ -241,8 +239,8 @@ def _observed(
 
     def num_floating_point_operations(original: Any) -> Any:
         def observed(args: Any, batch_size: int, **sums: float | None) -> Any:
-            tokens = sums["total_real_tokens_in_batch"]
-            outcome.flops.append((batch_size, tokens, sums["seqlen_squared_sum_in_batch"]))
+            tokens = sums.get("total_real_tokens_in_batch")  # 0.17 has no sums
+            outcome.flops.append((batch_size, tokens, sums.get("seqlen_squared_sum_in_batch")))
             return original(args, batch_size, **sums)
 
         return observed

@@ -1,13 +1,14 @@
-"""What differs between Megatron versions, in one place.
+"""Which Megatron is installed, and whether it is supported.
 
-Must not hold policy or read arguments' values; callers ask for a fact or a function by meaning.
+Must not hold policy or read arguments' values. What differs between versions has one module for
+each concern: `compat_pretrain` (how `pretrain()` is called and the model is built) and
+`compat_metrics` (what is gathered to be logged). They look at what there is, not at its number.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -17,8 +18,6 @@ __all__ = [
     "describe_megatron",
     "megatron_version",
     "packed_seq_params",
-    "require_config_container",
-    "seqlen_stats_updater",
 ]
 
 MIN_VERSION = (0, 16)
@@ -66,38 +65,9 @@ def describe_megatron() -> str:
     return f"megatron-core {version} (supported: {low} to {high})"
 
 
-def require_config_container() -> None:
-    """Check that `pretrain()` takes a configuration container, as from 0.19.
-
-    Raises:
-        ValueError: an older Megatron.
-    """
-    version = megatron_version()
-    if version < (0, 19):
-        found = ".".join(map(str, version))
-        raise ValueError(
-            f"this script needs megatron.training 0.19 (its pretrain() takes a configuration "
-            f"container); found megatron-core {found}: pip install 'megatron-core>=0.19,<0.20'"
-        )
-
-
 def packed_seq_params(**values: Any) -> Any:
     """Build PackedSeqParams from the fields this Megatron knows; unknown ones must be None."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     known = {field.name for field in dataclasses.fields(PackedSeqParams)}
     return PackedSeqParams(**{name: value for name, value in values.items() if name in known})
-
-
-def seqlen_stats_updater() -> Callable[[Any], None]:
-    """Return Megatron's FLOPs accounting hook for packed samples (0.19; a no-op before)."""
-    from megatron.training import training
-
-    update: Callable[[Any], None] | None = getattr(
-        training, "update_seqlen_stats_from_cu_seqlens", None
-    )
-    return update if update is not None else _ignore
-
-
-def _ignore(cu_seqlens: Any) -> None:
-    del cu_seqlens

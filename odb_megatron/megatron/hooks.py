@@ -23,7 +23,8 @@ from typing import Any, Protocol
 
 from odb_megatron.data.finished_step import StepHeader
 from odb_megatron.data.step_feed import ChunkIterator
-from odb_megatron.megatron.routers import RouterMasks, logged_per_micro_batch
+from odb_megatron.megatron.compat_metrics import logged_per_micro_batch
+from odb_megatron.megatron.routers import RouterMasks
 
 __all__ = ["Hooks", "RunListener"]
 

@@ -13,7 +13,15 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
+
+from odb_megatron.megatron.compat_pretrain import (
+    PretrainForm,
+    already_parsed,
+    gpt_model_provider,
+    pretrain_form,
+)
 
 __all__ = ["FLAG", "HostScript", "wants_odb", "with_odb"]
 
@@ -21,17 +29,22 @@ FLAG = "--odb"
 
 _PROVIDER = "train_valid_test_dataset_provider"
 _FORWARD_STEP = "forward_step_func"
-_CONFIG = "cfg_container"
 _MODEL_PROVIDER = "model_provider"
+_CONFIG = "cfg_container"
+_EXTRA_ARGS, _DEFAULTS = "extra_args_provider", "args_defaults"
 
-_PASSED_ON = (
-    _CONFIG,
-    "model_type",
-    "store",
-    "get_embedding_ranks",
-    "get_position_embedding_ranks",
-)
+_PASSED_ON = ("model_type", "store", "get_embedding_ranks", "get_position_embedding_ranks")
 """Arguments of `pretrain()` that ODB leaves to the script."""
+
+_READ = {
+    PretrainForm.PARSES: (_PROVIDER, _FORWARD_STEP, _MODEL_PROVIDER, _EXTRA_ARGS, _DEFAULTS),
+    PretrainForm.MODEL_PROVIDER: (_PROVIDER, _FORWARD_STEP, _MODEL_PROVIDER, _CONFIG),
+    PretrainForm.MODEL_CONFIG: (_PROVIDER, _FORWARD_STEP, _CONFIG),
+}
+"""Those that it reads or replaces."""
+
+_GPT_CONFIG = "megatron.training.models.gpt.GPTModelConfig"
+_GPT_BUILDER = "gpt_builders.gpt_builder"
 
 _WAY_OUT = (
     "use pretrain_gpt.py of a Megatron-LM checkout, or train with "
@@ -122,55 +135,47 @@ class HostScript:
         return self._args
 
     def pretrain(self, *args: Any, **kwargs: Any) -> Any:
-        """Call Megatron's `pretrain()` with ODB's data sets and forward step.
+        """Call Megatron's `pretrain()` with ODB's data sets, forward step and layer spec.
 
         Raises:
-            SystemExit: a call that ODB cannot stand in for (2).
+            SystemExit: a call that ODB cannot stand in for, or flags that cannot be used (2).
         """
         from odb_megatron.megatron.usage import usage_errors
 
         self.has_trained = True
         with usage_errors():
-            call, model_config = self._read(args, kwargs)
-        assert self._args is not None, "read above"
+            form = pretrain_form(self._pretrain)
+            call = _bind(self._pretrain, args, kwargs)
+            given = call.arguments
+            _refuse_unknown(given, form)
+        if form is PretrainForm.PARSES:
+            self.parse_and_validate_args(given.get(_EXTRA_ARGS), args_defaults=given.get(_DEFAULTS))
+        if self._args is None:
+            with usage_errors():
+                raise ValueError(
+                    f"{FLAG}: this script called pretrain() and has not called "
+                    f"megatron.training.arguments.parse_and_validate_args before: {_WAY_OUT}"
+                )
+        return self._train(call, form, self._args)
 
+    def _train(
+        self, call: inspect.BoundArguments, form: PretrainForm, args: argparse.Namespace
+    ) -> Any:
         from odb_megatron.megatron.run import OdbRun
 
-        with OdbRun(self._args) as run:
-            run.prepare_model(model_config)
+        with OdbRun(args) as run:
+            if form is PretrainForm.MODEL_CONFIG:
+                run.prepare_model(call.arguments[_CONFIG].model)
+            else:
+                provider = gpt_model_provider(args, run.prepare_model)
+                call.arguments[_MODEL_PROVIDER] = provider
             call.arguments[_PROVIDER] = run.datasets_provider
             call.arguments[_FORWARD_STEP] = run.forward_step
-            if self._args.rank == 0:
+            if args.rank == 0:
                 name = os.path.basename(sys.argv[0])
                 print(f"odb: in place of {name}'s own data sets, forward step and layer spec")
-            return self._pretrain(*call.args, **call.kwargs)
-
-    def _read(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[inspect.BoundArguments, Any]:
-        """Return the call by argument name, and its model's configuration.
-
-        Raises:
-            ValueError: a form of call that is not known here.
-        """
-        if self._args is None:
-            raise ValueError(
-                f"{FLAG}: this script called pretrain() and has not called "
-                f"megatron.training.arguments.parse_and_validate_args before: {_WAY_OUT}"
-            )
-        call = _bind(self._pretrain, args, kwargs)
-        expected = {_PROVIDER, _FORWARD_STEP, _CONFIG}
-        if missing := expected - set(call.arguments):
-            raise ValueError(
-                f"{FLAG}: pretrain() was called without {', '.join(sorted(missing))}: {_WAY_OUT}"
-            )
-        for name, value in call.arguments.items():
-            is_given = value is not None and value is not False
-            if is_given and name not in (_PROVIDER, _FORWARD_STEP, *_PASSED_ON):
-                raise ValueError(f"{FLAG} cannot stand in for {_describe(name)}: {_WAY_OUT}")
-        model = getattr(call.arguments[_CONFIG], "model", None)
-        _require_gpt(model)
-        return call, model
+            with already_parsed(args) if form is PretrainForm.PARSES else nullcontext():
+                return self._pretrain(*call.args, **call.kwargs)
 
 
 def _bind(
@@ -182,26 +187,40 @@ def _bind(
         raise ValueError(f"{FLAG}: pretrain() was called with other arguments: {error}") from None
 
 
-def _describe(name: str) -> str:
-    if name == _MODEL_PROVIDER:
-        return "a script that builds its own model (pretrain(model_provider=...))"
-    return f"a script that passes {name} to pretrain()"
+def _refuse_unknown(given: dict[str, Any], form: PretrainForm) -> None:
+    """Check that a call of `pretrain()` trains a GPT and holds nothing that ODB would drop.
+
+    Raises:
+        ValueError: it does not.
+    """
+    for name, value in given.items():
+        is_given = value is not None and value is not False
+        if is_given and name not in (*_READ[form], *_PASSED_ON):
+            builds = name == _MODEL_PROVIDER
+            what = f"{name}, which builds its own model" if builds else name
+            raise ValueError(f"{FLAG}: pretrain() was called with {what}: {_WAY_OUT}")
+    if form is PretrainForm.MODEL_CONFIG:
+        model = getattr(given[_CONFIG], "model", None)
+        found = "no model configuration" if model is None else _name(type(model))
+        expected = _GPT_CONFIG
+    else:
+        provider = given[_MODEL_PROVIDER]
+        builder = next(iter(getattr(provider, "args", ())), provider)  # partial(..., builder)
+        found, expected = f"{_name(builder)} to build the model", _GPT_BUILDER
+    if not found.startswith(expected):
+        why = next((text for part, text in _OTHER_MODELS.items() if part in found), "")
+        raise ValueError(
+            f"{FLAG}: pretrain() was called with {found}, expected {expected}{why}: {_WAY_OUT}"
+        )
 
 
-def _require_gpt(model: Any) -> None:
-    """Refuse models other than Megatron's GPT."""
-    kind = type(model)
-    name = f"{kind.__module__}.{kind.__name__}"
-    if name == "megatron.training.models.gpt.GPTModelConfig":
-        return
-    seen = "no model configuration" if model is None else name
-    reason = _OTHER_MODELS.get(kind.__name__, "it is for GPT models")
-    raise ValueError(f"{FLAG}: pretrain() was called with {seen}, and {reason}: {_WAY_OUT}")
+def _name(value: Any) -> str:
+    return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__name__)}"
 
 
-_OTHER_MODELS = {
-    "HybridModelConfig": "the layers of a hybrid model are Transformer Engine's and Mamba's, for "
-    "which this version has no packed attention or state",
-    "ModelOptModelConfig": "the losses of a ModelOpt model come from its own forward step",
-    "ModelOptHybridModelConfig": "the losses of a ModelOpt model come from its own forward step",
-}
+_MODELOPT = " (a ModelOpt model's losses come from its own forward step)"
+_HYBRID = (
+    " (the layers of a hybrid model are Transformer Engine's and Mamba's, for which this version "
+    "has no packed attention and state)"
+)
+_OTHER_MODELS = {"ModelOpt": _MODELOPT, "Hybrid": _HYBRID, "hybrid": _HYBRID, "mamba": _HYBRID}

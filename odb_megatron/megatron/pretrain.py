@@ -27,29 +27,17 @@ def pretrain_gpt(
     Raises:
         SystemExit: flags that cannot be used (2), `--help`, or Megatron's own exits.
     """
-    from odb_megatron.megatron.compat import require_config_container
-
-    require_config_container()
-
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
-
+    from odb_megatron.megatron.compat_pretrain import pretrain_gpt as pretrain
     from odb_megatron.megatron.run import OdbRun
     from odb_megatron.megatron.setup import parse_and_validate_args
 
     args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
-    model_config = gpt_config_from_args(args)
     with OdbRun(args, datasets=datasets) as run:
-        run.prepare_model(model_config)
         pretrain(
-            pretrain_cfg_container_from_args(args, model_config),
-            run.datasets_provider,
-            ModelType.encoder_or_decoder,
-            run.forward_step,
+            args,
+            prepare_model=run.prepare_model,
+            datasets_provider=run.datasets_provider,
+            forward_step=run.forward_step,
         )
 
 
