@@ -16,6 +16,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "launch": "run a pretrain script on several processes of this machine, also without a GPU",
     "pretrain": "train a GPT with megatron-core alone: launch, with the package's own script",
+    "patch": "put --odb into a Megatron-LM checkout's own pretrain_gpt.py",
     "simulate": "compare ways to form steps on the lengths of samples alone",
 }
 
@@ -42,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from odb_megatron.launch import pretrain
 
         return pretrain(rest + arguments[1:])
+    if known.command == "patch":
+        from odb_megatron.patching.command import main as patch
+
+        return patch(rest + arguments[1:])
     if known.command == "simulate":
         from odb_megatron.simulation.command import main as simulate
 
