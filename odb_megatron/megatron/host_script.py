@@ -196,19 +196,17 @@ def _refuse_unknown(given: dict[str, Any], form: PretrainForm) -> None:
     for name, value in given.items():
         is_given = value is not None and value is not False
         if is_given and name not in (*_READ[form], *_PASSED_ON):
-            builds = name == _MODEL_PROVIDER
-            what = f"{name}, which builds its own model" if builds else name
-            raise ValueError(f"{FLAG}: pretrain() was called with {what}: {_WAY_OUT}")
+            raise ValueError(
+                f"{FLAG}: pretrain() was called with {name}, which ODB would drop: {_WAY_OUT}"
+            )
     if form is PretrainForm.MODEL_CONFIG:
-        model = getattr(given[_CONFIG], "model", None)
+        model, expected = getattr(given[_CONFIG], "model", None), _GPT_CONFIG
         found = "no model configuration" if model is None else _name(type(model))
-        expected = _GPT_CONFIG
     else:
-        provider = given[_MODEL_PROVIDER]
-        builder = next(iter(getattr(provider, "args", ())), provider)  # partial(..., builder)
-        found, expected = f"{_name(builder)} to build the model", _GPT_BUILDER
-    if not found.startswith(expected):
-        why = next((text for part, text in _OTHER_MODELS.items() if part in found), "")
+        provider, expected = given[_MODEL_PROVIDER], _GPT_BUILDER
+        found = _name(next(iter(getattr(provider, "args", ())), provider))  # partial(_, builder)
+    if found != expected:
+        why = next((text for part, text in _OTHER_MODELS.items() if part in found.lower()), "")
         raise ValueError(
             f"{FLAG}: pretrain() was called with {found}, expected {expected}{why}: {_WAY_OUT}"
         )
@@ -223,4 +221,4 @@ _HYBRID = (
     " (the layers of a hybrid model are Transformer Engine's and Mamba's, for which this version "
     "has no packed attention and state)"
 )
-_OTHER_MODELS = {"ModelOpt": _MODELOPT, "Hybrid": _HYBRID, "hybrid": _HYBRID, "mamba": _HYBRID}
+_OTHER_MODELS = {"modelopt": _MODELOPT, "hybrid": _HYBRID, "mamba": _HYBRID}

@@ -14,7 +14,7 @@ __all__ = ["InsertPatch", "blob_id", "read_patch"]
 
 _INDEX = re.compile(r"^index ([0-9a-f]{40})\.\.([0-9a-f]{40})( \d+)?$")
 _FILE = re.compile(r"^\+\+\+ b/(\S+)$")
-_HUNK = re.compile(r"^@@ -(\d+),(\d+) \+\d+,\d+ @@")
+_HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def read_patch(text: str) -> InsertPatch:
     for line in text.splitlines(keepends=True):
         bare = line.rstrip("\n")
         if (hunk := _HUNK.match(bare)) is not None:
-            position = int(hunk[1]) - 1
+            position = int(hunk[1]) - (hunk[2] != "0")  # of no line: the one before
         elif position is None:
             index, file = _INDEX.match(bare) or index, _FILE.match(bare) or file
         elif line.startswith(" "):
