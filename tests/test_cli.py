@@ -41,6 +41,7 @@ def test_help_of_the_installed_command(command: list[str]) -> None:
         ["--help"],
         ["launch", "--help"],
         ["pretrain", "--help"],
+        ["patch", "--help"],
         ["simulate", "--help"],
         ["--version"],
     ],
