@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -114,6 +115,10 @@ def pretrain_gpt(
 
         positional.insert(0, argument_utils.pretrain_cfg_container_from_args(args))
     with _already_parsed(args) if form is PretrainForm.PARSES else nullcontext():
+        if args.log_progress and args.save and args.rank == 0:
+            # 0.17.1 opens the progress log, on rank 0, in a folder that may not exist yet
+            # (utils.py 467); 0.18.2 makes it.
+            Path(args.save).mkdir(parents=True, exist_ok=True)
         pretrain(*positional)
 
 
