@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -223,6 +224,10 @@ def already_parsed(args: argparse.Namespace) -> Iterator[None]:
     def nothing(*_args: Any, **_options: Any) -> None:
         return None
 
+    if args.log_progress and args.save and args.rank == 0:
+        # 0.17.1 opens the progress log, on rank 0, in a folder that may not exist yet
+        # (utils.py 467); 0.18.2 makes it.
+        Path(args.save).mkdir(parents=True, exist_ok=True)
     replacements = {
         "parse_args": parse_args,
         "load_args_from_checkpoint": nothing,
