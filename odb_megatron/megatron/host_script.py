@@ -80,16 +80,16 @@ def with_odb(
             `pretrain()` parses.
 
     Returns:
-        Both as they are without `--odb`; `--help` lists ODB's flags too.
+        Both as they are without `--odb`. (`--help` never gets here: Megatron's in-process restart
+        parses the command line first, and prints the flags that it knows.)
 
     Raises:
         SystemExit: ODB's flags without `--odb` (2).
     """
     from odb_megatron.megatron.usage import usage_errors
 
-    flags = sys.argv[1:]
     with usage_errors():
-        asked = wants_odb(flags) or bool({"-h", "--help"} & set(flags))
+        asked = wants_odb(sys.argv[1:])
     if not asked:
         return pretrain, parse_and_validate_args
     script = HostScript(pretrain)
@@ -120,7 +120,7 @@ class HostScript:
         """Parse as Megatron does, ODB's flags among its own.
 
         Raises:
-            SystemExit: flags that cannot be used (2), or `--help` (0).
+            SystemExit: flags that cannot be used (2).
         """
         from odb_megatron.megatron.setup import parse_and_validate_args
         from odb_megatron.megatron.usage import usage_errors
