@@ -14,7 +14,7 @@ from odb_megatron.megatron.validation import _REFUSALS, _REFUSALS_ALWAYS, refuse
 
 pytest_plugins = ["megatron_fixtures"]
 
-OTHER_VERSIONS = {"sequence_packing_scheduler"}
+OTHER_VERSIONS = {"sequence_packing_scheduler", "use_varlen_dataset"}
 """Names that Megatron 0.19.2 does not have: newer, or gone."""
 
 GOOD: dict[str, Any] = {
@@ -99,6 +99,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"perform_rl_step": True}, "--perform-rl-step"),
     ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
     ({"sequence_packing_scheduler": "dp_balanced"}, "--sequence-packing-scheduler"),
+    ({"use_varlen_dataset": True}, "--use-varlen-dataset"),
+    ({"inprocess_restart": True}, "--inprocess-restart"),
+    ({"logits_load_dir": "logits"}, "--logits-load-dir"),
+    ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking"),
+    (
+        {"spec": ["a.module", "a_spec"]},
+        "--odb-attention needs layers of its own choice: drop --spec",
+    ),
     ({"use_megatron_fsdp": True}, "--use-distributed-optimizer"),
     ({"use_torch_fsdp2": True}, "--use-distributed-optimizer"),
     (

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from importlib import metadata
 from typing import Any
 
 __all__ = [
     "MAX_VERSION",
     "MIN_VERSION",
+    "NEWER",
     "describe_megatron",
     "megatron_version",
     "packed_seq_params",
@@ -26,31 +26,32 @@ MIN_VERSION = (0, 16)
 MAX_VERSION = (0, 19)
 """Last supported megatron-core minor version."""
 
+NEWER = "Megatron-LM main of 2026-08-22 (d98e8a64, 0.20.0)"
+"""What was run of later ones; they are not refused, since main's number says little of it."""
+
 
 def megatron_version() -> tuple[int, ...]:
-    """Return the installed megatron-core's version as integers.
+    """Return the version, as integers, of the megatron-core that is imported.
+
+    A checkout on `sys.path` comes before an installed package, whose metadata stays visible.
 
     Raises:
-        ValueError: not installed, or outside the supported range.
+        ValueError: older than what is supported.
     """
-    try:
-        text = metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:
-        import megatron.core
+    from megatron.core import package_info
 
-        text = str(megatron.core.__version__)  # a checkout on PYTHONPATH has no metadata
-    return check_version(text)
+    return check_version(str(package_info.__version__))
 
 
 def check_version(text: str) -> tuple[int, ...]:
-    """Parse a version and check that it is supported.
+    """Parse a version and check that it is not too old.
 
     Raises:
-        ValueError: outside the supported range.
+        ValueError: it is.
     """
     version = tuple(int(number) for number in re.findall(r"\d+", text)[:3])
-    if not MIN_VERSION <= version[:2] <= MAX_VERSION:
-        low, high = (".".join(map(str, bound)) for bound in (MIN_VERSION, MAX_VERSION))
+    if version[:2] < MIN_VERSION:
+        low, high = _bounds()
         raise ValueError(
             f"megatron-core {text} is not supported; this odb_megatron works with {low} to {high}: "
             f"pip install 'megatron-core>={low},<0.{MAX_VERSION[1] + 1}'"
@@ -59,10 +60,19 @@ def check_version(text: str) -> tuple[int, ...]:
 
 
 def describe_megatron() -> str:
-    """Return one line on what was found, for start-up."""
-    version = ".".join(map(str, megatron_version()))
-    low, high = (".".join(map(str, bound)) for bound in (MIN_VERSION, MAX_VERSION))
-    return f"megatron-core {version} (supported: {low} to {high})"
+    """Return one line on what was found, for start-up; a warning where it is newer than known."""
+    version = megatron_version()
+    found, (low, high) = ".".join(map(str, version)), _bounds()
+    if version[:2] > MAX_VERSION:
+        return (
+            f"warning: megatron-core {found} is newer than {low} to {high}, which this "
+            f"odb_megatron supports; of newer ones it was run with {NEWER}"
+        )
+    return f"megatron-core {found} (supported: {low} to {high})"
+
+
+def _bounds() -> tuple[str, ...]:
+    return tuple(".".join(map(str, bound)) for bound in (MIN_VERSION, MAX_VERSION))
 
 
 def packed_seq_params(**values: Any) -> Any:

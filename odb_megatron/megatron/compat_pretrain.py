@@ -26,6 +26,8 @@ from typing import Any
 __all__ = [
     "GptModel",
     "PretrainForm",
+    "already_parsed",
+    "gpt_model_provider",
     "mtp_block_spec",
     "prediction_module",
     "pretrain_form",
@@ -108,17 +110,13 @@ def pretrain_gpt(
         container = argument_utils.pretrain_cfg_container_from_args(args, model_config)
         pretrain(container, datasets_provider, model_type, forward_step)
         return
-    provider = _model_provider(args, prepare_model)
+    provider = gpt_model_provider(args, prepare_model)
     positional = [datasets_provider, provider, model_type, forward_step]
     if form is PretrainForm.MODEL_PROVIDER:
         from megatron.training import argument_utils
 
         positional.insert(0, argument_utils.pretrain_cfg_container_from_args(args))
-    with _already_parsed(args) if form is PretrainForm.PARSES else nullcontext():
-        if args.log_progress and args.save and args.rank == 0:
-            # 0.17.1 opens the progress log, on rank 0, in a folder that may not exist yet
-            # (utils.py 467); 0.18.2 makes it.
-            Path(args.save).mkdir(parents=True, exist_ok=True)
+    with already_parsed(args) if form is PretrainForm.PARSES else nullcontext():
         pretrain(*positional)
 
 
@@ -164,10 +162,15 @@ def mtp_block_spec(config: Any, transformer_layer_spec: Any, vp_stage: int | Non
     )
 
 
-def _model_provider(
+def gpt_model_provider(
     args: argparse.Namespace, prepare_model: Callable[[Any], None]
 ) -> Callable[..., Any]:
-    """Return a model provider that builds as gpt_builders.py does (0.17.1, 0.18.2)."""
+    """Return a model provider that builds as gpt_builders.py does (0.17.1, 0.18.2).
+
+    Args:
+        args: from `setup.read_args`.
+        prepare_model: see `pretrain_gpt`.
+    """
     from megatron.core.models.gpt import GPTModel
     from megatron.training.arguments import core_transformer_config_from_args
 
@@ -208,12 +211,16 @@ def _model_provider(
 
 
 @contextmanager
-def _already_parsed(args: argparse.Namespace) -> Iterator[None]:
+def already_parsed(args: argparse.Namespace) -> Iterator[None]:
     """Have `initialize_megatron` take these arguments, whose globals are set (0.17.1).
 
-    It parses, validates and sets them by four functions of its module, in this order.
+    It parses, validates and sets them by four functions of its module, in this order. The folder of
+    the progress log is made, which it opens on rank 0 (utils.py 467; 0.18.2 makes it).
     """
     from megatron.training import initialize
+
+    if args.log_progress and args.save and args.rank == 0:
+        Path(args.save).mkdir(parents=True, exist_ok=True)
 
     def parse_args(*_args: Any, **_options: Any) -> argparse.Namespace:
         return args
