@@ -52,6 +52,7 @@ from odb_megatron.megatron.providers import build_loader, control_group
 from odb_megatron.megatron.replica_data import ReplicaData
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.topology import padding_multiple
+from odb_megatron.megatron.usage import usage_errors
 from odb_megatron.megatron.validation import refuse_unsupported
 
 
@@ -59,10 +60,11 @@ def main() -> None:
     """Train."""
     args = parse_args()
     start_processes(args)
-    config = OdbConfig.from_args(args, num_replicas=args.data_parallel_size)
-    tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_model, args.tokenizer_cache))
-    args.padded_vocab_size = -(-len(tokenizer) // 128) * 128
-    refuse_unsupported(args, config)
+    with usage_errors():
+        config = OdbConfig.from_args(args, num_replicas=args.data_parallel_size)
+        tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_model, args.tokenizer_cache))
+        args.padded_vocab_size = -(-len(tokenizer) // 128) * 128
+        refuse_unsupported(args, config)
     model = build_model(args, config)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="adam", lr=args.lr, clip_grad=1.0, weight_decay=0.01), [model]
