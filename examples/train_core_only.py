@@ -55,6 +55,10 @@ from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.megatron.usage import usage_errors
 from odb_megatron.megatron.validation import refuse_unsupported
 
+LEFT_OUT = ("epochs", "log_dir", "resume_strict", "warmup_worst_case", "stall_warn_s")
+LEFT_OUT += ("on_peer_failure",)
+"""Flags of ODB's for what this loop does not have."""
+
 
 def main() -> None:
     """Train."""
@@ -95,6 +99,11 @@ def parse_args() -> argparse.Namespace:
     for name in ("tensor", "pipeline"):
         parser.add_argument(f"--{name}-model-parallel-size", type=int, default=1)
     args = add_odb_arguments(parser).parse_args()
+    for name in LEFT_OUT:
+        if getattr(args, f"odb_{name}") is not None:
+            parser.error(f"this loop does not have --odb-{name.replace('_', '-')}: drop it")
+    if args.odb_cost == "auto":
+        parser.error("this loop does not time its micro-batches: use --odb-cost shape, or prices")
     args.odb = True
     fixed = {
         "calculate_per_token_loss": True,

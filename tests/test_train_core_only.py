@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -106,3 +107,25 @@ def test_pipeline(data: list[str]) -> None:
 def test_what_does_not_fit_is_named(data: list[str]) -> None:
     _, printed = train(data, "--odb-token-budget", "32", code=2)
     assert "--odb-token-budget 32 is below --seq-length 64" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--odb-epochs", "1"), "this loop does not have --odb-epochs"),
+        (("--no-odb-resume-strict",), "this loop does not have --odb-resume-strict"),
+        (("--odb-cost", "auto"), "use --odb-cost shape"),
+    ],
+)
+def test_a_flag_that_would_do_nothing(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    reason: str,
+) -> None:
+    script = runpy.run_path(str(ROOT / "examples" / "train_core_only.py"))
+    given = ["train_core_only.py", "--data-path", "a", "--tokenizer-model", "b", *flags]
+    monkeypatch.setattr(sys, "argv", given)
+    with pytest.raises(SystemExit, match="2"):
+        script["parse_args"]()
+    assert reason in capsys.readouterr().err
