@@ -148,6 +148,19 @@ def test_router_losses_of_017_are_logged_per_micro_batch() -> None:
     assert scales == [1 / 4, 1 / 3]
 
 
+def test_flops_of_real_lengths_from_one_length_for_all() -> None:
+    def flops(args: Any, batch_size: float) -> float:
+        return float(batch_size * args.seq_length * (700 + 3 * args.seq_length))
+
+    args, lengths = argparse.Namespace(seq_length=4096), [5, 100, 12, 333]
+    found = compat_metrics.flops_of_real_tokens(
+        flops, args, num_tokens=sum(lengths), num_squared=sum(n * n for n in lengths)
+    )
+    assert found == pytest.approx(sum(n * (700 + 3 * n) for n in lengths))
+    assert args.seq_length == 4096
+    assert compat_metrics.flops_of_real_tokens(flops, args, num_tokens=0, num_squared=0) == 0
+
+
 @pytest.mark.megatron
 def test_metrics_are_put_back() -> None:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
