@@ -55,8 +55,9 @@ from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.megatron.usage import usage_errors
 from odb_megatron.megatron.validation import refuse_unsupported
 
-LEFT_OUT = ("epochs", "log_dir", "resume_strict", "warmup_worst_case", "stall_warn_s")
-LEFT_OUT += ("on_peer_failure",)
+LEFT_OUT = (
+    *("epochs", "log_dir", "resume_strict", "warmup_worst_case", "stall_warn_s", "on_peer_failure"),
+)
 """Flags of ODB's for what this loop does not have."""
 
 
