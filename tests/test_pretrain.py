@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from megatron_world import GLOBAL_BATCH_SIZE, SEQ_LENGTH, ChatFile, Megatron, Run, write_chats
+from parallel_runs import is_017
 
 from odb_megatron.megatron.compat_metrics import counts_real_flops
-from odb_megatron.megatron.compat_pretrain import PretrainForm, pretrain_form
 
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.megatron
@@ -104,9 +104,7 @@ def test_a_replica_idles_in_the_last_step_of_samples(run: Run) -> None:
 
 def test_tokens_of_steps_and_progress_log_are_real(run: Run, chats: ChatFile, saved: Path) -> None:
     total, expected = 0, []
-    logs_last_save = (
-        pretrain_form() is not PretrainForm.PARSES
-    )  # 0.17 saves after the loop unlogged
+    logs_last_save = not is_017()
     for step in run.steps:
         tokens, _, loss_tokens = chats.sums(step.all_ids)
         assert (step.record["tokens"], step.record["loss_tokens"]) == (tokens, loss_tokens)

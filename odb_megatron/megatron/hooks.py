@@ -235,8 +235,13 @@ class Hooks:
             iterator = signature.bind(*args, **kwargs).arguments["data_iterator"]
             first = iterator[0] if isinstance(iterator, list) else iterator
             loader = getattr(first, "iterable", None)
-            # The count is the validation set's; only that one is wrapped to start again by itself.
-            one_pass = len(loader) if isinstance(loader, ChunkIterator) else steps
+            # The count is the validation set's; only that one is wrapped to start again by itself,
+            # and not before 0.18.
+            one_pass = steps
+            if isinstance(loader, ChunkIterator):
+                one_pass = len(loader)
+                for part in iterator if isinstance(iterator, list) else [iterator]:
+                    iter(part.iterable)
             megatron_args.eval_iters = [one_pass]
             try:
                 return original(*args, **kwargs)
