@@ -52,17 +52,24 @@ from odb_megatron.megatron.providers import build_loader, control_group
 from odb_megatron.megatron.replica_data import ReplicaData
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.topology import padding_multiple
+from odb_megatron.megatron.usage import usage_errors
 from odb_megatron.megatron.validation import refuse_unsupported
+
+LEFT_OUT = (
+    *("epochs", "log_dir", "resume_strict", "warmup_worst_case", "stall_warn_s", "on_peer_failure"),
+)
+"""Flags of ODB's for what this loop does not have."""
 
 
 def main() -> None:
     """Train."""
     args = parse_args()
     start_processes(args)
-    config = OdbConfig.from_args(args, num_replicas=args.data_parallel_size)
-    tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_model, args.tokenizer_cache))
-    args.padded_vocab_size = -(-len(tokenizer) // 128) * 128
-    refuse_unsupported(args, config)
+    with usage_errors():
+        config = OdbConfig.from_args(args, num_replicas=args.data_parallel_size)
+        tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_model, args.tokenizer_cache))
+        args.padded_vocab_size = -(-len(tokenizer) // 128) * 128
+        refuse_unsupported(args, config)
     model = build_model(args, config)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="adam", lr=args.lr, clip_grad=1.0, weight_decay=0.01), [model]
@@ -93,6 +100,11 @@ def parse_args() -> argparse.Namespace:
     for name in ("tensor", "pipeline"):
         parser.add_argument(f"--{name}-model-parallel-size", type=int, default=1)
     args = add_odb_arguments(parser).parse_args()
+    for name in LEFT_OUT:
+        if getattr(args, f"odb_{name}") is not None:
+            parser.error(f"this loop does not have --odb-{name.replace('_', '-')}: drop it")
+    if args.odb_cost == "auto":
+        parser.error("this loop does not time its micro-batches: use --odb-cost shape, or prices")
     args.odb = True
     fixed = {
         "calculate_per_token_loss": True,

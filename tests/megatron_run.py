@@ -91,7 +91,8 @@ class Outcome:
         steps: this replica's lines of the step log (`--odb-log-dir`).
         forwards: training micro-batches run, by iteration (1-based).
         flops: arguments of Megatron's FLOPs function in each training iteration:
-            (batch size, real tokens, squared tokens).
+            (batch size, real tokens, squared tokens); the first is None where that function knows
+            one length for all (0.17).
         progress_tokens: tokens written to the progress log at each save.
         learning_rates: as Megatron logs them, by iteration.
         eval_ids: stream positions of each evaluation step, in order.
@@ -110,7 +111,7 @@ class Outcome:
     output: str = ""
     steps: list[dict[str, Any]] = field(default_factory=list)
     forwards: dict[int, int] = field(default_factory=dict)
-    flops: list[tuple[int, float | None, float | None]] = field(default_factory=list)
+    flops: list[tuple[int | None, float | None, float | None]] = field(default_factory=list)
     progress_tokens: list[int] = field(default_factory=list)
     learning_rates: dict[int, float] = field(default_factory=dict)
     eval_ids: list[tuple[int, ...]] = field(default_factory=list)
@@ -239,8 +240,13 @@ def _observed(
 
     def num_floating_point_operations(original: Any) -> Any:
         def observed(args: Any, batch_size: int, **sums: float | None) -> Any:
-            tokens = sums.get("total_real_tokens_in_batch")  # 0.17 has no sums
-            outcome.flops.append((batch_size, tokens, sums.get("seqlen_squared_sum_in_batch")))
+            if sums:
+                tokens = sums["total_real_tokens_in_batch"]
+                squared = sums["seqlen_squared_sum_in_batch"]
+                outcome.flops.append((batch_size, tokens, squared))
+            else:  # 0.17: as many samples of one length
+                tokens = batch_size * args.seq_length
+                outcome.flops.append((None, round(tokens), round(tokens * args.seq_length)))
             return original(args, batch_size, **sums)
 
         return observed

@@ -105,7 +105,7 @@ def main() -> int:
     numbers = [version.number for version in VERSIONS]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="*", metavar="VERSION", help=", ".join(numbers))
-    parser.add_argument("--jobs", type=int, default=2, help="test files at a time")
+    parser.add_argument("--jobs", type=int, default=2, help="test files at a time; 0: no xdist")
     parser.add_argument("--pytest", default="", help="further arguments of pytest")
     options = parser.parse_args()
     unknown = sorted(set(options.versions) - set(numbers))
@@ -133,11 +133,12 @@ def test(version: Version, *, jobs: int, more: list[str]) -> Row:
     REPORTS.mkdir(parents=True, exist_ok=True)
     report = REPORTS / f"{version.number}.xml"
     report.unlink(missing_ok=True)
+    at_a_time = ["-n", str(jobs), "--dist", "loadfile"] if jobs else []
     started = time.monotonic()
     subprocess.run(
         [
-            *(str(python), "-m", "pytest", "-n", str(jobs), "--dist", "loadfile", "-q"),
-            *("-p", "no:cacheprovider", f"--junitxml={report}", *more, *map(str, files)),
+            *(str(python), "-m", "pytest", *at_a_time, "-q", "-p", "no:cacheprovider"),
+            *(f"--junitxml={report}", *more, *map(str, files)),
         ],
         cwd=ROOT,
         env=environment(python),

@@ -11,16 +11,22 @@ Must not log. What a version does not have is left out; each function says what 
 
 from __future__ import annotations
 
+import argparse
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 __all__ = [
+    "counts_real_flops",
+    "flops_of_real_tokens",
     "forget_metrics",
     "logged_per_micro_batch",
     "metrics_kept",
     "seqlen_stats_updater",
 ]
+
+_UPDATER = "update_seqlen_stats_from_cu_seqlens"
 
 _LENGTHS = {"_seqlen_stats_in_iteration": None, "_seqlen_stats_active": False}
 """Names of `training` with the sums of an iteration's lengths, and their values before it."""
@@ -29,14 +35,40 @@ _LENGTHS = {"_seqlen_stats_in_iteration": None, "_seqlen_stats_active": False}
 def seqlen_stats_updater() -> Callable[[Any], None]:
     """Return Megatron's accounting of packed samples' FLOPs, which takes `cu_seqlens`.
 
-    Without it (0.17) Megatron's TFLOP/s take every sample to be `--seq-length` long.
+    Without it (0.17) `flops_of_real_tokens` stands in.
     """
     from megatron.training import training
 
-    update: Callable[[Any], None] | None = getattr(
-        training, "update_seqlen_stats_from_cu_seqlens", None
-    )
+    update: Callable[[Any], None] | None = getattr(training, _UPDATER, None)
     return _ignore if update is None else update
+
+
+def counts_real_flops() -> bool:
+    """Whether Megatron counts the FLOPs of packed samples by their real lengths."""
+    from megatron.training import training
+
+    return hasattr(training, _UPDATER)
+
+
+def flops_of_real_tokens(
+    function: Callable[..., Any], args: argparse.Namespace, *, num_tokens: int, num_squared: int
+) -> Any:
+    """Return the FLOPs of a step's real lengths, from a function that knows one length for all.
+
+    It is `batch * length * (a + b * length)` (training.py `num_floating_point_operations`, 0.17.1),
+    so the length Σl² / Σl, and as many samples of it as have Σl tokens, give the sum over samples.
+
+    Args:
+        function: Megatron's, of its arguments and a batch size.
+        args: Megatron's arguments.
+        num_tokens: Σl of the step.
+        num_squared: Σl² of the step.
+    """
+    if not num_tokens:
+        return 0.0
+    changed = copy.copy(args)
+    changed.seq_length = num_squared / num_tokens
+    return function(changed, num_tokens / changed.seq_length)
 
 
 def forget_metrics() -> None:

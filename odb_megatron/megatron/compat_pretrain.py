@@ -214,9 +214,13 @@ def gpt_model_provider(
 def already_parsed(args: argparse.Namespace) -> Iterator[None]:
     """Have `initialize_megatron` take these arguments, whose globals are set (0.17.1).
 
-    It parses, validates and sets them by four functions of its module, in this order.
+    It parses, validates and sets them by four functions of its module, in this order. The folder of
+    the progress log is made, which it opens on rank 0 (utils.py 467; 0.18.2 makes it).
     """
     from megatron.training import initialize
+
+    if args.log_progress and args.save and args.rank == 0:
+        Path(args.save).mkdir(parents=True, exist_ok=True)
 
     def parse_args(*_args: Any, **_options: Any) -> argparse.Namespace:
         return args
@@ -224,10 +228,6 @@ def already_parsed(args: argparse.Namespace) -> Iterator[None]:
     def nothing(*_args: Any, **_options: Any) -> None:
         return None
 
-    if args.log_progress and args.save and args.rank == 0:
-        # 0.17.1 opens the progress log, on rank 0, in a folder that may not exist yet
-        # (utils.py 467); 0.18.2 makes it.
-        Path(args.save).mkdir(parents=True, exist_ok=True)
     replacements = {
         "parse_args": parse_args,
         "load_args_from_checkpoint": nothing,

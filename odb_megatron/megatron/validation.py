@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from odb_megatron.megatron.compat import repeats_full_validation
 from odb_megatron.megatron.config import CostSource, OdbConfig
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
 from odb_megatron.plan.batch_size import check_batch_size
@@ -217,6 +218,15 @@ _REFUSALS = (
 
 
 _REFUSALS_ALWAYS = (
+    _Refusal(
+        lambda args: (
+            bool(getattr(args, "full_validation", False))
+            and not args.odb
+            and not repeats_full_validation()
+        ),
+        "without --odb Megatron 0.17 evaluates the whole of a validation set once, and fails the "
+        "second time: use --odb, drop --full-validation, or use megatron-core 0.18",
+    ),
     _Refusal(
         lambda args: getattr(args, "transformer_impl", "local") != "local",
         "the kernels of --odb-attention work in Megatron's local layers in this version: use "
