@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from megatron_world import Megatron
 
+from odb_megatron.megatron import validation
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.validation import _REFUSALS, _REFUSALS_ALWAYS, refuse_unsupported
 
@@ -201,10 +202,25 @@ def test_times_that_overlap_are_not_fitted() -> None:
         _check(pipeline_model_parallel_size=2, odb_cost="auto")
 
 
-def test_every_row_is_covered() -> None:
+ON_0_17 = {"odb": False, "full_validation": True}
+
+
+def test_every_row_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each refusal applies to one of the cases above."""
+    monkeypatch.setattr(validation, "repeats_full_validation", lambda: False)
+    cases = [argparse.Namespace(**{**GOOD, **bad}) for bad in (*(bad for bad, _ in BAD), ON_0_17)]
     for refusal in (*_REFUSALS, *_REFUSALS_ALWAYS):
-        assert any(refusal.applies(argparse.Namespace(**{**GOOD, **bad})) for bad, _ in BAD)
+        assert any(refusal.applies(case) for case in cases)
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_whole_validation_sets_on_0_17(monkeypatch: pytest.MonkeyPatch, repeats: bool) -> None:
+    monkeypatch.setattr(validation, "repeats_full_validation", lambda: repeats)
+    if repeats:
+        _check(**ON_0_17)
+        return
+    with pytest.raises(ValueError, match="drop --full-validation, or use megatron-core 0.18"):
+        _check(**ON_0_17)
 
 
 def test_all_that_applies_is_said_at_once() -> None:
