@@ -202,7 +202,7 @@ def test_times_that_overlap_are_not_fitted() -> None:
         _check(pipeline_model_parallel_size=2, odb_cost="auto")
 
 
-ON_0_17 = {"odb": False, "full_validation": True}
+ON_0_17 = {"odb": False, "full_validation": True, "odb_warmup_worst_case": None}
 
 
 def test_every_row_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
