@@ -15,10 +15,12 @@ ARGS ?=
 # Test files at a time. Many tests start up to four processes themselves.
 JOBS ?= 2
 
-.PHONY: help venv train test test-slurm lint format typecheck verify bench wheel clean distclean
+VERSIONS ?=
+
+.PHONY: help venv train test test-matrix test-slurm lint format typecheck verify bench wheel clean distclean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 venv: ## build .venv from requirements/dev.lock (ODB_PYTHON=/path/to/python3.12 chooses the interpreter)
 	@tools/bootstrap.sh
@@ -32,6 +34,9 @@ test: venv ## run the tests (ARGS="-k plan -x", JOBS=0 for one after the other i
 test-slurm: venv ## run the job scripts of launch/ on a Slurm of two nodes here (Debian: installs it)
 	@tools/slurm_cluster.sh install
 	$(PYTHON) -m pytest tests/test_launch_scripts.py tests/test_slurm_jobs.py $(ARGS)
+
+test-matrix: venv ## Megatron tests on each supported version (VERSIONS="0.16.1 0.18.2")
+	$(PYTHON) tools/test_matrix.py --jobs $(JOBS) $(VERSIONS)
 
 lint: venv ## ruff: rules and format
 	$(PYTHON) -m ruff check .
@@ -60,5 +65,5 @@ clean: ## remove build output and caches
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
-distclean: clean ## remove .venv as well
-	rm -rf .venv .venv.lock
+distclean: clean ## remove .venv and .venvs as well
+	rm -rf .venv .venv.lock .venvs

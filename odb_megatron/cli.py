@@ -15,6 +15,8 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "launch": "run a pretrain script on several processes of this machine, also without a GPU",
+    "pretrain": "train a GPT with megatron-core alone: launch, with the package's own script",
+    "patch": "put --odb into a Megatron-LM checkout's own pretrain_gpt.py",
     "simulate": "compare ways to form steps on the lengths of samples alone",
 }
 
@@ -26,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="odb-megatron",
         description="Online dynamic batching for NVIDIA Megatron.",
         epilog="'odb-megatron COMMAND --help' describes a command. Training flags are those of "
-        "examples/pretrain_gpt_odb.py --help.",
+        "'odb-megatron pretrain -- --help'.",
     )
     parser.add_argument("--version", action="version", version=f"odb-megatron {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
@@ -37,6 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from odb_megatron.launch import main as launch
 
         return launch(rest + arguments[1:])
+    if known.command == "pretrain":
+        from odb_megatron.launch import pretrain
+
+        return pretrain(rest + arguments[1:])
+    if known.command == "patch":
+        from odb_megatron.patching.command import main as patch
+
+        return patch(rest + arguments[1:])
     if known.command == "simulate":
         from odb_megatron.simulation.command import main as simulate
 

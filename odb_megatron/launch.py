@@ -1,4 +1,4 @@
-"""`odb-megatron launch`: starts a script in N processes by torch's elastic launcher.
+"""`odb-megatron launch` and `pretrain`: start a script in N processes by torch's elastic launcher.
 
 Must not import torch or Megatron (so that `--help` is instant) and must not interpret the script's
 arguments. With `--device cpu` each process gets the CPU device layer before the script runs.
@@ -15,10 +15,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-__all__ = ["build_command", "build_environment", "main"]
+__all__ = ["build_command", "build_environment", "main", "pretrain"]
 
 _RUNNER = "odb_megatron.testing.run_script"
 _ELASTIC = "odb_megatron.comm.elastic"
+_PRETRAIN = "odb_megatron.megatron.pretrain"
 
 # Options of torchrun that say where the rendezvous is: they exclude --standalone.
 _RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--standalone")
@@ -41,8 +42,38 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: arguments that do not parse (2), or `--help` (0).
     """
     options = _parse(argv)
+    return _launch(options, options.script)
+
+
+def pretrain(argv: Sequence[str]) -> int:
+    """Launch the package's own pretrain script and wait for it, as `main` does.
+
+    Args:
+        argv: arguments behind `odb-megatron pretrain`: those of `launch`, at any place, and the
+            script's.
+
+    Returns:
+        As `main`.
+
+    Raises:
+        SystemExit: arguments that do not parse (2), or `--help` (0).
+    """
+    parser = _parser(
+        "pretrain",
+        description="Pretrain or fine-tune a GPT with Megatron, in N processes. Flags that are not "
+        "listed here are Megatron's and ODB's: 'odb-megatron pretrain --device cpu -- --help' "
+        "lists them (without --device cpu where there is a GPU).",
+        usage="%(prog)s [options] [--] [FLAGS...]",
+    )
+    argv = list(argv)
+    end = argv.index("--") if "--" in argv else len(argv)
+    options, flags = parser.parse_known_args(argv[:end])
+    return _launch(options, ["-m", _PRETRAIN, *flags, *argv[end + 1 :]])
+
+
+def _launch(options: argparse.Namespace, script: Sequence[str]) -> int:
     command = build_command(
-        options.script,
+        script,
         device=options.device,
         num_processes=options.nproc_per_node,
         torchrun_args=shlex.split(options.torchrun_args),
@@ -59,7 +90,7 @@ def build_command(
     """The launcher's command line.
 
     Args:
-        script: the script's path, then its arguments.
+        script: the script's path, or `-m` and a module, then its arguments.
         device: `"cpu"` runs the script under the CPU device layer, `"auto"` as it is.
         num_processes: processes on this node.
         torchrun_args: further options of torchrun; `--standalone` is left out where
@@ -109,11 +140,40 @@ def _num_cores() -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _parser(
+        "launch",
+        description="Start SCRIPT, or a module, in N processes by torch's elastic launcher.",
+        usage="%(prog)s [options] [--] (SCRIPT | -m MODULE) [ARGS...]",
+    )
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        metavar="MODULE [ARGS...]",
+        help="a module to run as a script, and its arguments",
+    )
+    parser.add_argument(
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT [ARGS...]",
+        help="the script and its arguments",
+    )
+    options = parser.parse_args(list(argv))
+    if options.script[:1] == ["--"]:
+        options.script = options.script[1:]
+    if options.module:
+        options.script = ["-m", *options.module]
+    elif not options.script:
+        parser.error("no SCRIPT was named: odb-megatron launch --nproc-per-node 2 train.py ...")
+    elif options.script[0].startswith("-"):
+        parser.error(f"SCRIPT expected, got {options.script[0]}: its options come after it")
+    return options
+
+
+def _parser(command: str, *, description: str, usage: str) -> argparse.ArgumentParser:
+    """Return a parser of what both commands take."""
     parser = argparse.ArgumentParser(
-        prog="odb-megatron launch",
-        description="Start SCRIPT in N processes by torch's elastic launcher.",
-        usage="%(prog)s [options] [--] SCRIPT [ARGS...]",
-        allow_abbrev=False,
+        prog=f"odb-megatron {command}", description=description, usage=usage, allow_abbrev=False
     )
     parser.add_argument(
         "--device",
@@ -135,20 +195,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="'...'",
         help="further options of torchrun, in one string: --torchrun-args='--nnodes=2 ...'",
     )
-    parser.add_argument(
-        "script",
-        nargs=argparse.REMAINDER,
-        metavar="SCRIPT [ARGS...]",
-        help="the script and its arguments",
-    )
-    options = parser.parse_args(list(argv))
-    if options.script[:1] == ["--"]:
-        options.script = options.script[1:]
-    if not options.script:
-        parser.error("no SCRIPT was named: odb-megatron launch --nproc-per-node 2 train.py ...")
-    if options.script[0].startswith("-"):
-        parser.error(f"SCRIPT expected, got {options.script[0]}: its options come after it")
-    return options
+    return parser
 
 
 def _positive(text: str) -> int:

@@ -91,7 +91,8 @@ class Outcome:
         steps: this replica's lines of the step log (`--odb-log-dir`).
         forwards: training micro-batches run, by iteration (1-based).
         flops: arguments of Megatron's FLOPs function in each training iteration:
-            (batch size, real tokens, squared tokens).
+            (batch size, real tokens, squared tokens); the first is None where that function knows
+            one length for all (0.17).
         progress_tokens: tokens written to the progress log at each save.
         learning_rates: as Megatron logs them, by iteration.
         eval_ids: stream positions of each evaluation step, in order.
@@ -110,7 +111,7 @@ class Outcome:
     output: str = ""
     steps: list[dict[str, Any]] = field(default_factory=list)
     forwards: dict[int, int] = field(default_factory=dict)
-    flops: list[tuple[int, float | None, float | None]] = field(default_factory=list)
+    flops: list[tuple[int | None, float | None, float | None]] = field(default_factory=list)
     progress_tokens: list[int] = field(default_factory=list)
     learning_rates: dict[int, float] = field(default_factory=dict)
     eval_ids: list[tuple[int, ...]] = field(default_factory=list)
@@ -180,25 +181,23 @@ def run_case(case: Case) -> Outcome:
 
 def _pretrain(case: Case, outcome: Outcome) -> None:
     """As examples/pretrain_gpt_odb.py, observed."""
-    from megatron.core.enums import ModelType
-    from megatron.training import argument_utils, training
+    from megatron.training import training
 
+    from odb_megatron.megatron.compat_pretrain import pretrain_gpt
     from odb_megatron.megatron.run import OdbRun
     from odb_megatron.megatron.setup import read_args
 
     args = read_args({"tokenizer_type": "HuggingFaceTokenizer"})
-    model_config = argument_utils.gpt_config_from_args(args)
     datasets = None if case.items is None else _datasets(case.items)
     with _observed(training, outcome, save_fails=case.save_fails):
         before = _replaced_names(training)
         try:
             with OdbRun(args, datasets=datasets) as run:
-                run.prepare_model(model_config)
-                training.pretrain(
-                    argument_utils.pretrain_cfg_container_from_args(args, model_config),
-                    run.datasets_provider,
-                    ModelType.encoder_or_decoder,
-                    _counted(run.forward_step, outcome, args, case),
+                pretrain_gpt(
+                    args,
+                    prepare_model=run.prepare_model,
+                    datasets_provider=run.datasets_provider,
+                    forward_step=_counted(run.forward_step, outcome, args, case),
                 )
         finally:
             outcome.restored = _replaced_names(training) == before
@@ -241,8 +240,13 @@ def _observed(
 
     def num_floating_point_operations(original: Any) -> Any:
         def observed(args: Any, batch_size: int, **sums: float | None) -> Any:
-            tokens = sums["total_real_tokens_in_batch"]
-            outcome.flops.append((batch_size, tokens, sums["seqlen_squared_sum_in_batch"]))
+            if sums:
+                tokens = sums["total_real_tokens_in_batch"]
+                squared = sums["seqlen_squared_sum_in_batch"]
+                outcome.flops.append((batch_size, tokens, squared))
+            else:  # 0.17: as many samples of one length
+                tokens = batch_size * args.seq_length
+                outcome.flops.append((None, round(tokens), round(tokens * args.seq_length)))
             return original(args, batch_size, **sums)
 
         return observed

@@ -29,6 +29,7 @@ from odb_megatron.data.chat_record import (
 )
 from odb_megatron.data.chat_template import CHATML_TEMPLATE, ChatRenderer
 from odb_megatron.data.json_records import JsonRecords
+from odb_megatron.data.template_bounds import compiled
 from odb_megatron.data.tokenizer import load_tokenizer, train_bpe
 
 DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
@@ -515,3 +516,10 @@ def test_real_conversations(tokenizer: Any, renderers: dict[str, ChatRenderer]) 
 
 def test_the_built_in_template_marks_its_turns() -> None:
     assert CHATML_TEMPLATE.count("generation %}") == 2
+
+
+def test_marks_are_seen_by_the_tracker_that_is_activated() -> None:
+    """Up to transformers 5.20 an extension of the overlay and that of its original are two."""
+    environment = compiled("{% generation %}a{% endgeneration %}").environment
+    owner = environment.activate_tracker.__self__
+    assert any(owner is extension for extension in environment.extensions.values())

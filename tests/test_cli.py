@@ -36,7 +36,15 @@ def test_help_of_the_installed_command(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["launch", "--help"], ["simulate", "--help"], ["--version"]]
+    "arguments",
+    [
+        ["--help"],
+        ["launch", "--help"],
+        ["pretrain", "--help"],
+        ["patch", "--help"],
+        ["simulate", "--help"],
+        ["--version"],
+    ],
 )
 def test_no_heavy_import(arguments: list[str]) -> None:
     code = (

@@ -111,6 +111,8 @@ def test_environment(
         (["--device", "cpu", "s.py", "--device", "x"], ["s.py", "--device", "x"]),
         (["--nproc-per-node", "2", "--", "s.py", "--", "y"], ["s.py", "--", "y"]),
         (["--torchrun-args=--nnodes=2", "s.py"], ["s.py"]),
+        (["--device", "cpu", "-m", "a.b", "--x", "-m"], ["-m", "a.b", "--x", "-m"]),
+        (["s.py", "-m", "x"], ["s.py", "-m", "x"]),
     ],
 )
 def test_arguments_of_the_script_are_its_own(argv: list[str], script: list[str]) -> None:
@@ -121,6 +123,7 @@ def test_arguments_of_the_script_are_its_own(argv: list[str], script: list[str])
     ("argv", "text"),
     [
         ([], "no SCRIPT was named"),
+        (["-m"], "no SCRIPT was named"),
         (["--nproc-per-node", "0", "s.py"], "'0' is not a whole number of at least 1"),
         (["--devcie", "cpu", "s.py"], "unrecognized arguments: --devcie"),
         (["--dev", "cpu", "s.py"], "unrecognized arguments: --dev"),
@@ -298,6 +301,38 @@ def test_a_signal_ends_all_processes(tmp_path: Path, number: signal.Signals) -> 
 def test_run_script_refuses(argv: list[str], text: str) -> None:
     with pytest.raises(SystemExit, match=text):
         run_script.main(argv)
+
+
+def test_pretrain_is_the_packages_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options of the launcher may stand between Megatron's; behind `--` all are Megatron's."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(launch, "_run", lambda command, _: commands.append(command) or 7)
+    flags = ["--odb", "--data-path", "a b.jsonl", "--odb-window=4"]
+    assert launch.pretrain([*flags, "--nproc-per-node", "2", "--lr", "-1", "--", "--device"]) == 7
+    ours = ["-m", "odb_megatron.megatron.pretrain"]
+    assert commands[0][4:] == ["--nproc-per-node=2", *ours, *flags, "--lr", "-1", "--device"]
+    launch.pretrain(["--device", "cpu", "--", "--help"])
+    assert commands[1][5:] == ["-m", "odb_megatron.testing.run_script", *ours, "--help"]
+
+
+def test_pretrain_help_says_how_to_list_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch.pretrain(["--help"])
+    assert not ended.value.code
+    assert "'odb-megatron pretrain --device cpu -- --help' lists" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_run_script_runs_a_module(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a_module_to_run.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(run_script.cpu_device, "activate", lambda: None)
+    run_script.main(["-m", "a_module_to_run", "--x", "-m"])
+    assert capsys.readouterr().out == "__main__ ['--x', '-m']\n"
 
 
 def test_run_script_refuses_cuda_in_one_line(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from megatron_world import Megatron, Run
+from parallel_runs import is_017
 
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.megatron
@@ -65,6 +66,8 @@ def test_stop_and_resume(
     assert rest.evaluations == uninterrupted.evaluations
     assert len(rest.evaluations) == 1
     tokens = [sum(step.record["tokens"] for step in uninterrupted.steps)]
+    if is_017():  # its save after the loop is not logged
+        tokens = []
     assert [replica.progress_tokens for replica in rest.replicas] == [tokens, tokens]
     assert "(45 of 45 requested)" in rest.summary
     again = megatron.train(
@@ -225,7 +228,11 @@ def test_a_step_whose_loss_was_nan_is_replayed(
     how: str,
     loaded: int,
 ) -> None:
-    """Megatron runs step 4 again and exits; it saves first where the loss is NaN again."""
+    """Megatron runs step 4 again and exits; it saves first where the loss is NaN again.
+
+    0.17 saves whatever the second loss is.
+    """
+    loaded = 3 if is_017() else loaded
     flags = ("--odb", "--odb-policy", "cost", "--train-samples", 45, *data_flags)
     flags += ("--ckpt-format", "torch_dist", *shlex.split(topology))
     saving = ("--save", tmp_path, "--save-interval", 2)

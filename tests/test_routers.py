@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from odb_megatron.data.thd import layout
-from odb_megatron.megatron.routers import RouterMasks, logged_per_micro_batch
+from odb_megatron.megatron.compat_metrics import logged_per_micro_batch
+from odb_megatron.megatron.routers import RouterMasks
 
 
 class _Helper:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from megatron_world import Megatron
 
+from odb_megatron.megatron import validation
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.validation import _REFUSALS, _REFUSALS_ALWAYS, refuse_unsupported
 
 pytest_plugins = ["megatron_fixtures"]
 
-OTHER_VERSIONS = {"sequence_packing_scheduler"}
+OTHER_VERSIONS = {"sequence_packing_scheduler", "use_varlen_dataset"}
 """Names that Megatron 0.19.2 does not have: newer, or gone."""
 
 GOOD: dict[str, Any] = {
@@ -99,6 +100,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"perform_rl_step": True}, "--perform-rl-step"),
     ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
     ({"sequence_packing_scheduler": "dp_balanced"}, "--sequence-packing-scheduler"),
+    ({"use_varlen_dataset": True}, "--use-varlen-dataset"),
+    ({"inprocess_restart": True}, "--inprocess-restart"),
+    ({"logits_load_dir": "logits"}, "--logits-load-dir"),
+    ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking"),
+    (
+        {"spec": ["a.module", "a_spec"]},
+        "--odb-attention needs layers of its own choice: drop --spec",
+    ),
     ({"use_megatron_fsdp": True}, "--use-distributed-optimizer"),
     ({"use_torch_fsdp2": True}, "--use-distributed-optimizer"),
     (
@@ -193,10 +202,25 @@ def test_times_that_overlap_are_not_fitted() -> None:
         _check(pipeline_model_parallel_size=2, odb_cost="auto")
 
 
-def test_every_row_is_covered() -> None:
+ON_0_17 = {"odb": False, "full_validation": True, "odb_warmup_worst_case": None}
+
+
+def test_every_row_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each refusal applies to one of the cases above."""
+    monkeypatch.setattr(validation, "repeats_full_validation", lambda: False)
+    cases = [argparse.Namespace(**{**GOOD, **bad}) for bad in (*(bad for bad, _ in BAD), ON_0_17)]
     for refusal in (*_REFUSALS, *_REFUSALS_ALWAYS):
-        assert any(refusal.applies(argparse.Namespace(**{**GOOD, **bad})) for bad, _ in BAD)
+        assert any(refusal.applies(case) for case in cases)
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_whole_validation_sets_on_0_17(monkeypatch: pytest.MonkeyPatch, repeats: bool) -> None:
+    monkeypatch.setattr(validation, "repeats_full_validation", lambda: repeats)
+    if repeats:
+        _check(**ON_0_17)
+        return
+    with pytest.raises(ValueError, match="drop --full-validation, or use megatron-core 0.18"):
+        _check(**ON_0_17)
 
 
 def test_all_that_applies_is_said_at_once() -> None:

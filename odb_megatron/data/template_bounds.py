@@ -58,6 +58,9 @@ def compiled(source: str) -> Any:
             "taken: use the template that belongs to the model"
         )
     environment = _compile_jinja_template("").environment.overlay()
+    for extension in environment.extensions.values():  # the overlay's own, which see its templates
+        if hasattr(extension, "activate_tracker"):  # transformers 5.20 has that of the original
+            environment.activate_tracker = extension.activate_tracker
     _bound(environment)
     try:
         return environment.from_string(source)

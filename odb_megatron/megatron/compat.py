@@ -1,24 +1,24 @@
-"""What differs between Megatron versions, in one place.
+"""Which Megatron is installed, and whether it is supported.
 
-Must not hold policy or read arguments' values; callers ask for a fact or a function by meaning.
+Must not hold policy or read arguments' values. What differs between versions has one module for
+each concern: `compat_pretrain` (how `pretrain()` is called and the model is built) and
+`compat_metrics` (what is gathered to be logged). They look at what there is, not at its number.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 __all__ = [
     "MAX_VERSION",
     "MIN_VERSION",
+    "NEWER",
     "describe_megatron",
     "megatron_version",
     "packed_seq_params",
-    "require_config_container",
-    "seqlen_stats_updater",
+    "repeats_full_validation",
 ]
 
 MIN_VERSION = (0, 16)
@@ -27,31 +27,32 @@ MIN_VERSION = (0, 16)
 MAX_VERSION = (0, 19)
 """Last supported megatron-core minor version."""
 
+NEWER = "Megatron-LM main of 2026-08-22 (d98e8a64, 0.20.0)"
+"""What was run of later ones; they are not refused, since main's number says little of it."""
+
 
 def megatron_version() -> tuple[int, ...]:
-    """Return the installed megatron-core's version as integers.
+    """Return the version, as integers, of the megatron-core that is imported.
+
+    A checkout on `sys.path` comes before an installed package, whose metadata stays visible.
 
     Raises:
-        ValueError: not installed, or outside the supported range.
+        ValueError: older than what is supported.
     """
-    try:
-        text = metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:
-        import megatron.core
+    from megatron.core import package_info
 
-        text = str(megatron.core.__version__)  # a checkout on PYTHONPATH has no metadata
-    return check_version(text)
+    return check_version(str(package_info.__version__))
 
 
 def check_version(text: str) -> tuple[int, ...]:
-    """Parse a version and check that it is supported.
+    """Parse a version and check that it is not too old.
 
     Raises:
-        ValueError: outside the supported range.
+        ValueError: it is.
     """
     version = tuple(int(number) for number in re.findall(r"\d+", text)[:3])
-    if not MIN_VERSION <= version[:2] <= MAX_VERSION:
-        low, high = (".".join(map(str, bound)) for bound in (MIN_VERSION, MAX_VERSION))
+    if version[:2] < MIN_VERSION:
+        low, high = _bounds()
         raise ValueError(
             f"megatron-core {text} is not supported; this odb_megatron works with {low} to {high}: "
             f"pip install 'megatron-core>={low},<0.{MAX_VERSION[1] + 1}'"
@@ -60,25 +61,28 @@ def check_version(text: str) -> tuple[int, ...]:
 
 
 def describe_megatron() -> str:
-    """Return one line on what was found, for start-up."""
-    version = ".".join(map(str, megatron_version()))
-    low, high = (".".join(map(str, bound)) for bound in (MIN_VERSION, MAX_VERSION))
-    return f"megatron-core {version} (supported: {low} to {high})"
-
-
-def require_config_container() -> None:
-    """Check that `pretrain()` takes a configuration container, as from 0.19.
-
-    Raises:
-        ValueError: an older Megatron.
-    """
+    """Return one line on what was found, for start-up; a warning where it is newer than known."""
     version = megatron_version()
-    if version < (0, 19):
-        found = ".".join(map(str, version))
-        raise ValueError(
-            f"this script needs megatron.training 0.19 (its pretrain() takes a configuration "
-            f"container); found megatron-core {found}: pip install 'megatron-core>=0.19,<0.20'"
+    found, (low, high) = ".".join(map(str, version)), _bounds()
+    if version[:2] > MAX_VERSION:
+        return (
+            f"warning: megatron-core {found} is newer than {low} to {high}, which this "
+            f"odb_megatron supports; of newer ones it was run with {NEWER}"
         )
+    return f"megatron-core {found} (supported: {low} to {high})"
+
+
+def repeats_full_validation() -> bool:
+    """Whether `--full-validation` of Megatron's own loaders can be evaluated more than once.
+
+    0.17.1 makes one pass over the loader (training.py 3719) and wraps it as cyclic only with
+    `--multiple-validation-sets`; 0.18.2 always does.
+    """
+    return megatron_version() >= (0, 18)
+
+
+def _bounds() -> tuple[str, ...]:
+    return tuple(".".join(map(str, bound)) for bound in (MIN_VERSION, MAX_VERSION))
 
 
 def packed_seq_params(**values: Any) -> Any:
@@ -87,17 +91,3 @@ def packed_seq_params(**values: Any) -> Any:
 
     known = {field.name for field in dataclasses.fields(PackedSeqParams)}
     return PackedSeqParams(**{name: value for name, value in values.items() if name in known})
-
-
-def seqlen_stats_updater() -> Callable[[Any], None]:
-    """Return Megatron's FLOPs accounting hook for packed samples (0.19; a no-op before)."""
-    from megatron.training import training
-
-    update: Callable[[Any], None] | None = getattr(
-        training, "update_seqlen_stats_from_cu_seqlens", None
-    )
-    return update if update is not None else _ignore
-
-
-def _ignore(cu_seqlens: Any) -> None:
-    del cu_seqlens

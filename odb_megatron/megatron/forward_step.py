@@ -16,7 +16,8 @@ from torch import Tensor
 
 from odb_megatron.data.context_parallel import padding_mask
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
-from odb_megatron.megatron.compat import packed_seq_params, seqlen_stats_updater
+from odb_megatron.megatron.compat import packed_seq_params
+from odb_megatron.megatron.compat_metrics import seqlen_stats_updater
 from odb_megatron.plan.padding import padded_length
 
 __all__ = ["Batch", "RouterMask", "loss_func", "make_forward_step", "packed_batch", "padded_batch"]

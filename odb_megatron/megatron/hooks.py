@@ -9,6 +9,7 @@ Each replacement wraps the original and is undone by `Hooks.remove`. Must not pl
 | `training_log` | tells a listener what Megatron logs; router losses per micro-batch |
 | `save_checkpoint` | the data state is written beside the model's |
 | `compute_throughputs_and_append_to_progress_log` | counts real tokens |
+| `num_floating_point_operations`, where it knows one length for all (0.17) | the same |
 | two functions of `moe.router` | what they do with a padding mask (`routers`) |
 | `train_step`, with `--odb-warmup-worst-case` | tells a listener of the first one |
 | `evaluate_and_print_results` | fails on `--full-validation` (training.py 4382, 0.19.2) |
@@ -23,7 +24,13 @@ from typing import Any, Protocol
 
 from odb_megatron.data.finished_step import StepHeader
 from odb_megatron.data.step_feed import ChunkIterator
-from odb_megatron.megatron.routers import RouterMasks, logged_per_micro_batch
+from odb_megatron.megatron.compat_metrics import (
+    counts_real_flops,
+    flops_of_real_tokens,
+    logged_per_micro_batch,
+)
+from odb_megatron.megatron.routers import RouterMasks
+from odb_megatron.plan.step import StepTotals
 
 __all__ = ["Hooks", "RunListener"]
 
@@ -92,6 +99,7 @@ class Hooks:
         self._packed = packed
         self._length = micro_batch_length
         self._count = 1
+        self._totals: StepTotals | None = None
         self._tells_first_step = tells_first_step
         self._is_before_steps = False
         self._router_masks = RouterMasks() if packed and has_experts else None
@@ -109,6 +117,8 @@ class Hooks:
                 "save_checkpoint": self._wrap_save_checkpoint,
                 "compute_throughputs_and_append_to_progress_log": self._wrap_progress_log,
             }
+            if not counts_real_flops():
+                wrappers["num_floating_point_operations"] = self._wrap_flops
         if self._tells_first_step:
             wrappers["train_step"] = self._wrap_train_step
         for name, wrap in wrappers.items():
@@ -152,7 +162,7 @@ class Hooks:
                 if self._length:  # what pipeline stages send each other
                     arguments["seq_length"] = self._length
                 if training:
-                    self._count = header.totals.num_micro_batches
+                    self._count, self._totals = header.totals.num_micro_batches, header.totals
                 if not training or not self._listener.wants_backward():
                     return schedule(**arguments)
                 with self._told_of_backward(arguments["model"]):
@@ -225,8 +235,13 @@ class Hooks:
             iterator = signature.bind(*args, **kwargs).arguments["data_iterator"]
             first = iterator[0] if isinstance(iterator, list) else iterator
             loader = getattr(first, "iterable", None)
-            # The count is the validation set's; only that one is wrapped to start again by itself.
-            one_pass = len(loader) if isinstance(loader, ChunkIterator) else steps
+            # The count is the validation set's; only that one is wrapped to start again by itself,
+            # and not before 0.18.
+            one_pass = steps
+            if isinstance(loader, ChunkIterator):
+                one_pass = len(loader)
+                for part in iterator if isinstance(iterator, list) else [iterator]:
+                    iter(part.iterable)
             megatron_args.eval_iters = [one_pass]
             try:
                 return original(*args, **kwargs)
@@ -234,6 +249,17 @@ class Hooks:
                 megatron_args.eval_iters = steps
 
         return evaluate_and_print_results
+
+    def _wrap_flops(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def num_floating_point_operations(args: Any, batch_size: Any, **options: Any) -> Any:
+            totals = self._totals
+            if totals is None:
+                return original(args, batch_size, **options)
+            return flops_of_real_tokens(
+                original, args, num_tokens=totals.num_tokens, num_squared=totals.num_squared_tokens
+            )
+
+        return num_floating_point_operations
 
     def _wrap_save_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)

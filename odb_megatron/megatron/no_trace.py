@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from odb_megatron.megatron.compat_metrics import metrics_kept
+
 __all__ = ["no_trace"]
 
 _BUCKET_STATE = ("is_first_batch", "golden_per_param_grad_ready_counts")
@@ -43,7 +45,7 @@ def no_trace(chunks: Iterable[Any], args: argparse.Namespace) -> Iterator[None]:
         for kept in (
             _attributes_kept(_changed_attributes(chunks, args)),
             _random_state_kept(),
-            _metrics_kept(),
+            metrics_kept(),
             _timers_kept(),
             _buffers_kept(chunks),
             _gradients_zero(chunks),
@@ -112,25 +114,6 @@ def _random_state_kept() -> Iterator[None]:
             else:
                 current[name] = state
         tracker.set_states(current)
-
-
-@contextmanager
-def _metrics_kept() -> Iterator[None]:
-    """Keep what waits to be logged, and the sums of lengths from which FLOPs are counted."""
-    from megatron.core.transformer.moe import moe_logging
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-    from megatron.training import training
-
-    routers = moe_logging.get_moe_metrics_tracker()
-    metrics, predictions = routers._metrics, MTPLossLoggingHelper.tracker
-    lengths = training._seqlen_stats_in_iteration, training._seqlen_stats_active
-    routers._metrics, MTPLossLoggingHelper.tracker = {}, {}
-    training._seqlen_stats_in_iteration, training._seqlen_stats_active = None, False
-    try:
-        yield
-    finally:
-        routers._metrics, MTPLossLoggingHelper.tracker = metrics, predictions
-        training._seqlen_stats_in_iteration, training._seqlen_stats_active = lengths
 
 
 @contextmanager

@@ -1,25 +1,22 @@
 """Mixtures of experts under varying micro-batch counts: what Megatron's own code needs mended.
 
-Must not change a loss where Megatron's own is right. Of megatron-core 0.19.2 are replaced during a
-run, besides what is logged (`training_log` scales router and multi-token-prediction losses by
-`1 / get_num_microbatches()`, which here counts samples, not micro-batches):
+Must not change a loss where Megatron's own is right. Of megatron-core (0.17.1 to 0.19.2, the same
+text) are replaced during a run, besides what is logged (`compat_metrics.logged_per_micro_batch`):
 
 - `TopKRouter._apply_expert_bias` combines a mask of tokens with a map of tokens and experts as if
-  they had one shape (router.py 738).
+  they had one shape (router.py 738, 0.19.2).
 - `get_tokens_per_expert_and_token_count` counts the tokens of this rank, where there is a padding
-  mask, after the sum over the ranks was written over its counts (moe_utils.py 270 to 277; `_reduce`
-  in mappings.py works in place). So load-balancing losses weigh as many times too much as the loss
-  has ranks. Mended, the weight is the mean over those ranks: without padding that is what Megatron
-  gives with no mask, and with padding it does not depend on which rank has it.
+  mask, after the sum over the ranks was written over its counts (moe_utils.py 270 to 277, 0.19.2;
+  `_reduce` in mappings.py works in place). So load-balancing losses weigh as many times too much as
+  the loss has ranks. Mended, the weight is the mean over those ranks: without padding that is what
+  Megatron gives with no mask, and with padding it does not depend on which rank has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["RouterMasks", "logged_per_micro_batch"]
+__all__ = ["RouterMasks"]
 
 
 class RouterMasks:
@@ -62,47 +59,3 @@ class RouterMasks:
         module.TopKRouter._apply_expert_bias = self._originals[0]
         module.get_tokens_per_expert_and_token_count = self._originals[1]
         self._originals = None
-
-
-class _Scaled:
-    """An object one of whose methods gets another loss scale."""
-
-    def __init__(self, wrapped: Any, name: str, scale: float) -> None:
-        self._wrapped, self._name, self._scale = wrapped, name, scale
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._wrapped, name)
-        if name != self._name:
-            return found
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if args:
-                return found(self._scale, *args[1:], **kwargs)
-            return found(**{**kwargs, "loss_scale": self._scale})
-
-        return call
-
-
-@contextmanager
-def logged_per_micro_batch(module: Any, count: int) -> Iterator[None]:
-    """Have `training_log` average the losses of `count` micro-batches.
-
-    Args:
-        module: `megatron.training.training`.
-        count: micro-batches that this replica ran in the step.
-    """
-    originals = {
-        name: getattr(module, name)
-        for name in ("get_moe_metrics_tracker", "MTPLossLoggingHelper")
-        if hasattr(module, name)
-    }
-    scale = 1 / count
-    if (tracker := originals.get("get_moe_metrics_tracker")) is not None:
-        module.get_moe_metrics_tracker = lambda: _Scaled(tracker(), "report", scale)
-    if (helper := originals.get("MTPLossLoggingHelper")) is not None:
-        module.MTPLossLoggingHelper = _Scaled(helper, "track_mtp_metrics", scale)
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(module, name, original)

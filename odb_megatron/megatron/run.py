@@ -147,8 +147,9 @@ class OdbRun:
         if self._args.pipeline_model_parallel_size > 1 and not self.config.pad_to_budget:
             transformer = model_config.transformer
             transformer.variable_seq_lengths = self._args.variable_seq_lengths = True
-            if transformer.num_moe_experts is None:
+            if transformer.num_moe_experts is None:  # in args as well: scripts build more from them
                 transformer.moe_token_dispatcher_type = "alltoall"
+                self._args.moe_token_dispatcher_type = "alltoall"
 
     def _router_mask(self) -> RouterMask | None:
         args = self._args

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +33,33 @@ __all__ = [
 ]
 
 
-def parse_and_validate_args(args_defaults: dict[str, Any] | None = None) -> argparse.Namespace:
+ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+"""Megatron's `extra_args_provider`."""
+
+
+def parse_and_validate_args(
+    args_defaults: dict[str, Any] | None = None, extra_args: ExtraArgs | None = None
+) -> argparse.Namespace:
     """Return `read_args`; flags that cannot be used end the process with one message.
 
     Args:
         args_defaults: as upstream.
+        extra_args: see `read_args`.
 
     Raises:
         SystemExit: flags that cannot be used (2), or `--help` (0).
     """
     with usage_errors():
-        return read_args(args_defaults)
+        return read_args(args_defaults, extra_args)
 
 
 _NEVER = 2**31 - 1
 """Iterations between evaluations where no `--eval-interval` was given: none while training."""
 
 
-def read_args(args_defaults: dict[str, Any] | None = None) -> argparse.Namespace:
+def read_args(
+    args_defaults: dict[str, Any] | None = None, extra_args: ExtraArgs | None = None
+) -> argparse.Namespace:
     """Parse `sys.argv`, validate, and set Megatron's global variables.
 
     Follows `megatron.training.arguments.parse_and_validate_args` (0.19.2), with three steps of its
@@ -58,6 +68,7 @@ def read_args(args_defaults: dict[str, Any] | None = None) -> argparse.Namespace
 
     Args:
         args_defaults: as upstream.
+        extra_args: adds a script's own flags, as upstream's `extra_args_provider`.
 
     Raises:
         ValueError: flags that are not known or do not fit together, each named.
@@ -66,7 +77,9 @@ def read_args(args_defaults: dict[str, Any] | None = None) -> argparse.Namespace
     from megatron.training.checkpointing import load_args_from_checkpoint
     from megatron.training.global_vars import set_global_variables
 
-    args: argparse.Namespace = megatron_arguments.parse_args(_add_arguments)
+    args: argparse.Namespace = megatron_arguments.parse_args(
+        lambda parser: _add_arguments(parser if extra_args is None else extra_args(parser))
+    )
     if getattr(args, "yaml_cfg", None) is not None:
         raise ValueError(
             "--yaml-cfg replaces the command line that --odb reads: give flags instead"

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from odb_megatron.megatron.compat import repeats_full_validation
 from odb_megatron.megatron.config import CostSource, OdbConfig
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
 from odb_megatron.plan.batch_size import check_batch_size
@@ -96,10 +97,14 @@ _REFUSALS = (
     _Refusal(
         lambda args: any(
             getattr(args, name, False)
-            for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+            for name in (
+                *("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+                "dataloader_inter_document_masking",
+            )
         ),
-        "--reset-position-ids, --reset-attention-mask and --eod-mask-loss do nothing with --odb "
-        "(samples never share positions or attention, and loss follows the data): drop them",
+        "--reset-position-ids, --reset-attention-mask, --eod-mask-loss and "
+        "--dataloader-inter-document-masking do nothing with --odb (samples never share positions "
+        "or attention, and loss follows the data): drop them",
     ),
     _Refusal(
         lambda args: (
@@ -138,6 +143,20 @@ _REFUSALS = (
     _Refusal(
         lambda args: getattr(args, "sequence_packing_scheduler", None) is not None,
         "--odb and --sequence-packing-scheduler both form the micro-batches: drop one",
+    ),
+    _Refusal(
+        _is_on("use_varlen_dataset"),
+        "--odb and --use-varlen-dataset (which switches --sequence-packing-scheduler on) both read "
+        "the data and form the micro-batches: drop one",
+    ),
+    _Refusal(
+        _is_on("inprocess_restart"),
+        "--odb keeps groups and threads that an in-process restart does not take down: drop "
+        "--inprocess-restart (a restarted job goes on from its checkpoint)",
+    ),
+    _Refusal(
+        lambda args: getattr(args, "logits_load_dir", None) is not None,
+        "--odb does not read a teacher's saved logits: drop --logits-load-dir",
     ),
     _Refusal(
         lambda args: (
@@ -200,6 +219,15 @@ _REFUSALS = (
 
 _REFUSALS_ALWAYS = (
     _Refusal(
+        lambda args: (
+            bool(getattr(args, "full_validation", False))
+            and not args.odb
+            and not repeats_full_validation()
+        ),
+        "without --odb Megatron 0.17 evaluates the whole of a validation set once, and fails the "
+        "second time: use --odb, drop --full-validation, or use megatron-core 0.18",
+    ),
+    _Refusal(
         lambda args: getattr(args, "transformer_impl", "local") != "local",
         "the kernels of --odb-attention work in Megatron's local layers in this version: use "
         "--transformer-impl local",
@@ -211,6 +239,10 @@ _REFUSALS_ALWAYS = (
         ),
         "--odb-attention chooses the attention kernel: drop --attention-backend and "
         "--use-flash-attn",
+    ),
+    _Refusal(
+        lambda args: getattr(args, "spec", None) is not None,
+        "--odb-attention needs layers of its own choice: drop --spec",
     ),
 )
 """What the script cannot do with or without `--odb`: its layers and data are the same."""

@@ -1,6 +1,7 @@
-"""Runs a script as `__main__` under the CPU device layer: `python -m ... SCRIPT [ARGS...]`.
+"""Runs a script or a module as `__main__` under the CPU device layer.
 
-Must not interpret the script's arguments and must not catch what the script raises.
+`python -m odb_megatron.testing.run_script SCRIPT [ARGS...]`, or `-m MODULE` for SCRIPT. Must
+not interpret the script's arguments and must not catch what the script raises.
 """
 
 from __future__ import annotations
@@ -16,28 +17,36 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Activate the CPU device layer, then run a script as Python itself would.
+    """Activate the CPU device layer, then run a script, or a module, as Python itself would.
 
-    `sys.argv` becomes the script and its arguments, `sys.path[0]` the script's folder.
+    `sys.argv` becomes the script and its arguments, `sys.path[0]` the script's folder (of a module
+    the current one).
 
     Args:
-        argv: the script's path, then its arguments.
+        argv: the script's path, or `-m` and a module, then its arguments.
 
     Raises:
         SystemExit: no script was named, it does not exist, or the layer refuses to start (CUDA is
             available); the message says which.
     """
-    if not argv:
-        raise SystemExit("usage: python -m odb_megatron.testing.run_script SCRIPT [ARGS...]")
-    script = Path(argv[0])
-    if not script.is_file():
+    is_module = argv[:1] == ["-m"]
+    named = argv[1:] if is_module else argv
+    if not named:
+        usage = "usage: python -m odb_megatron.testing.run_script (SCRIPT | -m MODULE) [ARGS...]"
+        raise SystemExit(usage)
+    script = Path(named[0])
+    if not is_module and not script.is_file():
         raise SystemExit(f"no such script: {script}")
+    if not is_module:  # first, so that the layer finds the Megatron of a script's own checkout
+        sys.path[0] = str(script.resolve().parent)
     try:
         cpu_device.activate()
     except RuntimeError as error:
         raise SystemExit(f"odb_megatron: {error}") from error
-    sys.argv = [str(script), *argv[1:]]
-    sys.path[0] = str(script.resolve().parent)
+    sys.argv = [str(script), *named[1:]]
+    if is_module:
+        runpy.run_module(named[0], run_name="__main__", alter_sys=True)
+        return
     runpy.run_path(str(script), run_name="__main__")
 
 

@@ -9,6 +9,8 @@ import gc
 
 import torch
 
+from odb_megatron.megatron.compat_metrics import forget_metrics
+
 __all__ = ["forget_run"]
 
 
@@ -22,8 +24,7 @@ def forget_run() -> None:
     rerun_state_machine.destroy_rerun_state_machine()
     parallel_state.destroy_model_parallel()
     training.num_checkpoints_memory_reported = 0
-    training._seqlen_stats_in_iteration = None
-    training._seqlen_stats_active = False
+    forget_metrics()
     checkpointing._LOADED_ITERATION = None
     gc.collect()
     distributed = torch.distributed

@@ -18,8 +18,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from odb_megatron.megatron.attention.registry import AttentionBackend
+from odb_megatron.megatron.compat_pretrain import prediction_module
 
 __all__ = ["PredictionLayers", "layer_spec"]
+
+_NAME = "mtp_block_spec"
 
 
 def layer_spec(
@@ -77,7 +80,7 @@ class PredictionLayers:
     """Puts the backend's attention into the layers of multi-token prediction during a run.
 
     Megatron builds their spec by itself, whatever layer spec the model was given (`mtp_block_spec`,
-    megatron/training/models/gpt.py 387, 0.19.2).
+    megatron/training/models/gpt.py 387, 0.19.2; `compat_pretrain` before 0.19).
 
     Args:
         backend: from `registry.select`.
@@ -89,9 +92,8 @@ class PredictionLayers:
 
     def install(self) -> None:
         """Replace `mtp_block_spec`."""
-        from megatron.training.models import gpt
-
-        original = self._original = gpt.mtp_block_spec
+        module = prediction_module()
+        original = self._original = getattr(module, _NAME)
 
         def mtp_block_spec(*args: Any, **kwargs: Any) -> Any:
             spec = original(*args, **kwargs)
@@ -100,15 +102,13 @@ class PredictionLayers:
                 _self_attention_of(inner).core_attention = self._backend.load()
             return spec
 
-        gpt.mtp_block_spec = mtp_block_spec
+        setattr(module, _NAME, mtp_block_spec)
 
     def remove(self) -> None:
         """Put the original back; harmless when called twice."""
         if self._original is None:
             return
-        from megatron.training.models import gpt
-
-        gpt.mtp_block_spec = self._original
+        setattr(prediction_module(), _NAME, self._original)
         self._original = None
 
 

@@ -1,0 +1,234 @@
+"""Run the Megatron tests on each supported megatron-core version: `make test-matrix`.
+
+Builds .venvs/VERSION from requirements/matrix/VERSION.lock where it is missing or the lock has
+changed, runs pytest in it, and prints one row per version. Versions with `megatron.training` (0.17
+and later) lie over .venv, which has everything but them; the newest is .venv itself. 0.16 has the
+core alone and runs on Python 3.11, in an environment of its own, with the tests of `CORE`.
+
+    python tools/test_matrix.py [VERSION ...]          all versions, where none is named
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENVS = ROOT / ".venvs"
+REPORTS = ROOT / "build" / "matrix"
+BASE = ROOT / ".venv"
+
+CORE = (
+    "test_attention.py",
+    "test_attention_context_parallel.py",
+    "test_compat.py",
+    "test_counters.py",
+    "test_cpu_device.py",
+    "test_megatron_dataset.py",
+    "test_replica_ranks.py",
+    "test_thd.py",
+    "test_train_core_only.py",
+)
+"""What touches megatron.core and needs no more of Megatron."""
+
+TRAINING = (
+    *CORE,
+    "test_arguments.py",
+    "test_forward_step.py",
+    "test_hooks.py",
+    "test_order.py",
+    "test_routers.py",
+    "test_topology.py",
+    "test_validation.py",
+    "test_pretrain*.py",
+)
+"""What touches Megatron at all: every call of `pretrain()` among it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """A megatron-core version, and how it is tested.
+
+    Attributes:
+        number: as on the package index.
+        tests: patterns of files in tests/.
+        pythons: interpreters that it is built with, best first; empty for those of .venv.
+    """
+
+    number: str
+    tests: tuple[str, ...] = TRAINING
+    pythons: tuple[str, ...] = ()
+
+    @property
+    def lock(self) -> Path:
+        """What its environment is built from."""
+        return ROOT / "requirements" / "matrix" / f"{self.number}.lock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What came of a version."""
+
+    version: str
+    python: str = ""
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether tests ran and none failed."""
+        return not self.error and not self.failed and self.passed > 0
+
+
+VERSIONS = (
+    Version(number="0.16.1", tests=CORE, pythons=("3.11",)),
+    Version(number="0.17.1"),
+    Version(number="0.18.2"),
+    Version(number="0.19.2"),
+)
+
+
+def main() -> int:
+    """Test; return 1 if a version has failed."""
+    numbers = [version.number for version in VERSIONS]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help=", ".join(numbers))
+    parser.add_argument("--jobs", type=int, default=2, help="test files at a time; 0: no xdist")
+    parser.add_argument("--pytest", default="", help="further arguments of pytest")
+    options = parser.parse_args()
+    unknown = sorted(set(options.versions) - set(numbers))
+    if unknown:
+        parser.error(f"{', '.join(unknown)} is not in the matrix: name any of {', '.join(numbers)}")
+    rows = []
+    for version in VERSIONS:
+        if not options.versions or version.number in options.versions:
+            print(f"=== megatron-core {version.number}", flush=True)
+            rows.append(test(version, jobs=options.jobs, more=options.pytest.split()))
+            print_table(rows)
+    return 0 if all(row.is_good for row in rows) else 1
+
+
+def test(version: Version, *, jobs: int, more: list[str]) -> Row:
+    """Build a version's environment and run its tests."""
+    try:
+        python = build(version)
+        found = installed(python)
+    except (subprocess.CalledProcessError, OSError) as error:
+        return Row(version=version.number, error=f"not built: {error}")
+    if found != version.number:
+        return Row(version=version.number, error=f"megatron-core {found} is imported: rebuild it")
+    files = sorted(path for name in version.tests for path in (ROOT / "tests").glob(name))
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    report = REPORTS / f"{version.number}.xml"
+    report.unlink(missing_ok=True)
+    at_a_time = ["-n", str(jobs), "--dist", "loadfile"] if jobs else []
+    started = time.monotonic()
+    subprocess.run(
+        [
+            *(str(python), "-m", "pytest", *at_a_time, "-q", "-p", "no:cacheprovider"),
+            *(f"--junitxml={report}", *more, *map(str, files)),
+        ],
+        cwd=ROOT,
+        env=environment(python),
+        check=False,
+    )
+    return read(report, version, python=python, seconds=time.monotonic() - started)
+
+
+def build(version: Version) -> Path:
+    """Return the interpreter of a version's environment, which is built where it is not current."""
+    if version == VERSIONS[-1]:
+        return BASE / "bin" / "python"
+    folder = VENVS / version.number
+    python, stamp = folder / "bin" / "python", folder / ".lock.sha256"
+    base = find_python(version)
+    digest = hashlib.sha256(version.lock.read_bytes() + base.encode()).hexdigest()
+    if python.exists() and stamp.exists() and stamp.read_text() == digest:
+        return python
+    print(f"building {folder.relative_to(ROOT)} with {base}", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([base, "-m", "venv", str(folder)], check=True)
+    pip = [str(python), "-I", "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+    deps = [] if version.pythons else ["--no-deps"]
+    command = [*pip, "--quiet", *deps, "--requirement", str(version.lock)]
+    subprocess.run(command, check=True)
+    if not version.pythons:  # behind this environment's own packages
+        (line,) = (BASE / "lib").glob("python3.*/site-packages")
+        (own,) = (folder / "lib").glob("python3.*/site-packages")
+        (own / "zz_base.pth").write_text(f"{line}\n", encoding="utf-8")
+    stamp.write_text(digest, encoding="utf-8")
+    return python
+
+
+def find_python(version: Version) -> str:
+    """Return the interpreter that a version's environment is built with."""
+    if not version.pythons:
+        code = "import sys; print(sys._base_executable)"
+        command = [str(BASE / "bin" / "python"), "-I", "-c", code]
+    else:
+        command = [str(ROOT / "tools" / "find_python.sh"), *version.pythons]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def environment(python: Path) -> dict[str, str]:
+    """Return the environment of the tests: their processes import this folder's package."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    kept["PATH"] = f"{python.parent}{os.pathsep}{kept.get('PATH', '')}"
+    return {**kept, "PYTHONPATH": str(ROOT)}
+
+
+def installed(python: Path) -> str:
+    """Return the version of the megatron-core that is imported, as its own file says."""
+    code = "import megatron.core as core; print('found', core.__version__)"
+    command = [str(python), "-W", "ignore", "-c", code]
+    ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    return ran.stdout.rpartition("found ")[2].strip()
+
+
+def read(report: Path, version: Version, *, python: Path, seconds: float) -> Row:
+    """Count a report's tests."""
+    shown = subprocess.run([str(python), "-V"], check=True, stdout=subprocess.PIPE, text=True)
+    row = Row(version=version.number, python=shown.stdout.split()[-1], seconds=seconds)
+    if not report.exists():
+        return Row(version=version.number, python=row.python, error="pytest left no report")
+    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    failed = count["failures"] + count["errors"]
+    return Row(
+        version=version.number,
+        python=row.python,
+        passed=count["tests"] - failed - count["skipped"],
+        failed=failed,
+        skipped=count["skipped"],
+        seconds=seconds,
+    )
+
+
+def print_table(rows: list[Row]) -> None:
+    """Print one row per version tested so far."""
+    head = ("megatron-core", "Python", "passed", "failed", "skipped", "seconds")
+    cells = [
+        (row.version, row.python, row.passed, row.failed, row.skipped, f"{row.seconds:.0f}")
+        for row in rows
+    ]
+    print(("{:<14}{:<8}" + "{:>8}" * 4).format(*head))
+    for row, cell in zip(rows, cells, strict=True):
+        line = ("{:<14}{:<8}" + "{:>8}" * 4).format(*cell)
+        print(f"{line}  {re.sub(chr(10), ' ', row.error)}".rstrip())
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
