@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,11 +153,11 @@ def test_flops_where_megatron_knows_one_length_for_all(training: SimpleNamespace
     hooks = Hooks(_Listener(), packed=True)
     hooks.install()
     assert training.num_floating_point_operations(training.args, 8) == (64, 8)  # before a step
-    training.get_forward_backward_func()(data_iterator=_items(2), model="model")
-    totals = _totals(8)
+    totals = replace(_totals(8), num_tokens=100, num_squared_tokens=2600)
+    header = StepHeader(totals=totals, micro_batches=((1,),))
+    training.get_forward_backward_func()(data_iterator=iter([header, 0]), model="model")
     length, count = training.num_floating_point_operations(training.args, 8)
-    assert length * count == pytest.approx(totals.num_tokens)
-    assert length * length * count == pytest.approx(totals.num_squared_tokens)
+    assert (length, length * count) == (26, pytest.approx(100))
     assert training.args.seq_length == 64
     hooks.remove()
     assert training.num_floating_point_operations is original

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -215,13 +216,15 @@ def test_times_that_overlap_are_not_fitted() -> None:
 
 
 def test_full_validation_of_the_padded_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"odb": False, "odb_token_budget": None, "full_validation": True}
+    config = OdbConfig.from_args(argparse.Namespace(**GOOD), num_replicas=2)
+    padded = replace(config, enabled=False)
+    args = argparse.Namespace(**{**GOOD, "odb": False, "full_validation": True})
     monkeypatch.setattr(validation, "repeats_full_validation", lambda: True)
-    _check(**values)
+    refuse_unsupported(args, padded)
     monkeypatch.setattr(validation, "repeats_full_validation", lambda: False)
     _check(full_validation=True)
     with pytest.raises(ValueError, match="evaluates the whole of a validation set once"):
-        _check(**values)
+        refuse_unsupported(args, padded)
 
 
 def test_every_row_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
