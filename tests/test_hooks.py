@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,6 +127,8 @@ def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         ),
         evaluate_and_print_results=evaluate_and_print_results,
         train_step=train_step,
+        update_seqlen_stats_from_cu_seqlens=None,
+        num_floating_point_operations=lambda args, batch_size: (args.seq_length, batch_size),
     )
     monkeypatch.setattr(hooks_module, "_training_module", lambda: module)
     monkeypatch.setattr(hooks_module, "_checkpointing_module", lambda: module)
@@ -141,6 +144,23 @@ def _items(num_micro_batches: int) -> Iterator[Any]:
     header = StepHeader(totals=_totals(8), micro_batches=((1,),) * num_micro_batches)
     yield header
     yield from range(num_micro_batches)
+
+
+def test_flops_where_megatron_knows_one_length_for_all(training: SimpleNamespace) -> None:
+    """As in 0.17: the step's lengths are given to its function as one length."""
+    del training.update_seqlen_stats_from_cu_seqlens
+    original = training.num_floating_point_operations
+    hooks = Hooks(_Listener(), packed=True)
+    hooks.install()
+    assert training.num_floating_point_operations(training.args, 8) == (64, 8)  # before a step
+    totals = replace(_totals(8), num_tokens=100, num_squared_tokens=2600)
+    header = StepHeader(totals=totals, micro_batches=((1,),))
+    training.get_forward_backward_func()(data_iterator=iter([header, 0]), model="model")
+    length, count = training.num_floating_point_operations(training.args, 8)
+    assert (length, length * count) == (26, pytest.approx(100))
+    assert training.args.seq_length == 64
+    hooks.remove()
+    assert training.num_floating_point_operations is original
 
 
 @pytest.mark.parametrize(("packed", "names"), [(True, PACKED), (False, PADDED)])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from megatron_world import Megatron
 
 from odb_megatron.megatron import validation
+from odb_megatron.megatron.compat import megatron_version
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.validation import _REFUSALS, _REFUSALS_ALWAYS, refuse_unsupported
 
@@ -17,6 +19,17 @@ pytest_plugins = ["megatron_fixtures"]
 
 OTHER_VERSIONS = {"sequence_packing_scheduler", "use_varlen_dataset"}
 """Names that Megatron 0.19.2 does not have: newer, or gone."""
+
+NOT_YET = {
+    (0, 17): {
+        "logits_load_dir",
+        "step_batch_size_schedule",
+        "eval_micro_batch_size",
+        "dataloader_inter_document_masking",
+        "gtp_weight_remat_size",
+    },
+}
+"""Names that an older Megatron does not have either."""
 
 GOOD: dict[str, Any] = {
     "odb": True,
@@ -202,25 +215,24 @@ def test_times_that_overlap_are_not_fitted() -> None:
         _check(pipeline_model_parallel_size=2, odb_cost="auto")
 
 
-ON_0_17 = {"odb": False, "full_validation": True, "odb_warmup_worst_case": None}
+def test_full_validation_of_the_padded_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = OdbConfig.from_args(argparse.Namespace(**GOOD), num_replicas=2)
+    padded = replace(config, enabled=False)
+    args = argparse.Namespace(**{**GOOD, "odb": False, "full_validation": True})
+    monkeypatch.setattr(validation, "repeats_full_validation", lambda: True)
+    refuse_unsupported(args, padded)
+    monkeypatch.setattr(validation, "repeats_full_validation", lambda: False)
+    _check(full_validation=True)
+    with pytest.raises(ValueError, match="evaluates the whole of a validation set once"):
+        refuse_unsupported(args, padded)
 
 
 def test_every_row_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each refusal applies to one of the cases above."""
     monkeypatch.setattr(validation, "repeats_full_validation", lambda: False)
-    cases = [argparse.Namespace(**{**GOOD, **bad}) for bad in (*(bad for bad, _ in BAD), ON_0_17)]
+    cases = [*(bad for bad, _ in BAD), {"odb": False, "full_validation": True}]
     for refusal in (*_REFUSALS, *_REFUSALS_ALWAYS):
-        assert any(refusal.applies(case) for case in cases)
-
-
-@pytest.mark.parametrize("repeats", [True, False])
-def test_whole_validation_sets_on_0_17(monkeypatch: pytest.MonkeyPatch, repeats: bool) -> None:
-    monkeypatch.setattr(validation, "repeats_full_validation", lambda: repeats)
-    if repeats:
-        _check(**ON_0_17)
-        return
-    with pytest.raises(ValueError, match="drop --full-validation, or use megatron-core 0.18"):
-        _check(**ON_0_17)
+        assert any(refusal.applies(argparse.Namespace(**{**GOOD, **bad})) for bad in cases)
 
 
 def test_all_that_applies_is_said_at_once() -> None:
@@ -244,7 +256,8 @@ def test_the_names_are_megatrons(megatron: Megatron, data_flags: tuple[str, ...]
     printed = megatron.train("--odb", "--train-samples", 1, *data_flags).replicas[0].output
     known = set(re.findall(r"^  (\w+) \.{2,} ", printed, flags=re.MULTILINE))
     assert len(known) > 500
-    assert (set(GOOD) | {name for bad, _ in BAD for name in bad}) - known == OTHER_VERSIONS
+    looked_at = set(GOOD) | {name for bad, _ in BAD for name in bad}
+    assert looked_at - known == OTHER_VERSIONS | NOT_YET.get(megatron_version()[:2], set())
 
 
 @pytest.mark.megatron

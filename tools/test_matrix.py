@@ -194,7 +194,7 @@ def installed(python: Path) -> str:
     code = "import megatron.core as core; print('found', core.__version__)"
     command = [str(python), "-W", "ignore", "-c", code]
     ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    return ran.stdout.rpartition("found ")[2].strip()
+    return ran.stdout.rpartition("found ")[2].strip().partition("+")[0]
 
 
 def read(report: Path, version: Version, *, python: Path, seconds: float) -> Row:

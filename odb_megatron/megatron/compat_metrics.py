@@ -43,11 +43,15 @@ def seqlen_stats_updater() -> Callable[[Any], None]:
     return _ignore if update is None else update
 
 
-def counts_real_flops() -> bool:
-    """Whether Megatron counts the FLOPs of packed samples by their real lengths."""
-    from megatron.training import training
+def counts_real_flops(module: Any = None) -> bool:
+    """Whether Megatron counts the FLOPs of packed samples by their real lengths.
 
-    return hasattr(training, _UPDATER)
+    Args:
+        module: `megatron.training.training`; imported where it is not given.
+    """
+    if module is None:
+        from megatron.training import training as module
+    return hasattr(module, _UPDATER)
 
 
 def flops_of_real_tokens(

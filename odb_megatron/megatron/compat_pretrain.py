@@ -176,6 +176,7 @@ def gpt_model_provider(
 
     model = GptModel(transformer=core_transformer_config_from_args(args))
     prepare_model(model)
+    _keep_what_is_sent(model.transformer)
     make_spec = model.transformer_layer_spec
     assert make_spec is not None, "prepare_model sets the layer spec"
 
@@ -208,6 +209,18 @@ def gpt_model_provider(
         )
 
     return model_provider
+
+
+def _keep_what_is_sent(transformer: Any) -> None:
+    """Leave a stage's output in memory, which 0.17 frees while it is still being sent.
+
+    That is in its interleaved schedule with overlapped sends, which needs one length for all
+    micro-batches; 0.18.2 waits (schedules.py 1592, 1719).
+    """
+    overlaps = transformer.overlap_p2p_comm and not transformer.variable_seq_lengths
+    is_interleaved = transformer.virtual_pipeline_model_parallel_size is not None
+    if is_interleaved and overlaps and pretrain_form() is PretrainForm.PARSES:
+        transformer.deallocate_pipeline_outputs = False
 
 
 @contextmanager

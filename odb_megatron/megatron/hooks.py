@@ -117,7 +117,7 @@ class Hooks:
                 "save_checkpoint": self._wrap_save_checkpoint,
                 "compute_throughputs_and_append_to_progress_log": self._wrap_progress_log,
             }
-            if not counts_real_flops():
+            if not counts_real_flops(_training_module()):
                 wrappers["num_floating_point_operations"] = self._wrap_flops
         if self._tells_first_step:
             wrappers["train_step"] = self._wrap_train_step
