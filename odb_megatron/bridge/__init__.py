@@ -1,0 +1,22 @@
+"""Online dynamic batching in Megatron-Bridge (NeMo): a dataset provider and config overrides.
+
+`enable` switches it on for a recipe's configuration; `python -m odb_megatron.bridge.run_recipe` is a
+launcher that does so from the command line. Importing this imports neither torch nor Bridge.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from odb_megatron.bridge.enable import enable
+
+__all__ = ["enable"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "enable":
+        from odb_megatron.bridge.enable import enable
+
+        return enable
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
