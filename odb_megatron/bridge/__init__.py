@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from odb_megatron.bridge.enable import enable
+    from odb_megatron.bridge.activation import enable
 
 __all__ = ["enable"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "enable":
-        from odb_megatron.bridge.enable import enable
+        from odb_megatron.bridge.activation import enable
 
         return enable
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

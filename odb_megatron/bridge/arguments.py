@@ -21,14 +21,14 @@ class BridgeArgs(argparse.Namespace):
 
     Args:
         cfg: Bridge's `ConfigContainer`, after `validate()`.
-        train_state: Bridge's `TrainState`, which lives on.
+        state: Bridge's `GlobalState`, whose `train_state` is read at each question.
         rank: this rank.
         world_size: number of ranks.
     """
 
-    def __init__(self, cfg: Any, train_state: Any, *, rank: int, world_size: int) -> None:
+    def __init__(self, cfg: Any, state: Any, *, rank: int, world_size: int) -> None:
         super().__init__()
-        object.__setattr__(self, "_live", _Live(cfg, train_state))
+        object.__setattr__(self, "_live", _Live(cfg, state))
         self.rank, self.world_size = rank, world_size
         self.data_parallel_size = cfg.data_parallel_size
         self.iteration = 0  # of the checkpoint, once it is loaded
@@ -41,17 +41,17 @@ class BridgeArgs(argparse.Namespace):
     @property
     def curr_iteration(self) -> int:
         """Iterations done."""
-        return int(self._live.state.step)
+        return int(self._live.state.train_state.step)
 
     @property
     def consumed_train_samples(self) -> int:
         """Samples trained."""
-        return int(self._live.state.consumed_train_samples)
+        return int(self._live.state.train_state.consumed_train_samples)
 
     @property
     def consumed_valid_samples(self) -> int:
         """Samples evaluated."""
-        return int(self._live.state.consumed_valid_samples)
+        return int(self._live.state.train_state.consumed_valid_samples)
 
     @property
     def train_iters(self) -> int:

@@ -58,6 +58,9 @@ def compiled(source: str) -> Any:
             "taken: use the template that belongs to the model"
         )
     environment = _compile_jinja_template("").environment.overlay()
+    for extension in environment.extensions.values():  # copies; before transformers 5.24 each with
+        if hasattr(extension, "activate_tracker"):  # a state of its own, which the template uses
+            environment.activate_tracker = extension.activate_tracker
     _bound(environment)
     try:
         return environment.from_string(source)
