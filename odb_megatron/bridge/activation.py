@@ -41,7 +41,9 @@ def enable(cfg: Any, *, token_budget: int | None = None, **settings: Any) -> Non
     known = [field.name for field in fields(OdbSettings)]
     unknown = sorted(set(settings) - set(known))
     if unknown:
-        raise ValueError(f"there is no dataset.odb.{unknown[0]}: the settings are {', '.join(known)}")
+        raise ValueError(
+            f"there is no dataset.odb.{unknown[0]}: the settings are {', '.join(known)}"
+        )
     odb = OdbSettings(token_budget=token_budget, **settings)
     flag_values(odb)  # checks types and choices
     errors = recipe_errors(cfg.dataset, has_own_data=has_data(odb))

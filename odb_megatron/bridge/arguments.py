@@ -26,9 +26,11 @@ class BridgeArgs(argparse.Namespace):
         world_size: number of ranks.
     """
 
+    __slots__ = ("_state",)  # not among the arguments, which ranks compare
+
     def __init__(self, cfg: Any, state: Any, *, rank: int, world_size: int) -> None:
         super().__init__()
-        object.__setattr__(self, "_live", _Live(cfg, state))
+        self._state = state
         self.rank, self.world_size = rank, world_size
         self.data_parallel_size = cfg.data_parallel_size
         self.iteration = 0  # of the checkpoint, once it is loaded
@@ -41,31 +43,31 @@ class BridgeArgs(argparse.Namespace):
     @property
     def curr_iteration(self) -> int:
         """Iterations done."""
-        return int(self._live.state.train_state.step)
+        return int(self._state.train_state.step)
 
     @property
     def consumed_train_samples(self) -> int:
         """Samples trained."""
-        return int(self._live.state.train_state.consumed_train_samples)
+        return int(self._state.train_state.consumed_train_samples)
 
     @property
     def consumed_valid_samples(self) -> int:
         """Samples evaluated."""
-        return int(self._live.state.train_state.consumed_valid_samples)
+        return int(self._state.train_state.consumed_valid_samples)
 
     @property
     def train_iters(self) -> int:
         """Where the loop ends."""
-        return int(self._live.cfg.train.train_iters or 0)
+        return int(self._state.cfg.train.train_iters or 0)
 
     @train_iters.setter
     def train_iters(self, value: int) -> None:
-        self._live.cfg.train.train_iters = value
+        self._state.cfg.train.train_iters = value
 
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding; 0 until the tokenizer is there."""
-        model = self._live.cfg.model
+        model = self._state.cfg.model
         if not model.vocab_size:
             return 0
         if not model.should_pad_vocab:
@@ -79,13 +81,6 @@ class BridgeArgs(argparse.Namespace):
                 self.tensor_model_parallel_size,
             )
         )
-
-
-class _Live:
-    """What is read when it is asked for."""
-
-    def __init__(self, cfg: Any, state: Any) -> None:
-        self.cfg, self.state = cfg, state
 
 
 def transformer_of(model: Any) -> Any:

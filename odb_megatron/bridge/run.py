@@ -241,7 +241,7 @@ class BridgeRun(OdbRun):
         return None if items is None else Batches(items, on_batch=self._on_batch)
 
 
-class _bridge_words:  # noqa: N801  # used like a function
+class _bridge_words:  # used like a function
     """Errors within name Bridge's settings, not Megatron's flags."""
 
     def __enter__(self) -> None:

@@ -87,9 +87,7 @@ def flag_values(settings: OdbSettings) -> dict[str, Any]:
         flag = "--odb-" + field.name.replace("_", "-")
         if "bool" in str(field.type):
             if not isinstance(value, bool):
-                raise ValueError(
-                    f"dataset.odb.{field.name} is {value!r}: give true or false"
-                )
+                raise ValueError(f"dataset.odb.{field.name} is {value!r}: give true or false")
             if value:
                 flags.append(flag)
             elif field.name == "resume_strict":
@@ -109,9 +107,13 @@ def flag_values(settings: OdbSettings) -> dict[str, Any]:
 
 def described(settings: OdbSettings) -> str:
     """Return the overrides that give these settings."""
-    given = [(field.name, getattr(settings, field.name), field.default) for field in fields(settings)]
+    given = [
+        (field.name, getattr(settings, field.name), field.default) for field in fields(settings)
+    ]
     return " ".join(
-        f"dataset.odb.{name}={_written(value)}" for name, value, default in given if value != default
+        f"dataset.odb.{name}={_written(value)}"
+        for name, value, default in given
+        if value != default
     )
 
 

@@ -31,6 +31,5 @@ class SftSamples:
         length = min(len(item["input_ids"]) - 1, self._dataset.max_seq_length)
         batch = self._dataset.collate_fn([item])
         return {
-            name: np.asarray(batch[name][0, :length])
-            for name in ("tokens", "labels", "loss_mask")
+            name: np.asarray(batch[name][0, :length]) for name in ("tokens", "labels", "loss_mask")
         }
