@@ -51,7 +51,8 @@ def tiny_pretrain_config() -> Any:
     cfg = vanilla_gpt_pretrain_config()
     for name, value in _MODEL.items():
         setattr(cfg.model, name, value)
-    cfg.mixed_precision = None
+    cfg.mixed_precision, cfg.optimizer.bf16 = None, False
+    cfg.optimizer.params_dtype = torch.float32
     cfg.train.train_iters = 6
     cfg.train.global_batch_size = 8
     cfg.validation.eval_iters = 1
@@ -65,12 +66,14 @@ def tiny_pretrain_config() -> Any:
     cfg.logger.tensorboard_dir = None
     cfg.scheduler.lr_warmup_iters = 0
     cfg.optimizer.lr, cfg.optimizer.min_lr = 1e-2, 1e-3
+    # Without Transformer Engine and Apex it cannot be loaded (distrib_optimizer.py 839, 0.19.2).
+    cfg.optimizer.use_distributed_optimizer = cfg.ddp.use_distributed_optimizer = False
     cfg.dist.distributed_backend = "gloo"
     return cfg
 
 
 def tiny_sft_config() -> Any:
-    """A fine-tuning recipe with Bridge's own text SFT dataset, packed beforehand as is usual."""
+    """A fine-tuning recipe with Bridge's own text SFT dataset."""
     cfg = tiny_pretrain_config()
     cfg.dataset = GPTSFTDatasetConfig(
         seq_length=SEQ_LENGTH, dataset_root="", do_test=False, num_workers=0

@@ -1,4 +1,4 @@
-"""Runs Megatron-Bridge's `pretrain()` and `finetune()` again and again in processes of a gloo group.
+"""Runs Megatron-Bridge's `pretrain()` and `finetune()` again and again in the same processes.
 
 Starting processes takes half a minute, a run about a second. Must not judge a run, except that
 `train` wants it to end well and `refused` wants it to fail.
@@ -85,6 +85,7 @@ def serve(rank: int, connections: Sequence[Connection]) -> None:
 
 def _run(case: Case) -> Outcome:
     import bridge_recipe
+    from megatron.bridge.training.utils import checkpoint_utils
 
     from odb_megatron.testing.runs_again import forget_run
 
@@ -106,6 +107,9 @@ def _run(case: Case) -> Outcome:
         outcome.trace = traceback.format_exc()
     finally:
         forget_run()
+        # Bridge keeps what it read of a checkpoint, and then changes it (checkpoint_utils.py 384).
+        checkpoint_utils.read_train_state.cache_clear()
+        checkpoint_utils.read_run_config.cache_clear()
         faulthandler.cancel_dump_traceback_later()
     names = [thread.name for thread in threading.enumerate()]
     outcome.threads = sum(name.startswith("the step queue") for name in names)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_pretrain(saved: tuple[Run, Path], chats: ChatFile) -> None:
     run, _ = saved
     assert [record["samples"] for record in run.records] == [8] * 6
     assert [record["consumed_samples"] for record in run.records] == [8, 16, 24, 32, 40, 48]
-    assert len(set(sum(run.ids, []))) == 48
+    assert len(set(chain.from_iterable(run.ids))) == 48
     counts = [record["num_micro_batches"] for record in run.records]
     assert len(set(counts)) > 1, "M must change"
     for rank in run.ranks:
@@ -147,7 +148,7 @@ def test_finetune(bridge: Bridge, saved: tuple[Run, Path], tuned: Run, name: str
     assert run.ids == tuned.ids
     assert run.losses == pytest.approx(tuned.losses, abs=1e-5)
     norms, others = ([record["grad_norm"] for record in one.records] for one in (run, tuned))
-    assert norms == pytest.approx(others, rel=1e-4)
+    assert norms == pytest.approx(others, rel=1e-3)
     assert _evaluations(run) == pytest.approx(_evaluations(tuned), abs=1e-5)
     if name != "dp2":
         counts = [record["num_micro_batches"] for record in run.records]

@@ -1,7 +1,7 @@
 """Online dynamic batching in Megatron-Bridge (NeMo): a dataset provider and config overrides.
 
-`enable` switches it on for a recipe's configuration; `python -m odb_megatron.bridge.run_recipe` is a
-launcher that does so from the command line. Importing this imports neither torch nor Bridge.
+`enable` switches it on for a recipe's configuration; `python -m odb_megatron.bridge.run_recipe` does
+so from the command line. Importing this imports neither torch nor Bridge.
 """
 
 from __future__ import annotations

@@ -18,7 +18,14 @@ from odb_megatron.bridge.validation import has_data, recipe_errors
 
 __all__ = ["enable", "require_active"]
 
-_LOADER_FIELDS = ("num_workers", "pin_memory", "persistent_workers", "data_sharding")
+_LOADER_FIELDS = (
+    "num_workers",
+    "pin_memory",
+    "persistent_workers",
+    "data_sharding",
+    "dataloader_save",
+    "dataloader_load",
+)
 
 
 def enable(cfg: Any, *, token_budget: int | None = None, **settings: Any) -> None:

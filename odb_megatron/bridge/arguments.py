@@ -1,7 +1,7 @@
 """Bridge's configuration and state, seen as the arguments that `odb_megatron.megatron` reads.
 
-Must not change the configuration, the end of the loop aside (`train_iters`). What Megatron counts in
-its arguments Bridge counts in its `TrainState`; those are read, and written, there.
+Must not change the configuration, the end of the loop aside (`train_iters`). What Megatron counts
+in its arguments Bridge counts in its `TrainState`: it is read there.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class BridgeArgs(argparse.Namespace):
                 model.vocab_size,
                 model.make_vocab_size_divisible_by,
                 self.tensor_model_parallel_size,
+                logging_enabled=False,
             )
         )
 

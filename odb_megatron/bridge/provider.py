@@ -1,7 +1,7 @@
 """The dataset configuration that stands in a recipe's place while ODB is on.
 
-Must not build anything by itself: the run does, which Bridge's `pretrain()` begins. `DatasetProvider`
-is the class that Bridge takes custom data from (data/base.py 86, 0.6.2, "compatibility contract").
+Must not build anything by itself: the run does, which Bridge's `pretrain()` begins. Bridge takes
+custom data from a `DatasetProvider` (data/base.py 86, 0.6.2: "compatibility contract").
 """
 
 from __future__ import annotations

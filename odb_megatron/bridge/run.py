@@ -1,4 +1,4 @@
-"""A run of Bridge's `pretrain()` or `finetune()` with ODB: what `megatron.run` does, on Bridge's state.
+"""A run of Bridge's `pretrain()` or `finetune()` with ODB: `megatron.run` on Bridge's state.
 
 Holds no policy. What differs from Megatron's own `pretrain()`: Bridge's forward step is used as it
 is, Bridge cuts context-parallel parts and serves virtual pipeline chunks from one iterator, and the

@@ -227,19 +227,13 @@ def _require_applied(cfg: Any, overrides: Sequence[str]) -> None:
         name = text.partition("=")[0]
         if not name.startswith("+"):
             continue  # Hydra refuses what is not there
+        name = name.lstrip("+").partition("._target_")[0]
         owner = cfg
-        for part in name.lstrip("+").split("."):
-            owner = (
-                owner.get(part, _ABSENT)
-                if isinstance(owner, dict)
-                else getattr(owner, part, _ABSENT)
-            )
+        for part in name.split("."):
+            is_mapping = isinstance(owner, dict)
+            owner = owner.get(part, _ABSENT) if is_mapping else getattr(owner, part, _ABSENT)
             if owner is _ABSENT:
-                raise ValueError(
-                    f"{text}: the configuration has no {name.lstrip('+')}, so it would do nothing"
-                )
-            if part == "_target_":
-                break
+                raise ValueError(f"{text}: the configuration has no {name}, so it would do nothing")
 
 
 _ABSENT = object()

@@ -107,14 +107,10 @@ def flag_values(settings: OdbSettings) -> dict[str, Any]:
 
 def described(settings: OdbSettings) -> str:
     """Return the overrides that give these settings."""
-    given = [
-        (field.name, getattr(settings, field.name), field.default) for field in fields(settings)
-    ]
-    return " ".join(
-        f"dataset.odb.{name}={_written(value)}"
-        for name, value, default in given
-        if value != default
-    )
+    given = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    changed = {field.name for field in fields(settings) if given[field.name] != field.default}
+    written = {name: _written(value) for name, value in given.items() if name in changed}
+    return " ".join(f"dataset.odb.{name}={text}" for name, text in written.items())
 
 
 def _written(value: Any) -> str:
