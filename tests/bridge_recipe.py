@@ -9,14 +9,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.bridge.data.builders import GPTSFTDatasetConfig
+from megatron.bridge.data.builders import (
+    DirectHFSFTDatasetConfig,
+    GPTSFTDatasetConfig,
+    HFDatasetSourceConfig,
+)
 from megatron.bridge.recipes.gpt.vanilla_gpt import vanilla_gpt_pretrain_config
 from megatron.bridge.training import gpt_step
 from megatron.bridge.training.state import GlobalState
 
 from odb_megatron.testing.bridge_cpu import local_layers
 
-__all__ = ["forward_step", "forwards", "tiny_pretrain_config", "tiny_sft_config"]
+__all__ = [
+    "forward_step",
+    "forwards",
+    "tiny_packed_config",
+    "tiny_pretrain_config",
+    "tiny_sft_config",
+]
 
 SEQ_LENGTH = 64
 _MODEL = {
@@ -77,6 +87,17 @@ def tiny_sft_config() -> Any:
     cfg = tiny_pretrain_config()
     cfg.dataset = GPTSFTDatasetConfig(
         seq_length=SEQ_LENGTH, dataset_root="", do_test=False, num_workers=0
+    )
+    return cfg
+
+
+def tiny_packed_config() -> Any:
+    """A recipe whose own dataset packs in the batch."""
+    cfg = tiny_pretrain_config()
+    cfg.dataset = DirectHFSFTDatasetConfig(
+        seq_length=SEQ_LENGTH,
+        source=HFDatasetSourceConfig(path_or_dataset="somewhere"),
+        enable_in_batch_packing=True,
     )
     return cfg
 

@@ -37,12 +37,14 @@ class Case:
     Attributes:
         argv: of the launcher.
         settings: for `enable`, in place of the launcher: `argv` are Bridge's overrides then.
+        after: with `settings`: overrides applied after `enable`.
         log: folder of the step log.
         merged: whether this process takes all samples of a micro-batch for one.
     """
 
     argv: tuple[str, ...]
     settings: dict[str, Any] | None = None
+    after: tuple[str, ...] = ()
     log: str = ""
     merged: bool = False
 
@@ -134,6 +136,8 @@ def _call(case: Case, outcome: Outcome) -> None:
     cfg = bridge_recipe.tiny_pretrain_config()
     cfg = process_config_with_overrides(cfg, cli_overrides=list(case.argv))
     enable(cfg, **case.settings)
+    if case.after:
+        cfg = process_config_with_overrides(cfg, cli_overrides=list(case.after))
     outcome.dataset = type(cfg.dataset).__name__
     pretrain(cfg, bridge_recipe.forward_step)
 
@@ -254,6 +258,7 @@ class Bridge:
         recipe: str = "tiny_pretrain_config",
         options: Sequence[str] = (),
         settings: dict[str, Any] | None = None,
+        after: Sequence[str] = (),
         own_data: bool = True,
         merged_on: Sequence[int] = (),
     ) -> Run:
@@ -264,6 +269,7 @@ class Bridge:
             recipe: function of `bridge_recipe`.
             options: of the launcher.
             settings: see `Case`.
+            after: see `Case`.
             own_data: name the tests' data.
             merged_on: ranks that take all samples of a micro-batch for one.
         """
@@ -280,7 +286,14 @@ class Bridge:
             argv = (*self._common, *overrides)
             settings = {**settings, "log_dir": log}
         for rank, end in enumerate(self._ends):
-            end.send(Case(argv=argv, settings=settings, log=log, merged=rank in merged_on))
+            case = Case(
+                argv=argv,
+                settings=settings,
+                after=tuple(after),
+                log=log,
+                merged=rank in merged_on,
+            )
+            end.send(case)
         return Run(ranks=[self._receive(end) for end in self._ends])
 
     def train(self, *overrides: str, **case: Any) -> Run:

@@ -6,7 +6,6 @@ Every run goes through the launcher, one through `enable`.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -21,7 +20,7 @@ if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
 from bridge_run import Bridge, Run
 from megatron_world import ChatFile
 
-pytest_plugins = ["megatron_fixtures"]
+pytest_plugins = ["megatron_fixtures", "bridge_fixtures"]
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
 
 BUDGET = "dataset.odb.token_budget=96"
@@ -37,25 +36,6 @@ TOPOLOGIES = {
     ),
     "cp2": ("model.context_parallel_size=2",),
 }
-
-
-@pytest.fixture(scope="module")
-def bridge(
-    tmp_path_factory: pytest.TempPathFactory,
-    tokenizer_folder: Path,
-    chats: ChatFile,
-    valid_chats: ChatFile,
-) -> Iterator[Bridge]:
-    running = Bridge(
-        tmp_path_factory.mktemp("bridge"),
-        tokenizer=str(tokenizer_folder),
-        data=(
-            f"dataset.odb.train_data_path={chats.path}",
-            f"dataset.odb.valid_data_path={valid_chats.path}",
-        ),
-    )
-    yield running
-    running.stop()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Online dynamic batching in Megatron-Bridge (NeMo): a dataset provider and config overrides.
 
-`enable` switches it on for a recipe's configuration; `python -m odb_megatron.bridge.run_recipe` does
+`enable` switches it on in a recipe; `python -m odb_megatron.bridge.run_recipe` does
 so from the command line. Importing this imports neither torch nor Bridge.
 """
 

@@ -36,12 +36,6 @@ class OdbDatasetConfig(DatasetProvider):
 
     _run = None  # not a field: it is no part of the configuration
 
-    def finalize(self) -> None:
-        """See `DataloaderConfig.finalize`; Bridge calls it in `validate()`."""
-        super().finalize()
-        if hasattr(self.recipe, "do_validation"):  # the text SFT configuration, which builds
-            self.recipe.finalize()
-
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, Any, Any]:
         """Return the iterators of the three splits; see the base class.
 

@@ -100,9 +100,9 @@ _REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "dist.eval_context_parallel_size",
     ),
     (
-        lambda cfg: cfg.train.num_epochs is not None,
-        "dataset.odb counts a run's length in samples: give train.train_samples or "
-        "train.train_iters instead of train.num_epochs",
+        lambda cfg: bool(cfg.ddp.average_in_collective),
+        "dataset.odb divides gradients by the loss tokens of all replicas: set "
+        "ddp.average_in_collective=false",
     ),
     (
         _has_restart,
