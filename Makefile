@@ -15,10 +15,10 @@ ARGS ?=
 # Test files at a time. Many tests start up to four processes themselves.
 JOBS ?= 2
 
-.PHONY: help venv train test lint format typecheck verify bench wheel clean distclean
+.PHONY: help venv train test test-bridge lint format typecheck verify bench wheel clean distclean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 venv: ## build .venv from requirements/dev.lock (ODB_PYTHON=/path/to/python3.12 chooses the interpreter)
 	@tools/bootstrap.sh
@@ -28,6 +28,11 @@ train: venv ## train a small chat model (DATA=chats.jsonl, ARGS="...")
 
 test: venv ## run the tests (ARGS="-k plan -x", JOBS=0 for one after the other in this process)
 	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+test-bridge: venv ## run the tests on Megatron-Bridge (NeMo), in an environment of its own
+	@tools/bridge_venv.sh
+	CUDA_VISIBLE_DEVICES= .venv-bridge/bin/python -m pytest tests/test_bridge_config.py \
+	    tests/test_bridge_run.py $(ARGS)
 
 lint: venv ## ruff: rules and format
 	$(PYTHON) -m ruff check .
@@ -57,4 +62,4 @@ clean: ## remove build output and caches
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv as well
-	rm -rf .venv .venv.lock
+	rm -rf .venv .venv.lock .venv-bridge .venv-bridge.lock

@@ -58,7 +58,10 @@ def configured(recipe: str, *, overlays: Sequence[str] = (), overrides: Sequence
     Raises:
         ValueError: an override that is not known, or see `enable`.
     """
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+    from megatron.bridge.training.utils.omegaconf_utils import (
+        OverridesError,
+        process_config_with_overrides,
+    )
     from omegaconf import OmegaConf
 
     from odb_megatron.bridge import enable
@@ -79,7 +82,10 @@ def configured(recipe: str, *, overlays: Sequence[str] = (), overrides: Sequence
             OmegaConf.save(OmegaConf.create(overlay), rest)
             cfg = process_config_with_overrides(cfg, config_filepath=str(rest))
     if others:
-        cfg = process_config_with_overrides(cfg, cli_overrides=others)
+        try:
+            cfg = process_config_with_overrides(cfg, cli_overrides=others)
+        except OverridesError as error:
+            raise ValueError(str(error)) from error
         _require_applied(cfg, others)
     for text in own:
         settings = _overridden(settings, text)
