@@ -7,7 +7,7 @@ custom data from a `DatasetProvider` (data/base.py 86, 0.6.2: "compatibility con
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
@@ -34,7 +34,7 @@ class OdbDatasetConfig(DatasetProvider):
     skip_getting_attention_mask_from_dataset: bool = False
     dataloader_type: Literal["single", "cyclic", "batch", "external"] | None = "external"
 
-    _run = None  # not a field: it is no part of the configuration
+    _run: ClassVar[Any] = None  # no part of the configuration, so no field
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, Any, Any]:
         """Return the iterators of the three splits; see the base class.

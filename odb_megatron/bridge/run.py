@@ -7,6 +7,7 @@ data state travels through the iterator into Bridge's checkpoints.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -266,7 +267,7 @@ def _sft_datasets(recipe: Any, context: Any) -> list[SftSamples | None]:
     return [None if dataset is None else SftSamples(dataset) for dataset in built]
 
 
-def _source(args: BridgeArgs, dataset: Any, *, reads_recipe: bool) -> str:
+def _source(args: argparse.Namespace, dataset: Any, *, reads_recipe: bool) -> str:
     if reads_recipe:
         return f"the recipe's {type(dataset.recipe).__name__}"
     own = args.data_path or [*(args.train_data_path or ()), *(args.valid_data_path or ())]

@@ -89,7 +89,7 @@ def configured(recipe: str, *, overlays: Sequence[str] = (), overrides: Sequence
         _require_applied(cfg, others)
     for text in own:
         settings = _overridden(settings, text)
-    values = OmegaConf.to_container(settings, resolve=True)["dataset"]["odb"]  # type: ignore[index,call-overload]
+    values = OmegaConf.to_container(settings, resolve=True)["dataset"]["odb"]
     enable(cfg, **values)
     require_active(cfg)
     return cfg
@@ -166,7 +166,7 @@ def _loaded(path: str) -> dict[str, Any]:
         raise ValueError(f"the overlay {path} cannot be read: {error}") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"the overlay {path} holds no mapping: its top level is KEY: VALUE")
-    return loaded  # type: ignore[return-value]
+    return loaded
 
 
 def _taken(overlay: dict[str, Any]) -> dict[str, Any]:
