@@ -28,6 +28,10 @@ TOPOLOGIES = {
     "dp2": (),
     "tp2": ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true"),
     "pp2": ("model.pipeline_model_parallel_size=2",),
+    "pp2_one_shape": (
+        "model.pipeline_model_parallel_size=2",
+        "dataset.odb.pad_to_budget=true",
+    ),
     "vpp2x2": (
         "model.pipeline_model_parallel_size=2",
         "model.virtual_pipeline_model_parallel_size=2",

@@ -19,7 +19,7 @@ from odb_megatron.bridge.batches import Batches, TrainBatches
 from odb_megatron.bridge.hooks import BridgeHooks
 from odb_megatron.bridge.settings import described, in_bridge_words
 from odb_megatron.bridge.sft_samples import SftSamples
-from odb_megatron.bridge.validation import has_data, refuse
+from odb_megatron.bridge.validation import UnusableError, has_data, refuse
 from odb_megatron.data.source_counts import added_counts
 from odb_megatron.megatron.attention.registry import AttentionBackend
 from odb_megatron.megatron.cost_model import RunCost
@@ -45,7 +45,7 @@ class BridgeRun(OdbRun):
         state: Bridge's `GlobalState`, whose configuration was validated.
 
     Raises:
-        ValueError: settings or a configuration that cannot be used.
+        UnusableError: settings or a configuration that cannot be used.
     """
 
     def __init__(self, state: Any) -> None:
@@ -54,8 +54,11 @@ class BridgeRun(OdbRun):
         cfg = state.cfg
         self._state, self._dataset = state, cfg.dataset
         args = BridgeArgs(cfg, state, rank=get_rank_safe(), world_size=get_world_size_safe())
-        with _bridge_words():
-            refuse(cfg, args, odb_config(args))
+        try:
+            config = odb_config(args)
+        except ValueError as error:
+            raise UnusableError(in_bridge_words(str(error))) from error
+        refuse(cfg, args, config)
         self._reads_recipe = not has_data(self._dataset.odb) and args.data_path is None
         self._reads_recipe = self._reads_recipe and args.train_data_path is None
         self._context: Any = None

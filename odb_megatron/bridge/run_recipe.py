@@ -42,9 +42,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         mode = args.mode or _mode_of(args.recipe)
     if args.dry_run:
         return
-    with usage_errors():
-        module = importlib.import_module(f"megatron.bridge.training.{mode}")
-        getattr(module, mode)(cfg, step)
+    from odb_megatron.bridge.validation import UnusableError
+
+    train = getattr(importlib.import_module(f"megatron.bridge.training.{mode}"), mode)
+    try:
+        train(cfg, step)
+    except UnusableError as error:
+        with usage_errors():
+            raise ValueError(str(error)) from error
 
 
 def configured(recipe: str, *, overlays: Sequence[str] = (), overrides: Sequence[str] = ()) -> Any:

@@ -13,7 +13,12 @@ from odb_megatron.bridge.settings import in_bridge_words
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.validation import refuse_unsupported
 
-__all__ = ["recipe_errors", "refuse"]
+__all__ = ["UnusableError", "has_data", "recipe_errors", "refuse"]
+
+
+class UnusableError(ValueError):
+    """A configuration that cannot be used, found when the run starts."""
+
 
 _SFT = "GPTSFTDatasetConfig"
 _PRETRAINING = ("GPTDatasetConfig", "MockGPTDatasetConfig", "GPTFIMDatasetConfig")
@@ -125,7 +130,7 @@ def refuse(cfg: Any, args: BridgeArgs, config: OdbConfig) -> None:
     """Check a validated configuration.
 
     Raises:
-        ValueError: every refusal that applies, one line each.
+        UnusableError: every refusal that applies, one line each.
     """
     has_own_data = has_data(cfg.dataset.odb)
     messages = recipe_errors(cfg.dataset.recipe, has_own_data=has_own_data)
@@ -135,7 +140,7 @@ def refuse(cfg: Any, args: BridgeArgs, config: OdbConfig) -> None:
     except ValueError as error:
         messages += in_bridge_words(str(error)).split("\n")
     if messages:
-        raise ValueError("\n".join(messages))
+        raise UnusableError("\n".join(messages))
 
 
 def has_data(settings: Any) -> bool:
