@@ -99,6 +99,8 @@ class BridgeHooks(Hooks):
             schedule = original(*args, **kwargs)
 
             def forward_backward(**arguments: Any) -> Any:
+                if self._length and "decoder_seq_length" in arguments:  # as `seq_length`, in Bridge
+                    arguments["decoder_seq_length"] = self._length
                 reports = schedule(**arguments)
                 if not arguments.get("collect_non_loss_data", False):
                     _avoid_zero_counts(reports)

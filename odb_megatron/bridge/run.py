@@ -53,8 +53,8 @@ class BridgeRun(OdbRun):
 
         cfg = state.cfg
         self._state, self._dataset = state, cfg.dataset
-        args = BridgeArgs(cfg, state, rank=get_rank_safe(), world_size=get_world_size_safe())
         try:
+            args = BridgeArgs(cfg, state, rank=get_rank_safe(), world_size=get_world_size_safe())
             config = odb_config(args)
         except ValueError as error:
             raise UnusableError(in_bridge_words(str(error))) from error
