@@ -26,6 +26,12 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
 BUDGET = "dataset.odb.token_budget=96"
 TOPOLOGIES = {
     "dp2": (),
+    "dp2_sharded": (
+        "optimizer.use_distributed_optimizer=true",
+        "ddp.use_distributed_optimizer=true",
+        "ddp.overlap_grad_reduce=true",
+        "ddp.overlap_param_gather=true",
+    ),
     "tp2": ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true"),
     "pp2": ("model.pipeline_model_parallel_size=2",),
     "pp2_one_shape": (
@@ -125,6 +131,24 @@ def test_resume_of_policy_cost(bridge: Bridge, tmp_path: Path) -> None:
     assert "checkpoint.finetune=true" in changed
 
 
+def test_exit_interval(bridge: Bridge) -> None:
+    """Bridge ends by `sys.exit(0)`, which it takes for a failure; ODB does not."""
+    run = bridge.train(BUDGET, "train.exit_interval=2")
+    assert len(run.records) == 2
+    assert "not reached         32 requested samples" in run.output
+    assert "did not end cleanly" not in run.output
+
+
+def test_bad_record_ends_the_run_on_all_ranks(bridge: Bridge, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": [{"role": "user"\n' * 40)
+    told = bridge.refused(
+        *(BUDGET, "validation.eval_iters=0", f"dataset.odb.data_path={path}"), own_data=False
+    )
+    assert "chats.jsonl:" in told
+    assert "this replica only: the run did not end cleanly" in told
+
+
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_finetune(bridge: Bridge, saved: tuple[Run, Path], tuned: Run, name: str) -> None:
     """Every topology starts from one checkpoint and is compared with two replicas."""
@@ -136,7 +160,7 @@ def test_finetune(bridge: Bridge, saved: tuple[Run, Path], tuned: Run, name: str
     assert _evaluations(run) == pytest.approx(_evaluations(tuned), abs=1e-5)
     counts = [record["num_micro_batches"] for record in run.records]
     assert len(set(counts)) > 1
-    if name != "dp2":
+    if not name.startswith("dp2"):
         chunks = 2 if name == "vpp2x2" else 1
         assert [run.ranks[1].forwards[step] for step in range(6)] == [c * chunks for c in counts]
 
