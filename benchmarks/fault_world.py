@@ -203,15 +203,17 @@ def _count_left(world: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _session(leader: int) -> list[int]:
+    """Return the living processes of a session; one without memory has all but left."""
     found = []
     for path in Path("/proc").iterdir():
         if not path.name.isdecimal():
             continue
         try:
             state = (path / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            has_memory = bool((path / "cmdline").read_bytes())
         except OSError:
             continue
-        if int(state[3]) == leader and state[0] != "Z":
+        if int(state[3]) == leader and state[0] != "Z" and has_memory:
             found.append(int(path.name))
     return found
 

@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 
 from odb_megatron.report.step_record import StepRecord
 
+pytestmark = pytest.mark.timeout(600)
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
@@ -39,7 +41,7 @@ def _run(script: str, *flags: str, folder: Path) -> tuple[dict[str, Any], str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -78,7 +77,7 @@ def _stream(
 
 def _is_follow_up(error: BaseException) -> bool:
     """Whether an error only tells that another replica has failed."""
-    return isinstance(error, (ReplicaFailedError, ControlError, threading.BrokenBarrierError))
+    return isinstance(error, (ReplicaFailedError, ControlError))
 
 
 def _names(step: FinishedStep) -> list[int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
+import re
 import time
 
 import pytest
 
+from odb_megatron.comm.control import ControlError
 from odb_megatron.testing.replicas import ThreadExchange, run_in_threads, thread_exchanges
 
 
@@ -36,12 +37,29 @@ def test_errors_are_returned_by_replica() -> None:
     assert (results[0], repr(results[1]), results[2]) == (0, "KeyError('mine')", 2)
 
 
-def test_a_missing_peer_ends_the_wait() -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_peer_that_has_left_is_not_waited_for(raises: bool) -> None:
     def leave(exchange: ThreadExchange) -> object:
-        return exchange.exchange(b"x") if exchange.replica else None
+        exchange.exchange(b"x")
+        if exchange.replica == 0 and raises:
+            raise KeyError("mine")
+        return exchange.exchange(b"y") if exchange.replica else None
 
-    start = time.monotonic()
-    results = run_in_threads(leave, thread_exchanges(3, timeout_s=0.2))
-    assert time.monotonic() - start < 5
-    assert results[0] is None
-    assert [type(result) for result in results[1:]] == 2 * [threading.BrokenBarrierError]
+    exchanges = thread_exchanges(3, timeout_s=200)
+    first, *others = run_in_threads(leave, exchanges)
+    assert repr(first) == ("KeyError('mine')" if raises else "None")
+    assert {type(error) for error in others} == {ControlError}
+    for replica, error in enumerate(others, start=1):  # the first to give up leaves as well
+        assert re.fullmatch(rf"replica {replica}: replicas \[0.*\] are gone", str(error))
+
+
+def test_exchanges_can_be_used_again() -> None:
+    exchanges = thread_exchanges(2)
+    for text in (b"a", b"b"):
+        assert run_in_threads(lambda one: one.exchange(text), exchanges) == [[text] * 2] * 2  # noqa: B023
+
+
+def test_a_peer_that_does_not_come_ends_the_wait() -> None:
+    (end, _) = thread_exchanges(2, timeout_s=0.1)
+    with pytest.raises(ControlError, match=r"replica 0: replicas \[1\] are not there in 0.1 s"):
+        end.exchange(b"x")

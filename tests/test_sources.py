@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import struct
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from made_up_data import Letters, Records, rules
 
 from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
+from odb_megatron.data.fetch_limit import limited
 from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.sample import BadRecordError, Hole, HoleReason, Sample
 from odb_megatron.data.sources import (
@@ -360,6 +362,21 @@ def test_a_datasets_own_failure_is_a_bad_record_with_its_traceback() -> None:
     hole = lenient.sample(1, source=4)
     assert isinstance(hole, Hole)
     assert (hole.reason, hole.source) == (HoleReason.BAD_RECORD, 4)
+
+
+def test_a_record_that_hangs_is_named_with_where() -> None:
+    class Hanging(Records):
+        def __getitem__(self, index: int) -> object:
+            time.sleep(600)
+            return super().__getitem__(index)
+
+    source = MapSource(Hanging([3, 3]), rules=rules(), name="mine")
+    with (
+        pytest.raises(BadRecordError, match="mine:2: record 1 raised FetchTimeoutError") as caught,
+        limited(0.05, what=lambda: "record 1"),
+    ):
+        source.sample(1, source=0)
+    assert "time.sleep(600)" in caught.value.trace
 
 
 def test_an_item_that_is_too_long() -> None:

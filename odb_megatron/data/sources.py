@@ -323,9 +323,9 @@ def file_fingerprint(path: str) -> str:
 
 
 def _trace(error: Exception) -> str:
-    """Return where a user's dataset raised; empty where this package did."""
+    """Return where a user's dataset raised, or hangs; empty where only this package was at work."""
     frames = traceback.extract_tb(error.__traceback__)
-    if frames and frames[-1].filename.startswith(_PACKAGE):
+    if all(frame.filename.startswith(_PACKAGE) for frame in frames):
         return ""
     try:
         return "".join(traceback.format_exception(error))

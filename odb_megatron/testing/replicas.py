@@ -23,11 +23,39 @@ T = TypeVar("T")
 
 
 class _Meeting:
+    """Where replicas meet, round after round."""
+
     def __init__(self, size: int, timeout_s: float) -> None:
-        self.records: list[bytes] = [b""] * size
-        self.barrier = threading.Barrier(size, timeout=timeout_s)
+        self.size = size
         self.timeout_s = timeout_s
         self.payloads: dict[tuple[int, int], Queue[bytes]] = defaultdict(Queue)
+        self._changed = threading.Condition()
+        self._rounds: dict[int, dict[int, bytes]] = defaultdict(dict)
+        self._next_round = [0] * size
+        self._away: set[int] = set()
+
+    def set_away(self, replica: int, away: bool) -> None:
+        """Say that a replica will not come, or comes again; those who wait for it are told."""
+        with self._changed:
+            (self._away.add if away else self._away.discard)(replica)
+            self._changed.notify_all()
+
+    def exchange(self, replica: int, record: bytes) -> list[bytes]:
+        number = self._next_round[replica]
+        self._next_round[replica] += 1
+        with self._changed:
+            came = self._rounds[number]
+            came[replica] = record
+            self._changed.notify_all()
+            ended = self._changed.wait_for(
+                lambda: len(came) == self.size or self._away - set(came), timeout=self.timeout_s
+            )
+            if len(came) < self.size:
+                missing = sorted(set(range(self.size)) - set(came))
+                why = "gone" if ended else f"not there in {self.timeout_s} s"
+                raise ControlError(f"replica {replica}: replicas {missing} are {why}")
+            self._rounds.pop(number, None)
+        return [came[one] for one in range(self.size)]
 
 
 class ThreadExchange:
@@ -50,15 +78,15 @@ class ThreadExchange:
     @property
     def num_replicas(self) -> int:
         """Number of replicas."""
-        return len(self._meeting.records)
+        return self._meeting.size
 
     def exchange(self, record: bytes) -> list[bytes]:
-        """See `ControlGroup.exchange`; a missing peer breaks the barrier after its time-out."""
-        self._meeting.records[self._replica] = record
-        self._meeting.barrier.wait()
-        records = list(self._meeting.records)
-        self._meeting.barrier.wait()
-        return records
+        """See `ControlGroup.exchange`; a peer that has left `run_in_threads` is not waited for."""
+        return self._meeting.exchange(self._replica, record)
+
+    def set_away(self, away: bool) -> None:
+        """Say that this replica has left, or is back."""
+        self._meeting.set_away(self._replica, away)
 
 
 class ThreadPayloads:
@@ -125,7 +153,11 @@ def run_in_threads(
             results[exchange.replica] = function(exchange)
         except BaseException as error:
             results[exchange.replica] = error
+        finally:
+            exchange.set_away(True)
 
+    for exchange in exchanges:
+        exchange.set_away(False)
     threads = [threading.Thread(target=run, args=(exchange,)) for exchange in exchanges]
     with _one_fork_at_a_time():
         for thread in threads:
