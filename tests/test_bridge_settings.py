@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from odb_megatron.bridge.batches import TrainBatches, as_batch
+from odb_megatron.bridge.hooks import require_names
 from odb_megatron.bridge.settings import OdbSettings, described, flag_values, in_bridge_words
 from odb_megatron.data.thd import assemble_idle, layout
 from odb_megatron.megatron.config import OdbConfig
@@ -104,3 +107,17 @@ def test_defaults_are_those_of_the_flags() -> None:
     args = argparse.Namespace(**flag_values(OdbSettings()), seq_length=64, global_batch_size=8)
     config = OdbConfig.from_args(args, num_replicas=2)
     assert (config.token_budget, config.enabled) == (64, True)
+
+
+def test_another_bridge_is_refused() -> None:
+    there = SimpleNamespace(_pretrain=1, _finish_train=1, _cleanup_after_pretrain_failure=1)
+    with pytest.raises(ValueError, match=r"has no megatron\.bridge\.training\.train\.get_forward"):
+        require_names(lambda module: there if module == "pretrain" else SimpleNamespace())
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron.bridge") is not None, reason="Megatron-Bridge is installed"
+)
+def test_without_bridge() -> None:
+    with pytest.raises(ImportError, match="needs megatron-bridge 0.6 or newer, and there is no"):
+        from odb_megatron.bridge import enable  # noqa: F401

@@ -16,7 +16,14 @@ __all__ = ["enable"]
 
 def __getattr__(name: str) -> Any:
     if name == "enable":
-        from odb_megatron.bridge.activation import enable
-
+        try:
+            from odb_megatron.bridge.activation import enable
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("megatron"):
+                raise
+            raise ImportError(
+                f"odb_megatron.bridge needs megatron-bridge 0.6 or newer, and there is no "
+                f"{error.name}: pip install 'megatron-bridge>=0.6'"
+            ) from error
         return enable
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

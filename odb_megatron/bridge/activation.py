@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from odb_megatron.bridge.arguments import transformer_of
-from odb_megatron.bridge.hooks import install_entry
+from odb_megatron.bridge.hooks import install_entry, require_names
 from odb_megatron.bridge.provider import OdbDatasetConfig
 from odb_megatron.bridge.run import BridgeRun
 from odb_megatron.bridge.settings import OdbSettings, flag_values
@@ -51,6 +51,7 @@ def enable(cfg: Any, *, token_budget: int | None = None, **settings: Any) -> Non
         raise ValueError(
             f"there is no dataset.odb.{unknown[0]}: the settings are {', '.join(known)}"
         )
+    require_names()
     odb = OdbSettings(token_budget=token_budget, **settings)
     flag_values(odb)  # checks types and choices
     errors = recipe_errors(cfg.dataset, has_own_data=has_data(odb))

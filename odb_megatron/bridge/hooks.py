@@ -24,10 +24,46 @@ from typing import Any, Protocol
 
 from odb_megatron.megatron.hooks import Hooks, RunListener
 
-__all__ = ["BridgeHooks", "HostedRun", "install_entry"]
+__all__ = ["BridgeHooks", "HostedRun", "install_entry", "require_names"]
+
+_NAMES = {
+    "pretrain": ("_pretrain", "_finish_train", "_cleanup_after_pretrain_failure"),
+    "train": (
+        "get_forward_backward_func",
+        "training_log",
+        "save_checkpoint_and_time",
+        "compute_throughputs_and_append_to_progress_log",
+    ),
+    "eval": ("get_forward_backward_func",),
+    "checkpointing": ("maybe_save_dataloader_state", "maybe_load_dataloader_state"),
+}
+"""What is replaced, or called through the iterator; all of it is there from 0.6.0 on."""
 
 _SMALLEST_COUNT = 1e-30
 """See `megatron.forward_step.loss_func`."""
+
+
+def require_names(find: Callable[[str], Any] | None = None) -> None:
+    """Check that Bridge has what is replaced in it.
+
+    Args:
+        find: returns a module of `megatron.bridge.training`; for tests.
+
+    Raises:
+        ValueError: with what is missing.
+    """
+    find = find or _module
+    missing = [
+        f"megatron.bridge.training.{module}.{name}"
+        for module, names in _NAMES.items()
+        for name in names
+        if not hasattr(find(module), name)
+    ]
+    if missing:
+        raise ValueError(
+            f"this Megatron-Bridge has no {', '.join(missing)}: odb_megatron was written for 0.6 "
+            "and run with 0.6.2; use that"
+        )
 
 
 class HostedRun(Protocol):

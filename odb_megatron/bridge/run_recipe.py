@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from odb_megatron import bridge
 from odb_megatron.bridge.settings import OdbSettings
 from odb_megatron.megatron.usage import usage_errors
 
@@ -63,13 +64,13 @@ def configured(recipe: str, *, overlays: Sequence[str] = (), overrides: Sequence
     Raises:
         ValueError: an override that is not known, or see `enable`.
     """
+    enable = bridge.enable  # first: says it where there is no Bridge
     from megatron.bridge.training.utils.omegaconf_utils import (
         OverridesError,
         process_config_with_overrides,
     )
     from omegaconf import OmegaConf
 
-    from odb_megatron.bridge import enable
     from odb_megatron.bridge.activation import require_active
 
     own = [text for text in overrides if text.lstrip("+~").startswith(_ODB)]
