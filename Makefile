@@ -15,9 +15,10 @@ ARGS ?=
 # Test files at a time. Many tests start up to four processes themselves.
 JOBS ?= 2
 
+# Megatron versions of test-matrix; all when empty.
 VERSIONS ?=
 
-.PHONY: help venv train test test-matrix test-slurm lint format typecheck verify bench wheel clean distclean
+.PHONY: help venv train test test-bridge test-matrix test-slurm lint format typecheck verify bench wheel clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +38,11 @@ test-slurm: venv ## run the job scripts of launch/ on a Slurm of two nodes here 
 
 test-matrix: venv ## Megatron tests on each supported version (VERSIONS="0.16.1 0.18.2")
 	$(PYTHON) tools/test_matrix.py --jobs $(JOBS) $(VERSIONS)
+
+test-bridge: venv ## run the tests on Megatron-Bridge (NeMo), in an environment of its own
+	@tools/bridge_venv.sh
+	CUDA_VISIBLE_DEVICES= .venv-bridge/bin/python -m pytest tests/test_bridge_config.py \
+	    tests/test_bridge_run.py $(ARGS)
 
 lint: venv ## ruff: rules and format
 	$(PYTHON) -m ruff check .
@@ -65,5 +71,5 @@ clean: ## remove build output and caches
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
-distclean: clean ## remove .venv and .venvs as well
-	rm -rf .venv .venv.lock .venvs
+distclean: clean ## remove the environments as well
+	rm -rf .venv .venv.lock .venvs .venv-bridge .venv-bridge.lock

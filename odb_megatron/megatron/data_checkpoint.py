@@ -118,6 +118,21 @@ class DataCheckpoint:
             if progress.snapshot["consumed"] == self._args.consumed_train_samples:
                 self._trained = progress
 
+    def state(self, *, tokens_so_far: int) -> dict[str, Any]:
+        """Return this replica's state (see `encode_state`); leaders call it."""
+        self.note_trained()
+        assert self._trained is not None, "a checkpoint before any step"
+        state: dict[str, Any] = {
+            "data": self._identity,
+            "tokens_so_far": tokens_so_far,
+            "planner": self._trained.state_dict(),
+            "bad_records": self._trained.bad_records_state(),
+            "source_counts": [one.state_dict() for one in self._trained.source_counts],
+        }
+        if self._trained.source is not None:
+            state["source"] = self._trained.source
+        return state
+
     def stage(self, iteration: int, *, tokens_so_far: int, is_persistent: bool) -> None:
         """Write this replica's file, before Megatron saves; all ranks call it.
 
@@ -154,18 +169,9 @@ class DataCheckpoint:
 
     def _stage(self, path: str, exchange: ControlGroup, *, tokens_so_far: int) -> bytes:
         try:
-            self.note_trained()
-            assert self._trained is not None, "a checkpoint before any step"
-            state: dict[str, Any] = {
-                "data": self._identity,
-                "tokens_so_far": tokens_so_far,
-                "planner": self._trained.state_dict(),
-                "bad_records": self._trained.bad_records_state(),
-                "source_counts": [one.state_dict() for one in self._trained.source_counts],
-            }
-            if self._trained.source is not None:
-                state["source"] = self._trained.source
-                self._warn_once(self._trained.source, replica=exchange.replica)
+            state = self.state(tokens_so_far=tokens_so_far)
+            if "source" in state:
+                self._warn_once(state["source"], replica=exchange.replica)
             data = encode_state(state)
             write_file(path, data)
         except BaseException:

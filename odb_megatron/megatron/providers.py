@@ -58,6 +58,7 @@ def build_streams(
     *,
     datasets: Sequence[Any] | None = None,
     reads_data: bool = True,
+    tokenizer: Any = None,
 ) -> list[SampleStream | ItemStream | None]:
     """Build the train, valid and test streams; every rank must call it (world barriers).
 
@@ -68,6 +69,7 @@ def build_streams(
         datasets: the user's own datasets per split (None for none), instead of `--data-path`:
             map-style, the train dataset also iterable.
         reads_data: whether this rank leads a replica; others get None for every split.
+        tokenizer: None for Megatron's global one.
     """
     rules = replace(
         config.sample_rules(multiple=padding_multiple(args)),
@@ -91,7 +93,7 @@ def build_streams(
             "--odb-epochs needs --data-path, or an iterable train dataset of your own: give one of "
             "them"
         )
-    renderer, tokenizer = _renderer(args)
+    renderer, tokenizer = _renderer(args, tokenizer)
     built = build_datasets(
         dataset_config(args, rules=rules, tokenizer=tokenizer, renderer=renderer),
         num_samples=[getattr(args, "odb_epoch_samples", total), *sizes[1:]],
@@ -220,10 +222,11 @@ def model_cost(args: argparse.Namespace, *, token_budget: int) -> CostModel:
     return CostModel.from_model_shape(shape, fixed_tokens=_FIXED_SHARE * token_budget)
 
 
-def _renderer(args: argparse.Namespace) -> tuple[ChatRenderer | None, Any]:
-    from megatron.training import get_tokenizer
+def _renderer(args: argparse.Namespace, tokenizer: Any) -> tuple[ChatRenderer | None, Any]:
+    if tokenizer is None:
+        from megatron.training import get_tokenizer
 
-    tokenizer = get_tokenizer()
+        tokenizer = get_tokenizer()
     if args.tokenizer_type == "NullTokenizer":
         return None, tokenizer  # token data (.bin/.idx) needs no text
     renderer = ChatRenderer(

@@ -68,6 +68,7 @@ class ReplicaData:
         place: this rank's place in its replica.
         plan_ahead: see `StepFeed`.
         patience: of each split's loader, by its name.
+        num_chunks: iterators per split; None for one for each virtual pipeline chunk.
 
     Attributes:
         place: see above.
@@ -82,11 +83,12 @@ class ReplicaData:
         *,
         plan_ahead: int = 0,
         patience: Mapping[str, Patience] | None = None,
+        num_chunks: int | None = None,
     ) -> None:
         self._patience = patience or {}
         self.place = place
         self._args = args
-        self._num_chunks = args.virtual_pipeline_model_parallel_size or 1
+        self._num_chunks = num_chunks or args.virtual_pipeline_model_parallel_size or 1
         self._feeds: list[StepFeed | None] = []
         self._loaders: Loaders = ()
         self._reported = 0

@@ -29,7 +29,7 @@ from odb_megatron.megatron.data_state import (
 from odb_megatron.plan.elastic import elastic_state
 from odb_megatron.plan.policy import PolicyName
 
-__all__ = ["resume_data"]
+__all__ = ["check_state", "resume_data", "together"]
 
 T = TypeVar("T")
 
@@ -79,10 +79,10 @@ def resume_data(
     if saved is None and is_iterable:
         raise ValueError(_no_place("no data state in the checkpoint"))
     if saved is None:
-        _together(exchange, lambda: _refuse_unknown(args, replica=exchange.replica))
+        together(exchange, lambda: _refuse_unknown(args, replica=exchange.replica))
         _tell(args, "no data state in the checkpoint")
         return None
-    digest = _together(exchange, lambda: Digest.parse(saved))
+    digest = together(exchange, lambda: Digest.parse(saved))
     replicas = range(digest.num_replicas)
     is_same_size = len(replicas) == exchange.num_replicas
     options = [
@@ -93,7 +93,7 @@ def resume_data(
         )
         for path_of in (state_path, staged_path)
     ]
-    files = _together(exchange, lambda: _chosen(options, digest))
+    files = together(exchange, lambda: _chosen(options, digest))
     if files is None:
         if is_iterable:
             raise ValueError(_no_place(f"data state {options[0][0].path} is missing"))
@@ -102,11 +102,11 @@ def resume_data(
         _tell(args, "the data state is gone from the checkpoint")
         return None
     own = files[exchange.replica if is_same_size else 0]
-    state = _together(exchange, lambda: decode_state(own.data, own.path))
-    is_changed = _together(exchange, lambda: _check(args, config, loader, state, own.path))
+    state = together(exchange, lambda: decode_state(own.data, own.path))
+    is_changed = together(exchange, lambda: check_state(args, config, loader, state, own.path))
     is_samples = config.policy is PolicyName.SAMPLES
     goes_on = is_same_size and (is_samples or not is_changed)  # each replica with its own
-    states = [state] if goes_on else _together(exchange, lambda: _decoded(files))
+    states = [state] if goes_on else together(exchange, lambda: _decoded(files))
     loader.bad_records.restore(
         state["bad_records"]["num"],
         [position for one in states for position in one["bad_records"]["positions"]],
@@ -122,13 +122,13 @@ def resume_data(
         place_staged([(old, new) for old, new in list(staged)[share] if old != new])
     if is_iterable and is_same_size:
         source = state.get("source")
-        _together(exchange, lambda: loader.load_state_dict(state["planner"], source=source))
+        together(exchange, lambda: loader.load_state_dict(state["planner"], source=source))
     elif is_samples and not is_iterable:
         loader.load_cost(state["planner"])
     elif goes_on:
-        _together(exchange, lambda: loader.load_state_dict(state["planner"]))
+        together(exchange, lambda: loader.load_state_dict(state["planner"]))
     else:
-        _together(exchange, lambda: _load_elastic(loader, states, replica=exchange.replica))
+        together(exchange, lambda: _load_elastic(loader, states, replica=exchange.replica))
     return state
 
 
@@ -141,7 +141,7 @@ def _is_own(args: argparse.Namespace) -> bool:
     return loaded in map(os.path.realpath, own)
 
 
-def _together(exchange: ControlGroup, function: Callable[[], T]) -> T:
+def together(exchange: ControlGroup, function: Callable[[], T]) -> T:
     """Return what `function` does, or raise on all replicas what it raises on one."""
     message, failure, result = "", None, None
     try:
@@ -161,8 +161,8 @@ def _together(exchange: ControlGroup, function: Callable[[], T]) -> T:
 def _found(paths: Sequence[str], *, exchange: ControlGroup, is_same_size: bool) -> list[_File]:
     """Return the files of all saved replicas: all read or, at the same size, only the own one."""
     if not is_same_size:
-        return _together(exchange, lambda: [_read(path) for path in paths])
-    own = _together(exchange, lambda: _read(paths[exchange.replica]))
+        return together(exchange, lambda: [_read(path) for path in paths])
+    own = together(exchange, lambda: _read(paths[exchange.replica]))
     digests = exchange.exchange(own.digest)
     files = [_File(path=path, digest=one) for path, one in zip(paths, digests, strict=True)]
     files[exchange.replica] = own
@@ -210,7 +210,7 @@ def _chosen(options: Sequence[Sequence[_File]], digest: Digest) -> list[_File] |
     )
 
 
-def _check(
+def check_state(
     args: argparse.Namespace,
     config: OdbConfig,
     loader: StepLoader,

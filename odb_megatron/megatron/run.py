@@ -26,6 +26,7 @@ from odb_megatron.data.step_feed import StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron.attention import registry
+from odb_megatron.megatron.attention.registry import AttentionBackend
 from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
 from odb_megatron.megatron.cost_model import RunCost
 from odb_megatron.megatron.counters import StepCalculator
@@ -96,14 +97,8 @@ class OdbRun:
         self._args = args
         self._datasets = datasets
         self._total = total_samples(args)
-        self._backend = registry.select(self.config.attention, device_type=device_type())
-        self._hooks = Hooks(
-            self,
-            packed=self.config.enabled,
-            has_experts=args.num_experts is not None,
-            micro_batch_length=self.config.micro_batch_length(padding_multiple(args)),
-            tells_first_step=self.config.warmup_worst_case,
-        )
+        self._backend = self._choose_backend()
+        self._hooks = self._make_hooks()
         self._prediction = PredictionLayers(self._backend) if args.mtp_num_layers else None
         self._calculator: StepCalculator | None = None
         self._loader: StepLoader | None = None
@@ -111,7 +106,7 @@ class OdbRun:
         self._exchange: ControlGroup | None = None  # on leaders
         self._groups: list[ControlGroup] = []
         self._padded: Sequence[SampleStream | ItemStream | None] = ()
-        self._report = RunReport(args, self.config, backend=self._backend)
+        self._report = self._make_report()
         self._cost: RunCost | None = None
         self._peers: PeerWatch | None = None
         self._checkpoint: DataCheckpoint | None = None
@@ -119,14 +114,50 @@ class OdbRun:
         self._tokens_before = 0
         self._is_warming_up = False
         self._place = replica_ranks(args, rank=args.rank)
-        self.forward_step = make_forward_step(
-            packed_batch
-            if self.config.enabled
-            else partial(padded_batch, multiple=padding_multiple(args)),
+        self.forward_step = self._make_forward_step()
+        self.datasets_provider = self._make_provider()
+
+    # --- what another host than Megatron's own `pretrain()` has otherwise -----------------------
+
+    def _choose_backend(self) -> AttentionBackend:
+        return registry.select(self.config.attention, device_type=device_type())
+
+    def _make_hooks(self) -> Hooks:
+        return Hooks(
+            self,
+            packed=self.config.enabled,
+            has_experts=self._args.num_experts is not None,
+            micro_batch_length=self.config.micro_batch_length(padding_multiple(self._args)),
+            tells_first_step=self.config.warmup_worst_case,
+        )
+
+    def _make_report(self) -> RunReport:
+        return RunReport(self._args, self.config, backend=self._backend)
+
+    def _make_forward_step(self) -> Callable[..., Any]:
+        multiple = padding_multiple(self._args)
+        return make_forward_step(
+            packed_batch if self.config.enabled else partial(padded_batch, multiple=multiple),
             on_batch=self._on_batch,
             router_mask=self._router_mask(),
         )
-        self.datasets_provider = self._make_provider()
+
+    def _make_replica(self) -> ReplicaData:
+        return ReplicaData(
+            self._args,
+            self._place,
+            plan_ahead=self.config.plan_ahead,
+            patience=self._peers.patience if self._peers else None,
+        )
+
+    def _tokenizer(self) -> Any:
+        """Return the tokenizer; None for Megatron's global one."""
+        return None
+
+    def _start_cost(self, cost: RunCost) -> None:
+        cost.start(self._resume())
+
+    # --- the host's calls -----------------------------------------------------------------------
 
     def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
         """Layer spec with the chosen attention backend; set as the model's layer spec."""
@@ -298,12 +329,7 @@ class OdbRun:
             if self._replica is None:  # else another chunk of a virtual pipeline asks
                 if self.config.enabled:
                     self._peers = PeerWatch(self._args, self.config)
-                self._replica = ReplicaData(
-                    self._args,
-                    self._place,
-                    plan_ahead=self.config.plan_ahead,
-                    patience=self._peers.patience if self._peers else None,
-                )
+                self._replica = self._make_replica()
                 if self.config.enabled:
                     self._build_packed(self._replica, sizes)
                 else:
@@ -325,7 +351,14 @@ class OdbRun:
             if not reads_data:  # and nothing of Megatron's is built, which would wait for all ranks
                 return [None] * len(sizes)
             datasets = self._datasets(sizes)
-        streams = build_streams(args, self.config, sizes, datasets=datasets, reads_data=reads_data)
+        streams = build_streams(
+            args,
+            self.config,
+            sizes,
+            datasets=datasets,
+            reads_data=reads_data,
+            tokenizer=self._tokenizer(),
+        )
         if not reads_data:
             return streams
         if streams[0] is None and not args.skip_train:
@@ -406,7 +439,7 @@ class OdbRun:
         self._loader = loaders[0]
         if self._loader is not None:
             self._cost = self._report.cost = RunCost(self._args, self.config, self._loader)
-            self._cost.start(self._resume())
+            self._start_cost(self._cost)
         return loaders
 
     def _of_last_stage(self, values: dict[str, Any]) -> tuple[dict[str, Any], MemoryUse]:

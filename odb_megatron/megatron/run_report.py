@@ -6,6 +6,7 @@ Must not decide anything. Counts are added up over replicas where the run has en
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -41,6 +42,7 @@ class RunReport:
         args: Megatron's arguments.
         config: ODB's.
         backend: the attention backend chosen.
+        lines: to print at the start in place of Megatron's flags.
 
     Attributes:
         recorder: builds the step records; on leaders, once data is open.
@@ -48,7 +50,12 @@ class RunReport:
     """
 
     def __init__(
-        self, args: argparse.Namespace, config: OdbConfig, *, backend: AttentionBackend
+        self,
+        args: argparse.Namespace,
+        config: OdbConfig,
+        *,
+        backend: AttentionBackend,
+        lines: Sequence[str] | None = None,
     ) -> None:
         self.recorder: StepRecorder | None = None
         self.cost: RunCost | None = None
@@ -65,7 +72,8 @@ class RunReport:
         self._eval_left_out = self._eval_truncated = 0
         if args.rank == 0:
             reason = f"attention backend {backend.name}: {backend.reason}"
-            for line in (describe_megatron(), reason, *start_lines(args, config)):
+            said = start_lines(args, config) if lines is None else lines
+            for line in (describe_megatron(), reason, *said):
                 print(f"odb: {line}", flush=True)
 
     def open(self, stream: SampleStream | ItemStream, exchange: ControlGroup) -> None:

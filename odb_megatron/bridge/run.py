@@ -1,0 +1,277 @@
+"""A run of Bridge's `pretrain()` or `finetune()` with ODB: `megatron.run` on Bridge's state.
+
+Holds no policy. What differs from Megatron's own `pretrain()`: Bridge's forward step is used as it
+is, Bridge cuts context-parallel parts and serves virtual pipeline chunks from one iterator, and the
+data state travels through the iterator into Bridge's checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import metadata
+from types import TracebackType
+from typing import Any
+
+from odb_megatron.bridge.arguments import BridgeArgs, transformer_of
+from odb_megatron.bridge.batches import Batches, TrainBatches
+from odb_megatron.bridge.hooks import BridgeHooks
+from odb_megatron.bridge.settings import described, in_bridge_words
+from odb_megatron.bridge.sft_samples import SftSamples
+from odb_megatron.bridge.validation import UnusableError, has_data, refuse
+from odb_megatron.data.source_counts import added_counts
+from odb_megatron.megatron.attention.registry import AttentionBackend
+from odb_megatron.megatron.cost_model import RunCost
+from odb_megatron.megatron.data_state import decode_state, encode_state
+from odb_megatron.megatron.hooks import Hooks
+from odb_megatron.megatron.replica_data import ReplicaData
+from odb_megatron.megatron.resume import check_state, together
+from odb_megatron.megatron.run import OdbRun
+from odb_megatron.megatron.run_report import RunReport, start_lines
+from odb_megatron.megatron.setup import odb_config
+from odb_megatron.megatron.topology import padding_multiple
+from odb_megatron.plan.policy import PolicyName
+
+__all__ = ["BridgeRun"]
+
+_STATE = "the dataloader state of the checkpoint"
+
+
+class BridgeRun(OdbRun):
+    """One run; see `megatron.run.OdbRun`.
+
+    Args:
+        state: Bridge's `GlobalState`, whose configuration was validated.
+
+    Raises:
+        UnusableError: settings or a configuration that cannot be used.
+    """
+
+    def __init__(self, state: Any) -> None:
+        from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe
+
+        cfg = state.cfg
+        self._state, self._dataset = state, cfg.dataset
+        try:
+            args = BridgeArgs(cfg, state, rank=get_rank_safe(), world_size=get_world_size_safe())
+            config = odb_config(args)
+        except ValueError as error:
+            raise UnusableError(in_bridge_words(str(error))) from error
+        refuse(cfg, args, config)
+        self._reads_recipe = not has_data(self._dataset.odb) and args.data_path is None
+        self._reads_recipe = self._reads_recipe and args.train_data_path is None
+        self._context: Any = None
+        self._built: Sequence[Any] = ()
+        self._is_restored = self._has_begun = self._has_ended = False
+        super().__init__(args, datasets=self._recipe_datasets if self._reads_recipe else None)
+        self._prepare_transformer(transformer_of(cfg.model))
+
+    def __enter__(self) -> BridgeRun:
+        super().__enter__()
+        self._dataset._run = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End; harmless when called again."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._dataset._run = None
+        super().__exit__(kind, error, trace)
+
+    def build(self, context: Any) -> tuple[Any, Any, Any]:
+        """Build the data; every rank calls it. See `OdbDatasetConfig.build_datasets`.
+
+        Raises:
+            ValueError: data that cannot be used.
+        """
+        cfg, args = self._state.cfg, self._args
+        self._context = context
+        args.iteration = self._state.train_state.step
+        with _bridge_words():
+            if self._reads_recipe:
+                self._built = _sft_datasets(self._dataset.recipe, context)
+            evaluated = args.eval_iters * cfg.validation.eval_global_batch_size
+            sizes = [
+                context.train_samples,
+                max(context.valid_samples, evaluated),  # one at the end, whatever the interval
+                context.test_samples,
+            ]
+            train, valid, test = self.datasets_provider(sizes)
+        return self._for_training(train), self._for_evaluation(valid), self._for_evaluation(test)
+
+    def save(self) -> str:
+        """Return the state of the training data; leaders call it."""
+        assert self._checkpoint is not None, "asked for before the data were built"
+        tokens = self.tokens_so_far() or 0
+        return encode_state(self._checkpoint.state(tokens_so_far=tokens)).decode()
+
+    def restore(self, text: str) -> None:
+        """Continue from the text of `save`; all ranks call it.
+
+        Raises:
+            ValueError: it is damaged, or belongs to other data, another policy or another step.
+        """
+        self._is_restored = True
+        loader = self._loader
+        if loader is None:
+            return
+        exchange = self._groups[-1]
+        is_samples = self.config.policy is PolicyName.SAMPLES
+        with _bridge_words():
+            state = together(exchange, lambda: decode_state(text.encode(), _STATE))
+            is_changed = together(
+                exchange, lambda: check_state(self._args, self.config, loader, state, _STATE)
+            )
+            if is_changed and not is_samples:
+                raise ValueError(
+                    "data changed since the checkpoint was saved, and dataset.odb.policy=cost has "
+                    "samples of it in its windows: restore it, or start the data anew "
+                    "(checkpoint.finetune=true)"
+                )
+            planner = state["planner"]
+            loader.bad_records.restore(
+                state["bad_records"]["num"],
+                state["bad_records"]["positions"],
+                step=0 if is_samples else planner["step"],
+            )
+            loader.count_from(added_counts([state["source_counts"]]))
+            if is_samples:
+                loader.load_cost(planner)
+            else:
+                together(exchange, lambda: loader.load_state_dict(planner))
+        self._tokens_before = state["tokens_so_far"]
+        self._report.goes_on()
+        if self._cost is not None:
+            self._cost.start(planner)
+
+    # --- what the hooks tell -------------------------------------------------------------------
+
+    def on_schedule(self, *, training: bool) -> None:
+        """See `hooks.RunListener`."""
+        if training and not self._has_begun:
+            self._has_begun = True
+            self._require_state()
+        super().on_schedule(training=training)
+
+    # --- what differs from Megatron's own `pretrain()` -------------------------------------------
+
+    def _choose_backend(self) -> AttentionBackend:
+        return AttentionBackend(
+            name="the recipe's",
+            core_attention="megatron.core.transformer:Attention",
+            auto_devices=(),
+            named_devices=(),
+            why_unavailable=lambda: None,
+            description="the model's own layer spec, as Bridge builds it",
+            reason="the model's own layer spec, as Bridge builds it",
+        )
+
+    def _make_hooks(self) -> Hooks:
+        length = self.config.micro_batch_length(padding_multiple(self._args))
+        return BridgeHooks(self, state=self._state, micro_batch_length=length)
+
+    def _make_report(self) -> RunReport:
+        args, config = self._args, self.config
+        lines = [
+            f"Megatron-Bridge {metadata.version('megatron-bridge')}; dataset.odb over "
+            f"{_source(args, self._dataset, reads_recipe=self._reads_recipe)}",
+            f"reproduce with {described(self._dataset.odb)}",
+            *map(in_bridge_words, start_lines(args, config)[1:]),
+        ]
+        return RunReport(args, config, backend=self._backend, lines=lines)
+
+    def _make_forward_step(self) -> Callable[..., Any]:
+        return _bridge_has_its_own
+
+    def _make_replica(self) -> ReplicaData:
+        return ReplicaData(
+            self._args,
+            replace(self._place, context_size=1, context_rank=0),
+            plan_ahead=self.config.plan_ahead,
+            patience=self._peers.patience if self._peers else None,
+            num_chunks=1,
+        )
+
+    def _tokenizer(self) -> Any:
+        return self._context.tokenizer
+
+    def _start_cost(self, cost: RunCost) -> None:
+        if not self._args.iteration:
+            cost.start(None)  # else Bridge restores the data, after they were built
+
+    def _prepare_transformer(self, transformer: Any) -> None:
+        """See `OdbRun.prepare_model`; Bridge builds the model after this."""
+        if self._args.pipeline_model_parallel_size > 1 and not self.config.pad_to_budget:
+            transformer.variable_seq_lengths = True
+            if transformer.num_moe_experts is None:
+                transformer.moe_token_dispatcher_type = "alltoall"
+
+    def _require_state(self) -> None:
+        args = self._args
+        if not args.iteration or self._is_restored:
+            return
+        if self.config.policy is PolicyName.COST and self.config.resume_strict:
+            raise ValueError(
+                f"{_STATE} of iteration {args.iteration} was not there to restore, and "
+                "dataset.odb.policy=cost had samples in its windows: set dataset.dataloader_load; "
+                "or dataset.odb.resume_strict=false to go on without them; or start the data anew "
+                "(checkpoint.finetune=true)"
+            )
+        if args.rank == 0:
+            print(
+                f"odb: no dataloader state in the checkpoint of iteration {args.iteration}; the "
+                f"data goes on at sample {args.consumed_train_samples} of the stream",
+                flush=True,
+            )
+        if self._cost is not None:
+            self._cost.start(None)
+
+    def _recipe_datasets(self, _sizes: Sequence[int | None]) -> Sequence[Any]:
+        return self._built
+
+    def _for_training(self, items: Any) -> TrainBatches | None:
+        if items is None:
+            return None
+        return TrainBatches(items, on_batch=self._on_batch, save=self.save, restore=self.restore)
+
+    def _for_evaluation(self, items: Any) -> Batches | None:
+        return None if items is None else Batches(items, on_batch=self._on_batch)
+
+
+class _bridge_words:  # used like a function
+    """Errors within name Bridge's settings, not Megatron's flags."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if type(error) is ValueError:
+            text = in_bridge_words(str(error))
+            if text != str(error):
+                raise ValueError(text) from error
+
+
+def _bridge_has_its_own(*_args: Any, **_kwargs: Any) -> Any:
+    raise AssertionError("Bridge's forward step is used")
+
+
+def _sft_datasets(recipe: Any, context: Any) -> list[SftSamples | None]:
+    """Build the recipe's own text SFT datasets, as Bridge does; every rank calls it (barriers)."""
+    from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetBuilder
+
+    built = GPTSFTDatasetBuilder(recipe, context.tokenizer).build()
+    return [None if dataset is None else SftSamples(dataset) for dataset in built]
+
+
+def _source(args: argparse.Namespace, dataset: Any, *, reads_recipe: bool) -> str:
+    if reads_recipe:
+        return f"the recipe's {type(dataset.recipe).__name__}"
+    own = args.data_path or [*(args.train_data_path or ()), *(args.valid_data_path or ())]
+    return " ".join(own)

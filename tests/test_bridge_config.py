@@ -1,0 +1,222 @@
+"""Overrides, overlays and refusals of `odb_megatron.bridge`, on Bridge's own configuration."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec("megatron.bridge"):
+    pytest.skip(
+        "megatron-bridge is not installed here: make test-bridge builds an environment with it",
+        allow_module_level=True,
+    )
+
+from bridge_run import Bridge
+from megatron_world import WORDS, ChatFile
+
+pytest_plugins = ["megatron_fixtures", "bridge_fixtures"]
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
+
+OVERLAY = Path(__file__).parent.parent / "examples" / "nemo" / "odb.yaml"
+SHORT = ("train.train_iters=2", "validation.eval_iters=0")
+
+
+def test_one_override(bridge: Bridge, chats: ChatFile) -> None:
+    """The one-line override of the README: the recipe's data, a budget."""
+    run = bridge.train(
+        *SHORT,
+        "dataset.odb.token_budget=96",
+        f"dataset.blend=[[{chats.path}],null]",
+        own_data=False,
+    )
+    assert [record["samples"] for record in run.records] == [8, 8]
+    assert f"dataset.odb over {chats.path}" in run.output
+
+
+def test_overlay_of_the_examples(bridge: Bridge) -> None:
+    run = bridge.train(*SHORT, "dataset.odb.token_budget=96", options=("--config", str(OVERLAY)))
+    assert (
+        "odb: reproduce with dataset.odb.token_budget=96 dataset.odb.policy=samples "
+        "dataset.odb.exchange=auto dataset.odb.overlong=truncate dataset.odb.bad_record=skip "
+    ) in run.output
+    assert [record["samples"] for record in run.records] == [8, 8]
+
+
+def test_overlay_changes_the_recipe_too(bridge: Bridge, tmp_path: Path) -> None:
+    overlay = tmp_path / "mine.yaml"
+    overlay.write_text(
+        "train:\n  global_batch_size: 4\ndataset:\n  num_workers: 0\n  odb:\n    order: cyclic\n"
+    )
+    run = bridge.train(*SHORT, options=("--config", str(overlay)))
+    assert [record["samples"] for record in run.records] == [4, 4]
+    assert "dataset.odb.order=cyclic" in run.output
+
+
+def test_enable(bridge: Bridge, chats: ChatFile) -> None:
+    """The Python form; Bridge's own overrides reach the settings afterwards."""
+    run = bridge.train(
+        *SHORT,
+        settings={"token_budget": 4096, "data_path": chats.path, "split": "90,10,0"},
+        after=["dataset.odb.token_budget=96"],
+    )
+    assert {rank.dataset for rank in run.ranks} == {"OdbDatasetConfig"}
+    assert "dataset.odb.token_budget=96" in run.output
+    assert [record["samples"] for record in run.records] == [8, 8]
+
+
+def test_data_set_of_a_fine_tuning_recipe(bridge: Bridge, tmp_path: Path) -> None:
+    """Bridge's own text SFT data set: its templates and its loss masks."""
+    generator = random.Random(3)
+    for name in ("training", "validation"):
+        with (tmp_path / f"{name}.jsonl").open("w") as file:
+            for _ in range(24):
+                texts = [generator.choices(WORDS, k=generator.randint(1, 12)) for _ in range(2)]
+                record = dict(zip(("input", "output"), map(" ".join, texts), strict=True))
+                file.write(json.dumps(record) + "\n")
+    run = bridge.train(
+        "dataset.odb.token_budget=96",
+        "train.train_iters=3",
+        "validation.eval_interval=100",
+        f"dataset.dataset_root={tmp_path}",
+        recipe="tiny_sft_config",
+        options=("--mode", "pretrain"),
+        own_data=False,
+    )
+    assert "dataset.odb over the recipe's GPTSFTDatasetConfig" in run.output
+    ids = [name for step in run.ids for name in step]
+    assert sorted(ids) == sorted(f"0:{record}@0" for record in range(24))  # one pass
+    lines = [json.loads(line) for line in (tmp_path / "training.jsonl").open()]
+    for record, step in zip(run.records, run.ids, strict=True):
+        texts = [lines[int(name.split(":")[1].split("@")[0])] for name in step]
+        assert 0 < record["loss_tokens"] < record["tokens"]
+        words = sum(len(f"{text['input']} {text['output']}".split()) for text in texts)
+        assert record["tokens"] >= words
+    assert "validation loss at iteration 3 on validation set" in run.ranks[-1].output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["dataset.odb.token_budgt=96"], "did you mean dataset.odb.token_budget?"),
+        (["dataset.odb.nothing=1"], "there is no dataset.odb.nothing; there are token_budget, "),
+        (["+dataset.odb.token_budget=1"], "write dataset.odb.NAME=VALUE"),
+        (["dataset.odb.token_budget=many"], "argument dataset.odb.token_budget: invalid int"),
+        (["dataset.odb.policy=fifo"], "argument dataset.odb.policy: invalid choice: 'fifo'"),
+        (["dataset.odb.pad_to_budget=1"], "dataset.odb.pad_to_budget is 1: give true or false"),
+        (["dataset.odb.order=batch"], "dataset.odb.order is 'batch': give single"),
+        (["+dataset.nothing=1"], "the configuration has no dataset.nothing"),
+        (["dataset.nothing=1"], "Could not override 'dataset.nothing'"),
+        (["dataset.odb.window=[1"], "dataset.odb.window=[1 is no override"),
+    ],
+)
+def test_override_that_cannot_be_used(bridge: Bridge, overrides: list[str], text: str) -> None:
+    assert text in bridge.refused(*overrides, options=["--dry-run"])
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("dataset:\n  nothing: 1\n", "the configuration has no dataset.nothing"),
+        ("dataset:\n  odb:\n    nothing: 1\n", "there is no dataset.odb.nothing"),
+        ("dataset:\n  odb: 16384\n", "dataset.odb is 16384: it holds settings"),
+        ("- 1\n", "holds no mapping"),
+    ],
+)
+def test_overlay_that_cannot_be_used(
+    bridge: Bridge, tmp_path: Path, content: str, text: str
+) -> None:
+    overlay = tmp_path / "wrong.yaml"
+    overlay.write_text(content)
+    assert text in bridge.refused(options=["--config", str(overlay), "--dry-run"])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--recipe", "llama32_1b_sft"], "did you mean llama32_1b_sft_config"),
+        (["--recipe", "no.module:config"], "there is no module no.module"),
+        (["--step", "bridge_recipe:nothing"], "bridge_recipe has no function nothing"),
+        (["--config", "/no/such.yaml"], "the overlay /no/such.yaml cannot be read"),
+        (["--nothing"], "there is no option --nothing"),
+        (["nothing"], "an override has the form KEY=VALUE, got 'nothing'"),
+    ],
+)
+def test_option_that_cannot_be_used(bridge: Bridge, options: list[str], text: str) -> None:
+    assert text in bridge.refused(options=[*options, "--dry-run"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "text"),
+    [
+        ("tiny_pretrain_config", [], "the recipe trains on mock data"),
+        (
+            "tiny_sft_config",
+            ["dataset.enable_offline_packing=true"],
+            "dataset.enable_offline_packing and dataset.odb both pack",
+        ),
+        (
+            "tiny_packed_config",
+            [],
+            "dataset.enable_in_batch_packing and dataset.odb both pack",
+        ),
+        (
+            "tiny_packed_config",
+            ["dataset.enable_in_batch_packing=false"],
+            "dataset.odb does not read DirectHFSFTDatasetConfig in this version",
+        ),
+    ],
+)
+def test_recipe_that_cannot_be_used(
+    bridge: Bridge, recipe: str, overrides: list[str], text: str
+) -> None:
+    options = ["--dry-run", "--mode", "pretrain"]
+    assert text in bridge.refused(*overrides, recipe=recipe, options=options, own_data=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["model.num_moe_experts=4"], "routers of a mixture of experts no padding mask"),
+        (["model.mtp_num_layers=1"], "set model.mtp_num_layers=null"),
+        (["model.tp_comm_overlap=true"], "model.tp_comm_overlap has buffers of one shape"),
+        (["dist.eval_context_parallel_size=1"], "drop dist.eval_context_parallel_size"),
+        (["validation.full_validation=true"], "Bridge does not read validation.full_validation"),
+        (["logger.skip_train_metrics_log=true"], "logger.skip_train_metrics_log leaves out"),
+        (["train.rampup_batch_size=[4,4,16]"], "drop train.rampup_batch_size"),
+        (["train.decrease_batch_size_if_needed=true"], "dataset.odb keeps the batch size"),
+        (["validation.multiple_validation_sets=true"], "drop validation.multiple_validation_sets"),
+        (["checkpoint.non_persistent_ckpt_type=local"], "checkpoint.non_persistent_ckpt_type"),
+        (["dataset.eod_mask_loss=true"], "dataset.eod_mask_loss do nothing with dataset.odb"),
+        (["dataset.odb.window=16"], "dataset.odb.window would do nothing with dataset.odb.policy"),
+        (["dataset.odb.token_budget=32"], "dataset.odb.token_budget 32 is below model.seq_length"),
+        (["validation.eval_micro_batch_size=2", "train.global_batch_size=8"], ""),
+    ],
+)
+def test_configuration_that_cannot_be_used(bridge: Bridge, overrides: list[str], text: str) -> None:
+    if text:
+        assert text in bridge.refused(*SHORT, *overrides)
+    else:
+        assert (
+            "odb: validation.eval_micro_batch_size=1 (was 2)"
+            in bridge.train(*SHORT, *overrides).output
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "after", "text"),
+    [
+        ({"tokens": 1}, [], "there is no dataset.odb.tokens: the settings are token_budget, "),
+        ({}, ["dataset.dataloader_type=batch"], "drop the override that changes them"),
+        ({}, ["train.micro_batch_size=2"], "dataset.odb needs train.micro_batch_size 1"),
+        ({}, ["ddp.average_in_collective=true"], "average_in_collective"),
+    ],
+)
+def test_enable_refuses(
+    bridge: Bridge, chats: ChatFile, settings: dict[str, object], after: list[str], text: str
+) -> None:
+    given = {"data_path": chats.path, **settings}
+    assert text in bridge.refused(*SHORT, settings=given, after=after)
