@@ -50,7 +50,9 @@ def counts_real_flops(module: Any = None) -> bool:
         module: `megatron.training.training`; imported where it is not given.
     """
     if module is None:
-        from megatron.training import training as module
+        from megatron.training import training
+
+        module = training
     return hasattr(module, _UPDATER)
 
 
