@@ -21,6 +21,7 @@ OTHER_VERSIONS = {"sequence_packing_scheduler", "use_varlen_dataset"}
 """Names that Megatron 0.19.2 does not have: newer, or gone."""
 
 NOT_YET = {
+    (0, 18): {"logits_load_dir", "dataloader_inter_document_masking", "gtp_weight_remat_size"},
     (0, 17): {
         "logits_load_dir",
         "step_batch_size_schedule",
