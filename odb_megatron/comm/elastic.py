@@ -24,7 +24,7 @@ USAGE_ERROR = 2
 """Exit code of a process whose arguments cannot be used, as argparse has it."""
 
 PARENT = "ODB_PARENT_PIPE"
-"""Environment variable with the reading end of a pipe that closes when `odb-megatron launch` ends."""
+"""Environment variable: the reading end of a pipe that closes when `odb-megatron launch` ends."""
 
 _FILE = "TORCHELASTIC_ERROR_FILE"
 _KEY = "odb_megatron"
