@@ -285,6 +285,13 @@ def test_a_padded_schedule_keeps_megatrons_count(training: SimpleNamespace) -> N
     assert listener.told == [("schedule", True)]
 
 
+def test_a_function_of_non_loss_data_is_refused(training: SimpleNamespace) -> None:
+    Hooks(_Listener(), packed=True).install()
+    schedule = training.get_forward_backward_func()
+    with pytest.raises(ValueError, match="process_non_loss_data_func, .*: leave it out"):
+        schedule(data_iterator=iter([]), forward_only=True, collect_non_loss_data=True)
+
+
 def test_what_is_no_header_is_a_defect(training: SimpleNamespace) -> None:
     Hooks(_Listener(), packed=True).install()
     with pytest.raises(AssertionError, match="expected a step header, got 7"):

@@ -268,3 +268,10 @@ def _in_order(items: list[Any], *, seed: int) -> tuple[list[Any], None, None]:
 def _item(length: int) -> dict[str, Any]:
     tokens = (np.arange(length + 1) * 7) % 250
     return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": np.ones(length)}
+
+
+def test_without_megatrons_own_gloo_groups(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
+    flags = ("--odb", "--odb-policy", "cost", "--train-samples", 24, *data_flags)
+    plain, without = (megatron.train(*flags, *m) for m in ((), ("--disable-gloo-process-groups",)))
+    assert [step.ids for step in without.steps] == [step.ids for step in plain.steps]
+    assert without.losses == plain.losses

@@ -21,13 +21,19 @@ OTHER_VERSIONS = {"sequence_packing_scheduler", "use_varlen_dataset"}
 """Names that Megatron 0.19.2 does not have: newer, or gone."""
 
 NOT_YET = {
-    (0, 18): {"logits_load_dir", "dataloader_inter_document_masking", "gtp_weight_remat_size"},
+    (0, 18): {
+        "logits_load_dir",
+        "dataloader_inter_document_masking",
+        "gtp_weight_remat_size",
+        "override_ckpt_iteration",
+    },
     (0, 17): {
         "logits_load_dir",
         "step_batch_size_schedule",
         "eval_micro_batch_size",
         "dataloader_inter_document_masking",
         "gtp_weight_remat_size",
+        "override_ckpt_iteration",
     },
 }
 """Names that an older Megatron does not have either."""
@@ -107,6 +113,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rampup_batch_size": ["8", "8", "100"]}, "--rampup-batch-size"),
     ({"step_batch_size_schedule": "0:8 100:16"}, "--step-batch-size-schedule"),
     ({"decrease_batch_size_if_needed": True}, "--decrease-batch-size-if-needed"),
+    ({"override_ckpt_iteration": 4}, "--ckpt-step"),
     ({"iterations_to_skip": [3]}, "--iterations-to-skip"),
     ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type global"),
     ({"phase_transition_iterations": [5]}, "--phase-transition-iterations"),

@@ -153,6 +153,12 @@ class Hooks:
                 self._listener.on_schedule(training=training)
                 if not self._packed:
                     return schedule(**arguments)
+                if arguments.get("collect_non_loss_data"):
+                    raise ValueError(
+                        "pretrain() was given a process_non_loss_data_func, which reads a number "
+                        "of validation micro-batches that Megatron chooses, and --odb forms them "
+                        "itself: leave it out"
+                    )
                 iterators = arguments["data_iterator"]
                 chunks = iterators if isinstance(iterators, list) else [iterators]
                 header, *_ = [next(chunk) for chunk in chunks]

@@ -123,6 +123,12 @@ _REFUSALS = (
         "--odb does not skip iterations in this version: drop --iterations-to-skip",
     ),
     _Refusal(
+        lambda args: getattr(args, "override_ckpt_iteration", None) is not None,
+        "--odb goes on with the samples of the checkpoint's own iteration, and "
+        "--override-ckpt-iteration would count others: drop it, or load the checkpoint of that "
+        "iteration with --ckpt-step",
+    ),
+    _Refusal(
         lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
         "--odb keeps its data state beside checkpoints that every node can read: use "
         "--non-persistent-ckpt-type global, or none",
