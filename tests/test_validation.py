@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from megatron_world import Megatron
@@ -241,6 +243,22 @@ def test_every_row_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [*(bad for bad, _ in BAD), {"odb": False, "full_validation": True}]
     for refusal in (*_REFUSALS, *_REFUSALS_ALWAYS):
         assert any(refusal.applies(argparse.Namespace(**{**GOOD, **bad})) for bad in cases)
+
+
+def test_a_folder_that_cannot_be_saved_to(tmp_path: Path) -> None:
+    _check(save=None)
+    _check(save=str(tmp_path / "new" / "folder"))
+    _check(save="msc://bucket/folder")
+    file = tmp_path / "file"
+    file.touch()
+    for save in (file, file / "below"):
+        with pytest.raises(ValueError, match=f"--save {save}: {file} is no folder"):
+            _check(save=str(save))
+    with (
+        mock.patch.object(validation.os, "access", return_value=False),
+        pytest.raises(ValueError, match=f"no permission to write to {tmp_path}"),
+    ):
+        _check(save=str(tmp_path / "new"))
 
 
 def test_all_that_applies_is_said_at_once() -> None:
