@@ -100,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SignalException as stop:
         return 128 + int(stop.sigval)
     except ChildFailedError as failed:
+        _end_orphans()  # which print, too
         first, failure = failed.get_first_failure()
         reason = first_reason(failure.error_file)
         code = failure.exitcode
@@ -124,6 +125,8 @@ def _end_orphans() -> None:
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+        for pid in left:
+            with contextlib.suppress(OSError):
                 os.waitpid(pid, 0)
 
 
