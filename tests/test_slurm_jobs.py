@@ -265,6 +265,7 @@ def _starts_again(cluster: Cluster, job: Job) -> None:
     """Wait for the requeue, and not for the two minutes that Slurm lets pass before the start."""
     job.wait("the requeue", lambda: job.fields()["Restarts"] == "1")
     job.wait("the queue", lambda: job.state() in ("PENDING", "RUNNING"))
+    time.sleep(3)  # slurmd takes what starts in the second of the requeue for the job that it ended
     cluster.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")
 
 
