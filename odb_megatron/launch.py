@@ -15,6 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from odb_megatron.comm.elastic import PARENT
+
 __all__ = ["build_command", "build_environment", "main"]
 
 _RUNNER = "odb_megatron.testing.run_script"
@@ -158,7 +160,11 @@ def _positive(text: str) -> int:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a command, passing SIGTERM and SIGINT on to it; return its exit code."""
+    """Run a command; return its exit code.
+
+    SIGTERM, SIGINT and a terminal's SIGHUP are passed on to it (not where `nohup` ignores the last),
+    and the end of this process, whatever its cause, shows in a pipe: see `elastic.PARENT`.
+    """
     process: subprocess.Popen[bytes] | None = None
     early: list[int] = []
 
@@ -168,16 +174,28 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
         else:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.signal(number, pass_on)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    }
+    watched, held = os.pipe()
     try:
         # A session of its own: ctrl-C then reaches the launcher once, passed on by us.
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env={**environment, PARENT: str(watched)},
+            pass_fds=[watched],
+            start_new_session=True,
+        )
         for number in early:
             process.send_signal(number)
         code = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        os.close(watched)
+        os.close(held)
     return code if code >= 0 else 128 - code
 
 

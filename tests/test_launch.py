@@ -267,7 +267,7 @@ def test_exit_code_is_the_launchers(child: str, expected: int) -> None:
     assert launch._run([sys.executable, "-c", child], os.environ) == expected
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_ends_all_processes(tmp_path: Path, number: signal.Signals) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -287,7 +287,7 @@ def test_a_signal_ends_all_processes(tmp_path: Path, number: signal.Signals) -> 
         assert len(family) >= 3, "torch's launcher and two workers"
         process.send_signal(number)
         assert process.wait(timeout=40) != 0
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=40)
     assert alive == []
 
 

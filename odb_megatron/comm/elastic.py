@@ -11,16 +11,20 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Reason", "leave_reason", "main"]
+__all__ = ["PARENT", "Reason", "leave_reason", "main"]
 
 USAGE_ERROR = 2
 """Exit code of a process whose arguments cannot be used, as argparse has it."""
+
+PARENT = "ODB_PARENT_PIPE"
+"""Environment variable with the reading end of a pipe that closes when `odb-megatron launch` ends."""
 
 _FILE = "TORCHELASTIC_ERROR_FILE"
 _KEY = "odb_megatron"
@@ -86,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    _end_with_parent()
     try:
         torchrun.run(torchrun.parse_args(argv))  # type: ignore[no-untyped-call]
     except SignalException as stop:
@@ -99,6 +104,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nodb: {describe(reason, rank=first, code=code)}", file=sys.stderr)
         return code if code > 0 else 128 - code
     return 0
+
+
+def _end_with_parent() -> None:
+    """Take the end of `odb-megatron launch` for a SIGTERM: the ranks are ended then."""
+    held = os.environ.pop(PARENT, "")
+    if not held:
+        return
+
+    def watch() -> None:
+        with open(int(held), "rb") as pipe:
+            pipe.read()  # nobody writes
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="watch of the parent", daemon=True).start()
 
 
 def describe(reason: Reason | None, *, rank: int, code: int) -> str:
