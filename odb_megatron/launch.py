@@ -162,8 +162,8 @@ def _positive(text: str) -> int:
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run a command; return its exit code.
 
-    SIGTERM, SIGINT and a terminal's SIGHUP are passed on to it (not where `nohup` ignores the last),
-    and the end of this process, whatever its cause, shows in a pipe: see `elastic.PARENT`.
+    SIGTERM, SIGINT and a terminal's SIGHUP (unless `nohup` ignores it) are passed on to it; the end
+    of this process, whatever its cause, shows in a pipe: see `elastic.PARENT`.
     """
     process: subprocess.Popen[bytes] | None = None
     early: list[int] = []

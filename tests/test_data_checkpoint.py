@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -335,7 +336,8 @@ def test_all_files_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
                 assert "or pass --no-odb-resume-strict to go on without what the" in error
         _results(saved.resume(strict=False))
         output = capsys.readouterr().out
-        assert "odb: the data state is gone from the checkpoint of iteration 3; the data" in output
+        assert "odb: warning: the data state is gone from the checkpoint of iteration 3" in output
+        assert ("are lost, others come twice" in output) == (policy == "cost")
 
 
 @pytest.mark.parametrize("after", [2, 3])
@@ -576,6 +578,18 @@ def test_ranks_that_lead_no_replica_get_the_digest_too(tmp_path: Path) -> None:
         checkpoint.publish(4, is_persistent=True)
     assert other.odb_data_state == leader.odb_data_state
     assert Digest.parse(other.odb_data_state).num_replicas == 1
+
+
+def test_a_staged_state_that_another_run_has_taken(tmp_path: Path) -> None:
+    (exchange,) = thread_exchanges(1)
+    args = megatron_args(tmp_path)
+    checkpoint = DataCheckpoint(args, exchange=exchange, channel=None)  # type: ignore[arg-type]
+    checkpoint.watch(Source(), identity={})
+    checkpoint.note_trained()
+    checkpoint.stage(4, tokens_so_far=0, is_persistent=True)
+    shutil.rmtree(tmp_path / "odb-staged")
+    with pytest.raises(RuntimeError, match=f"is gone: does another run save to {tmp_path} too"):
+        checkpoint.publish(4, is_persistent=True)
 
 
 def test_folders(tmp_path: Path) -> None:

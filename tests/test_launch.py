@@ -291,6 +291,18 @@ def test_a_signal_ends_all_processes(tmp_path: Path, number: signal.Signals) -> 
     assert alive == []
 
 
+def test_what_a_killed_rank_leaves_is_ended(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, subprocess, sys; from pathlib import Path\n"
+        "left = subprocess.Popen(['sh', '-c', 'sleep 600 & wait'], start_new_session=True)\n"
+        "Path(sys.argv[1]).write_text(str(left.pid)); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = _launch(str(script), str(tmp_path / "pid"))
+    assert done.returncode == 128 + signal.SIGKILL
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
 @pytest.mark.parametrize(
     ("argv", "text"),
     [([], "usage: python -m"), (["/nowhere/script.py"], "no such script: /nowhere/script.py")],
@@ -306,6 +318,7 @@ def test_run_script_refuses_cuda_in_one_line(
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "path", sys.path[:])  # of which the script's folder becomes the first
     script = tmp_path / "script.py"
     script.write_text("raise AssertionError('must not run')")
     with pytest.raises(SystemExit, match=r"torch sees a CUDA device: drop --device cpu"):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from megatron_world import Megatron
 
+from odb_megatron.megatron import validation
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.validation import _REFUSALS, _REFUSALS_ALWAYS, refuse_unsupported
 
@@ -197,6 +200,22 @@ def test_every_row_is_covered() -> None:
     """Each refusal applies to one of the cases above."""
     for refusal in (*_REFUSALS, *_REFUSALS_ALWAYS):
         assert any(refusal.applies(argparse.Namespace(**{**GOOD, **bad})) for bad, _ in BAD)
+
+
+def test_a_folder_that_cannot_be_saved_to(tmp_path: Path) -> None:
+    _check(save=None)
+    _check(save=str(tmp_path / "new" / "folder"))
+    _check(save="msc://bucket/folder")
+    file = tmp_path / "file"
+    file.touch()
+    for save in (file, file / "below"):
+        with pytest.raises(ValueError, match=f"--save {save}: {file} is no folder"):
+            _check(save=str(save))
+    with (
+        mock.patch.object(validation.os, "access", return_value=False),
+        pytest.raises(ValueError, match=f"no permission to write to {tmp_path}"),
+    ):
+        _check(save=str(tmp_path / "new"))
 
 
 def test_all_that_applies_is_said_at_once() -> None:

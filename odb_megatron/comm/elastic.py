@@ -7,6 +7,8 @@ script's arguments, and must not import torch before `main`.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -24,8 +26,9 @@ USAGE_ERROR = 2
 """Exit code of a process whose arguments cannot be used, as argparse has it."""
 
 PARENT = "ODB_PARENT_PIPE"
-"""Environment variable with the reading end of a pipe that closes when `odb-megatron launch` ends."""
+"""Environment variable: the reading end of a pipe that closes when `odb-megatron launch` ends."""
 
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _FILE = "TORCHELASTIC_ERROR_FILE"
 _KEY = "odb_megatron"
 
@@ -91,11 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     _end_with_parent()
+    _adopt_orphans()
     try:
         torchrun.run(torchrun.parse_args(argv))  # type: ignore[no-untyped-call]
     except SignalException as stop:
         return 128 + int(stop.sigval)
     except ChildFailedError as failed:
+        _end_orphans()  # which print, too
         first, failure = failed.get_first_failure()
         reason = first_reason(failure.error_file)
         code = failure.exitcode
@@ -103,7 +108,41 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = 1  # it had failed, and was ended by the launcher before it had ended itself
         print(f"\nodb: {describe(reason, rank=first, code=code)}", file=sys.stderr)
         return code if code > 0 else 128 - code
+    finally:
+        _end_orphans()
     return 0
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of processes whose own one ends: those of a rank that was killed."""
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _end_orphans() -> None:
+    """Kill what ended ranks have left, such as the servers of Megatron's checkpoint writers."""
+    while left := [pid for pid in _children() if _is_of_a_rank(pid)]:  # and then their children
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    found = []
+    for children in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            found += [int(pid) for pid in children.read_text().split()]
+    return found
+
+
+def _is_of_a_rank(pid: int) -> bool:
+    try:
+        return b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
 
 
 def _end_with_parent() -> None:

@@ -147,7 +147,13 @@ class DataCheckpoint:
         path = state_path(folder, iteration=iteration, replica=replica)
         staged = staged_path(folder, iteration=iteration, replica=replica)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        os.replace(staged, path)
+        try:
+            os.replace(staged, path)
+        except FileNotFoundError as error:
+            raise RuntimeError(
+                f"the data state {staged}, written when this save began, is gone: does another run "
+                f"save to {folder} too? Give each run a --save folder of its own"
+            ) from error
         _remove_empty(os.path.dirname(staged))
         if replica == 0:
             _remove_left_over(folder, before=iteration)

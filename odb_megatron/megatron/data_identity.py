@@ -68,8 +68,8 @@ def check_same_samples(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
     if found:
         raise ValueError(
             f"the data state was saved with other data ({_some(found)}), so samples would be lost "
-            "or repeated: restore files, their order, --split and --seed, or start the data anew "
-            "(--finetune)"
+            "or repeated: restore files, their order, --split and --seed (of an iterable data set "
+            "its parts), or start the data anew (--finetune)"
         )
 
 

@@ -99,7 +99,9 @@ def resume_data(
             raise ValueError(_no_place(f"data state {options[0][0].path} is missing"))
         if config.policy is PolicyName.COST and config.resume_strict:
             raise ValueError(_gone(options[0][0].path))
-        _tell(args, "the data state is gone from the checkpoint")
+        is_cost = config.policy is PolicyName.COST
+        after = ": samples held back then are lost, others come twice" if is_cost else ""
+        _tell(args, "warning: the data state is gone from the checkpoint", after)
         return None
     own = files[exchange.replica if is_same_size else 0]
     state = _together(exchange, lambda: decode_state(own.data, own.path))
@@ -294,10 +296,10 @@ def _gone(path: str) -> str:
     )
 
 
-def _tell(args: argparse.Namespace, what: str) -> None:
+def _tell(args: argparse.Namespace, what: str, after: str = "") -> None:
     if args.rank == 0:
         print(
             f"odb: {what} of iteration {args.iteration}; the data goes on at sample "
-            f"{args.consumed_train_samples} of the stream",
+            f"{args.consumed_train_samples} of the stream{after}",
             flush=True,
         )

@@ -6,8 +6,10 @@ Must not change a value; every message names the flag to change.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from odb_megatron.megatron.config import CostSource, OdbConfig
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
@@ -227,8 +229,24 @@ def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
         messages += [refusal.message for refusal in _REFUSALS if refusal.applies(args)]
         messages += _planning_messages(args, config)
         messages += _topology_messages(args, config)
+        messages += _save_messages(args)
     if messages:
         raise ValueError("\n".join(messages))
+
+
+def _save_messages(args: argparse.Namespace) -> list[str]:
+    """Say what would show at the first save only, with all steps until then lost."""
+    save = getattr(args, "save", None)
+    if not save or "://" in str(save):
+        return []
+    found = Path(save).absolute()
+    while not found.exists() and found != found.parent:
+        found = found.parent
+    if not found.is_dir():
+        return [f"--save {save}: {found} is no folder"]
+    if not os.access(found, os.W_OK | os.X_OK):
+        return [f"--save {save}: no permission to write to {found}"]
+    return []
 
 
 def _topology_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:
