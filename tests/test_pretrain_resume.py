@@ -107,8 +107,8 @@ def test_samples_goes_on_without_its_data_state(
     copy = _copied(folder, tmp_path, drop=(0, 1))
     rest = megatron.train("--odb", *FLAGS, *data_flags, "--load", copy)
     assert (
-        "odb: the data state is gone from the checkpoint of iteration 3; the data goes on at "
-        "sample 24" in rest.replicas[0].output
+        "odb: warning: the data state is gone from the checkpoint of iteration 3; the data goes on "
+        "at sample 24" in rest.replicas[0].output
     )
     _assert_continues(first, rest, whole["samples"])
 
