@@ -291,16 +291,21 @@ def test_a_signal_ends_all_processes(tmp_path: Path, number: signal.Signals) -> 
     assert alive == []
 
 
-def test_what_a_killed_rank_leaves_is_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", ["os.kill(os.getpid(), signal.SIGKILL)", "pass"])
+def test_what_a_rank_leaves_is_ended(tmp_path: Path, ends: str) -> None:
+    """What a rank that succeeded leaves has ten seconds to end by itself."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, subprocess, sys; from pathlib import Path\n"
-        "left = subprocess.Popen(['sh', '-c', 'sleep 600 & wait'], start_new_session=True)\n"
-        "Path(sys.argv[1]).write_text(str(left.pid)); os.kill(os.getpid(), signal.SIGKILL)"
+        "ends = 'sleep 2; touch \"$0\"; sleep 600 & wait'\n"
+        "left = subprocess.Popen(['sh', '-c', ends, sys.argv[2]], start_new_session=True)\n"
+        f"Path(sys.argv[1]).write_text(str(left.pid)); {ends}"
     )
-    done = _launch(str(script), str(tmp_path / "pid"))
-    assert done.returncode == 128 + signal.SIGKILL
+    done = _launch(str(script), str(tmp_path / "pid"), str(tmp_path / "uploaded"))
+    assert done.returncode == (0 if ends == "pass" else 128 + signal.SIGKILL)
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    if ends == "pass":
+        assert (tmp_path / "uploaded").exists()
 
 
 @pytest.mark.parametrize(
