@@ -175,9 +175,13 @@ from odb_megatron.megatron.usage import usage_errors
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 if how == "code":
     sys.exit(3)
-if how == "signal" and rank == 0:
+if how in ("signal", "silent") and rank == 0:
+    time.sleep(1 - time.time() % 1 - 0.04)  # the launcher looks every 0.1 s: in the next second
+    if how == "silent":
+        os._exit(3)
     os.kill(os.getpid(), signal.SIGKILL)
-if how == "signal":
+if how in ("signal", "silent"):
+    time.sleep(1 - time.time() % 1 - 0.03)
     leave_reason("a peer is gone", is_told=True)
     time.sleep(600)
 if how == "usage":
@@ -206,6 +210,11 @@ raise RuntimeError("replica 1 failed")
             128 + signal.SIGKILL,
             r"rank 0 was ended by SIGKILL and left no reason: see what it printed above, and "
             "whether the machine ran out of memory",
+        ),
+        (
+            "silent",
+            3,
+            "rank 0 ended with exit code 3 and left no reason: see what it printed above",
         ),
         ("usage", 2, r"error: --odb-window 2 is too small: raise it"),
         (

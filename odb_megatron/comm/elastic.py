@@ -18,7 +18,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 __all__ = ["PARENT", "Reason", "leave_reason", "main"]
 
@@ -32,6 +35,7 @@ _GRACE_S = 10.0
 """For what the ranks of a run that succeeded leave behind."""
 
 _MOST_S = 5.0
+_CLOSE_S = 30  # after a failure, torch's launcher sends SIGTERM, and SIGKILL so much later
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _FILE = "TORCHELASTIC_ERROR_FILE"
 _KEY = "odb_megatron"
@@ -106,15 +110,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + int(stop.sigval)
     except ChildFailedError as failed:
         _end_orphans(grace_s=0.0)  # before the reason: they print, too
-        first, failure = failed.get_first_failure()
-        reason = first_reason(failure.error_file)
-        code = failure.exitcode
+        first, reason = _first_to_fail(failed)
+        code = failed.failures[first].exitcode
         if code < 0 and reason is not None and (code == -signal.SIGTERM or reason.rank == first):
             code = 1  # it had failed, and was ended by the launcher before it had ended itself
         print(f"\nodb: {describe(reason, rank=first, code=code)}", file=sys.stderr)
         return code if code > 0 else 128 - code
     _end_orphans(grace_s=_GRACE_S)
     return 0
+
+
+def _first_to_fail(failed: ChildFailedError) -> tuple[int, Reason | None]:
+    """The rank that failed first and the reason that came first: torch's times are whole seconds.
+
+    A rank that left nothing before the others were told of a failure is the one they were told of.
+    """
+    first, failure = failed.get_first_failure()
+    told_s = failure.timestamp
+    files = [one.error_file for one in failed.failures.values() if os.path.isfile(one.error_file)]
+    reason = first_reason(files[0]) if files else None
+    if reason is None or reason.is_told:
+        for rank, one in failed.failures.items():
+            by_launcher = one.exitcode == -signal.SIGTERM or one.timestamp >= told_s + _CLOSE_S
+            if not os.path.isfile(one.error_file) and not by_launcher:
+                return rank, None
+    return first, reason
 
 
 def _adopt_orphans() -> None:
