@@ -178,9 +178,13 @@ from odb_megatron.megatron.usage import usage_errors
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 if how == "code":
     sys.exit(3)
-if how == "signal" and rank == 0:
+if how in ("signal", "silent") and rank == 0:
+    time.sleep(1 - time.time() % 1 - 0.04)  # the launcher looks every 0.1 s: in the next second
+    if how == "silent":
+        os._exit(3)
     os.kill(os.getpid(), signal.SIGKILL)
-if how == "signal":
+if how in ("signal", "silent"):
+    time.sleep(1 - time.time() % 1 - 0.03)
     leave_reason("a peer is gone", is_told=True)
     time.sleep(600)
 if how == "usage":
@@ -209,6 +213,11 @@ raise RuntimeError("replica 1 failed")
             128 + signal.SIGKILL,
             r"rank 0 was ended by SIGKILL and left no reason: see what it printed above, and "
             "whether the machine ran out of memory",
+        ),
+        (
+            "silent",
+            3,
+            "rank 0 ended with exit code 3 and left no reason: see what it printed above",
         ),
         ("usage", 2, r"error: --odb-window 2 is too small: raise it"),
         (
@@ -294,16 +303,21 @@ def test_a_signal_ends_all_processes(tmp_path: Path, number: signal.Signals) -> 
     assert alive == []
 
 
-def test_what_a_killed_rank_leaves_is_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", ["os.kill(os.getpid(), signal.SIGKILL)", "pass"])
+def test_what_a_rank_leaves_is_ended(tmp_path: Path, ends: str) -> None:
+    """What a rank that succeeded leaves has ten seconds to end by itself."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, subprocess, sys; from pathlib import Path\n"
-        "left = subprocess.Popen(['sh', '-c', 'sleep 600 & wait'], start_new_session=True)\n"
-        "Path(sys.argv[1]).write_text(str(left.pid)); os.kill(os.getpid(), signal.SIGKILL)"
+        "ends = 'sleep 2; touch \"$0\"; sleep 600 & wait'\n"
+        "left = subprocess.Popen(['sh', '-c', ends, sys.argv[2]], start_new_session=True)\n"
+        f"Path(sys.argv[1]).write_text(str(left.pid)); {ends}"
     )
-    done = _launch(str(script), str(tmp_path / "pid"))
-    assert done.returncode == 128 + signal.SIGKILL
+    done = _launch(str(script), str(tmp_path / "pid"), str(tmp_path / "uploaded"))
+    assert done.returncode == (0 if ends == "pass" else 128 + signal.SIGKILL)
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    if ends == "pass":
+        assert (tmp_path / "uploaded").exists()
 
 
 @pytest.mark.parametrize(

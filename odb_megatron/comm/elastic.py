@@ -18,7 +18,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 __all__ = ["PARENT", "Reason", "leave_reason", "main"]
 
@@ -28,6 +31,11 @@ USAGE_ERROR = 2
 PARENT = "ODB_PARENT_PIPE"
 """Environment variable: the reading end of a pipe that closes when `odb-megatron launch` ends."""
 
+_GRACE_S = 10.0
+"""For what the ranks of a run that succeeded leave behind."""
+
+_MOST_S = 5.0
+_CLOSE_S = 30  # after a failure, torch's launcher sends SIGTERM, and SIGKILL so much later
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _FILE = "TORCHELASTIC_ERROR_FILE"
 _KEY = "odb_megatron"
@@ -98,19 +106,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         torchrun.run(torchrun.parse_args(argv))  # type: ignore[no-untyped-call]
     except SignalException as stop:
+        _end_orphans(grace_s=0.0)
         return 128 + int(stop.sigval)
     except ChildFailedError as failed:
-        _end_orphans()  # which print, too
-        first, failure = failed.get_first_failure()
-        reason = first_reason(failure.error_file)
-        code = failure.exitcode
+        _end_orphans(grace_s=0.0)  # before the reason: they print, too
+        first, reason = _first_to_fail(failed)
+        code = failed.failures[first].exitcode
         if code < 0 and reason is not None and (code == -signal.SIGTERM or reason.rank == first):
             code = 1  # it had failed, and was ended by the launcher before it had ended itself
         print(f"\nodb: {describe(reason, rank=first, code=code)}", file=sys.stderr)
         return code if code > 0 else 128 - code
-    finally:
-        _end_orphans()
+    _end_orphans(grace_s=_GRACE_S)
     return 0
+
+
+def _first_to_fail(failed: ChildFailedError) -> tuple[int, Reason | None]:
+    """The rank that failed first and the reason that came first: torch's times are whole seconds.
+
+    A rank that left nothing before the others were told of a failure is the one they were told of.
+    """
+    first, failure = failed.get_first_failure()
+    told_s = failure.timestamp
+    files = [one.error_file for one in failed.failures.values() if os.path.isfile(one.error_file)]
+    reason = first_reason(files[0]) if files else None
+    if reason is None or reason.is_told:
+        for rank, one in failed.failures.items():
+            by_launcher = one.exitcode == -signal.SIGTERM or one.timestamp >= told_s + _CLOSE_S
+            if not os.path.isfile(one.error_file) and not by_launcher:
+                return rank, None
+    return first, reason
 
 
 def _adopt_orphans() -> None:
@@ -119,15 +143,30 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _end_orphans() -> None:
-    """Kill what ended ranks have left, such as the servers of Megatron's checkpoint writers."""
-    while left := [pid for pid in _children() if _is_of_a_rank(pid)]:  # and then their children
-        for pid in left:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in left:
-            with contextlib.suppress(OSError):
-                os.waitpid(pid, 0)
+def _end_orphans(*, grace_s: float) -> None:
+    """Kill what ended ranks have left, such as the servers of Megatron's checkpoint writers.
+
+    Args:
+        grace_s: time to end by themselves, as a logger that still uploads does.
+    """
+    started, left = time.monotonic(), set[int]()
+    while left := left | {pid for pid in _children() if _is_of_a_rank(pid)}:
+        waited = time.monotonic() - started
+        if waited > grace_s + _MOST_S:  # not even SIGKILL ends what hangs in a device
+            return
+        if waited >= grace_s:
+            for pid in left:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+        left = {pid for pid in left if not _has_ended(pid)}  # their children come to us then
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except OSError:
+        return True
 
 
 def _children() -> list[int]:
