@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,11 +20,19 @@ if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
 
 from bridge_run import Bridge
 from megatron_world import WORDS, ChatFile
+from readme import command, printed_by
 
 pytest_plugins = ["megatron_fixtures", "bridge_fixtures"]
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
 
 OVERLAY = Path(__file__).parent.parent / "examples" / "nemo" / "odb.yaml"
+DRY_RUN = """
+import sys
+from odb_megatron.testing import bridge_cpu
+bridge_cpu.activate()
+from odb_megatron.bridge import run_recipe
+run_recipe.main(sys.argv[1:])
+"""
 SHORT = ("train.train_iters=2", "validation.eval_iters=0")
 
 
@@ -35,6 +46,24 @@ def test_one_override(bridge: Bridge, chats: ChatFile) -> None:
     )
     assert [record["samples"] for record in run.records] == [8, 8]
     assert f"dataset.odb over {chats.path}" in run.output
+
+
+def test_the_command_of_the_readme(chats: ChatFile, tmp_path: Path) -> None:
+    """It prints what the README says, up to where training would start."""
+    words = command("odb_megatron.bridge.run_recipe", "torchrun")
+    script = words[words.index("-m") :]
+    shutil.copy(chats.path, tmp_path / "chats.jsonl")
+    done = subprocess.run(
+        [sys.executable, "-c", DRY_RUN, *script[2:], "--dry-run"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = [line for line in done.stdout.splitlines() if line.startswith("odb: ")]
+    assert printed == printed_by("odb_megatron.bridge.run_recipe", "torchrun")
 
 
 def test_overlay_of_the_examples(bridge: Bridge) -> None:

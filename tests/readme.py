@@ -1,0 +1,40 @@
+"""The README's command blocks, for the tests that run them. Must not know what the commands do."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+__all__ = ["README", "command", "printed_by"]
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+
+_BLOCK = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)
+
+
+def command(*words: str) -> list[str]:
+    """Return the words of the one command that has all of these, without a last `...`."""
+    (found,) = [block for block in _commands() if set(words) <= set(block)]
+    return found[:-1] if found[-1] == "..." else found
+
+
+def printed_by(*words: str) -> list[str]:
+    """Return the lines of the block behind that command: what the README says that it prints."""
+    text = README.read_text(encoding="utf-8")
+    blocks = [match.group() for match in _BLOCK.finditer(text)]
+    (place,) = [i for i, block in enumerate(blocks) if set(words) <= set(_split(block))]
+    return [line.strip() for line in blocks[place + 1].splitlines()]
+
+
+def _commands() -> list[list[str]]:
+    text = README.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.startswith("    ")]
+    return [_split(line) for line in lines if not line.startswith("     ")]
+
+
+def _split(block: str) -> list[str]:
+    try:
+        return shlex.split(block.replace("\\\n", " "), comments=True)
+    except ValueError:  # no command
+        return []
