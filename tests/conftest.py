@@ -1,4 +1,4 @@
-"""Skips what this machine cannot run, by marker, and says why.
+"""Skips what this machine cannot run, by marker, and says why; takes signals as in a terminal.
 
 The markers themselves are declared in pyproject.toml.
 """
@@ -6,6 +6,7 @@ The markers themselves are declared in pyproject.toml.
 from __future__ import annotations
 
 import importlib.util
+import signal
 
 import pytest
 from hypothesis import settings
@@ -13,6 +14,14 @@ from hypothesis import settings
 # Timing on a shared machine says nothing about a property; a failure prints how to repeat it.
 settings.register_profile("odb", deadline=None, print_blob=True)
 settings.load_profile("odb")
+
+
+def pytest_configure() -> None:
+    """Take signals as in a terminal: under nohup, or behind a shell's &, some are ignored."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -37,9 +37,9 @@ __all__ = [
 SEQ_LENGTH = 64
 GLOBAL_BATCH_SIZE = 8
 
-MAX_THREADS = 200
-"""A process with more is replaced. After a model with experts, a run's process groups stay, with
-three threads each, and hundreds of idle ones cost a fifth of a core."""
+MAX_THREADS = 100
+"""A process with more is replaced: groups of its last runs are alive, with three threads each that
+wake a hundred times a second. `forget_run` ends those of the runs tested so far."""
 
 _FLAGS = shlex.split("""
     --num-layers 1 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 --swiglu

@@ -132,7 +132,7 @@ class ThreadTransfer:
         """See `PayloadTransfer.finish`."""
 
 
-def thread_exchanges(num_replicas: int, *, timeout_s: float = 20.0) -> list[ThreadExchange]:
+def thread_exchanges(num_replicas: int, *, timeout_s: float = 60.0) -> list[ThreadExchange]:
     """Return one connected exchange per replica."""
     meeting = _Meeting(num_replicas, timeout_s)
     return [ThreadExchange(meeting, replica) for replica in range(num_replicas)]

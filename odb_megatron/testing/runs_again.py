@@ -5,6 +5,7 @@ Must not touch the world's process group: starting processes is what this saves.
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import torch
@@ -26,9 +27,27 @@ def forget_run() -> None:
     training.num_checkpoints_memory_reported = 0
     forget_metrics()
     checkpointing._LOADED_ITERATION = None
+    _drop_holders()
     gc.collect()
     distributed = torch.distributed
     for group in list(distributed.distributed_c10d._world.pg_map):
         if group is not distributed.group.WORLD:
             distributed.destroy_process_group(group)
     gc.collect()  # three threads of a group live until the last that refers to it is gone
+
+
+def _drop_holders() -> None:
+    """Drop what keeps a model alive, and with it its groups, unseen by the garbage collector.
+
+    Cached methods hold rotary embeddings. Token dispatchers hold the graph of their last
+    probabilities, and that, in C++, the hooks of the model's parameters.
+    """
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+    for held in gc.get_objects():
+        if isinstance(held, MoETokenDispatcher):
+            vars(held).clear()
+        elif isinstance(held, functools._lru_cache_wrapper) and held.__module__.startswith(
+            "megatron."
+        ):
+            held.cache_clear()
