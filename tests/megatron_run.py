@@ -327,9 +327,10 @@ def _counted(forward_step: Any, outcome: Outcome, args: Any, case: Case) -> Any:
 
 def _usage() -> tuple[int, int, int, int]:
     tasks = os.listdir("/proc/self/task")
-    children = sum(
-        len(Path(f"/proc/self/task/{task}/children").read_text().split()) for task in tasks
-    )
+    children = 0
+    for task in tasks:
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            children += len(Path(f"/proc/self/task/{task}/children").read_text().split())
     return len(tasks), len(os.listdir("/proc/self/fd")), children, len(os.listdir("/dev/shm"))
 
 

@@ -207,7 +207,15 @@ class _World:
         for end in self.ends:
             end.send(case)
         deadline = time.monotonic() + CASE_TIMEOUT_S + 60
-        return [self._receive(end, deadline) for end in self.ends]
+        outcomes: list[Outcome] = []
+        try:
+            for end in self.ends:
+                outcomes.append(self._receive(end, deadline))
+        except Exception as error:
+            for rank, outcome in enumerate(outcomes):
+                error.add_note(f"rank {rank}: {outcome.trace or outcome.output[-3000:]}")
+            raise
+        return outcomes
 
     def stop(self) -> None:
         if not self.done.done():
