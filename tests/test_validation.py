@@ -45,6 +45,7 @@ GOOD: dict[str, Any] = {
     "odb_policy": None,
     "odb_token_budget": None,
     "odb_pad_to_budget": None,
+    "odb_shape_buckets": None,
     "odb_window": None,
     "odb_max_delay_steps": None,
     "odb_exchange": None,
@@ -182,6 +183,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mtp_num_layers": 1, "num_experts": 8}, "drop --mtp-num-layers or --num-experts"),
     ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size 1"),
     ({"odb_pad_to_budget": True, "odb_overlong": "solo"}, "cannot pad to one shape"),
+    ({"odb_shape_buckets": [64], "odb_overlong": "solo"}, "drop --odb-shape-buckets"),
     (
         {
             "pipeline_model_parallel_size": 4,

@@ -384,7 +384,9 @@ class OdbRun:
         ]
         self._exchange = self._groups[0]
         if streams[0] is not None and self._place.is_leader:  # padded, every rank has its data
-            self._report.open(streams[0], self._exchange)
+            # Shape buckets are counted in every step, beside the planner's thread and its group.
+            counts = self._groups[-1] if self.config.shape_buckets else self._exchange
+            self._report.open(streams[0], counts)
         return streams
 
     def _build_packed(self, replica: ReplicaData, sizes: Sequence[int | None]) -> None:

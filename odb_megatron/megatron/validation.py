@@ -341,10 +341,11 @@ def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]
             f"micro-batches: {group} is below the {stages} pipeline stages, which the interleaved "
             "schedule refuses; raise it, or drop it"
         )
-    if config.pad_to_budget and config.overlong is OverlongPolicy.SOLO:
+    fixed = "--odb-pad-to-budget" if config.pad_to_budget else "--odb-shape-buckets"
+    if (config.pad_to_budget or config.shape_buckets) and config.overlong is OverlongPolicy.SOLO:
         messages.append(
-            "--odb-overlong solo makes micro-batches above the budget, which --odb-pad-to-budget "
-            "cannot pad to one shape: use error, truncate or drop, or drop --odb-pad-to-budget"
+            f"--odb-overlong solo makes micro-batches above the budget, which {fixed} "
+            f"cannot pad to one shape: use error, truncate or drop, or drop {fixed}"
         )
     if config.token_budget < args.seq_length and config.overlong is OverlongPolicy.ERROR:
         messages.append(
