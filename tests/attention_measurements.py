@@ -28,7 +28,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 REFUSED_BY_BACKEND: dict[str, tuple[str, object]] = {
-    "--window-size": ("window_size", (4, 0)),
     "--softmax-type learnable": ("softmax_type", "learnable"),
     "--qk-clip": ("qk_clip", True),
     "--log-max-attention-logit": ("log_max_attention_logit", True),

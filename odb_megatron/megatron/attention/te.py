@@ -18,7 +18,7 @@ from odb_megatron.megatron.attention.varlen import packed_segments
 __all__ = ["TECoreAttention", "without_padding"]
 
 
-class TECoreAttention(TEDotProductAttention):  # type: ignore[misc]
+class TECoreAttention(TEDotProductAttention):
     """`TEDotProductAttention` (megatron/core/extensions/transformer_engine.py, 0.16.1 to 0.19.2).
 
     Told of padding between samples, Transformer Engine leaves out its FlashAttention backends

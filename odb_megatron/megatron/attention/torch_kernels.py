@@ -82,7 +82,7 @@ class TorchFlexCoreAttention(VarlenCoreAttention):
         query, key, value = (
             tensor.transpose(0, 1).unsqueeze(0) for tensor in (query_TND, key_TGD, value_TGD)
         )
-        attend = flex_attention if query.device.type == "cpu" else _compiled(flex_attention)
+        attend: Any = flex_attention if query.device.type == "cpu" else _compiled(flex_attention)
         out = attend(
             query,
             key,
@@ -121,7 +121,9 @@ def _block_mask(offsets_K1: Tensor, num_tokens: int, window: int) -> BlockMask:
         within = (sample_T[query] == sample_T[key]) & (query >= key)
         return within & (query - key <= window) if window >= 0 else within
 
-    make = create_block_mask if offsets_K1.device.type == "cpu" else _compiled(create_block_mask)
+    make: Any = (
+        create_block_mask if offsets_K1.device.type == "cpu" else _compiled(create_block_mask)
+    )
     mask: BlockMask = make(sees, None, None, num_tokens, num_tokens, device=offsets_K1.device.type)
     return mask
 

@@ -159,7 +159,8 @@ class VarlenCoreAttention(MegatronModule):
             )
         if packed_seq_params is not None:
             where = packed_segments(packed_seq_params, num_tokens=query.size(0))
-            return self._attend(query, key, value, where).flatten(1)
+            packed_out: Tensor = self._attend(query, key, value, where).flatten(1)
+            return packed_out
         num_positions, num_rows = query.shape[:2]
         if num_positions != key.size(0):
             raise ValueError(
@@ -173,9 +174,10 @@ class VarlenCoreAttention(MegatronModule):
             dtype=torch.int32,
             device=query.device,
         )
-        rows = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
-        out = self._attend(*rows, Segments(offsets_K1=offsets, longest=num_positions))
-        return out.flatten(1).unflatten(0, (num_rows, num_positions)).transpose(0, 1).contiguous()
+        rows = [tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value)]
+        where = Segments(offsets_K1=offsets, longest=num_positions)
+        out: Tensor = self._attend(rows[0], rows[1], rows[2], where).flatten(1)
+        return out.view(num_rows, num_positions, out.size(1)).transpose(0, 1).contiguous()
 
     def _attend(
         self, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, where: Segments
