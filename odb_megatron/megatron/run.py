@@ -25,7 +25,6 @@ from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_feed import StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.attention.registry import AttentionBackend
 from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
 from odb_megatron.megatron.cost_model import RunCost
@@ -51,7 +50,7 @@ from odb_megatron.megatron.replica_data import ReplicaData, require_agreement
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.resume import resume_data
 from odb_megatron.megatron.run_report import RunReport
-from odb_megatron.megatron.setup import device_type, odb_config, total_samples
+from odb_megatron.megatron.setup import choose_backend, odb_config, total_samples
 from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.megatron.warmup import warm_up
 from odb_megatron.plan.policy import ExchangeMode
@@ -120,7 +119,7 @@ class OdbRun:
     # --- what another host than Megatron's own `pretrain()` has otherwise -----------------------
 
     def _choose_backend(self) -> AttentionBackend:
-        return registry.select(self.config.attention, device_type=device_type())
+        return choose_backend(self._args)
 
     def _make_hooks(self) -> Hooks:
         return Hooks(
