@@ -18,6 +18,7 @@ from odb_megatron.data.sample import Sample
 from odb_megatron.plan.padding import SizeRule
 
 __all__ = ["PAD_TOKEN", "MicroBatch", "MicroBatchLayout", "assemble", "assemble_idle", "layout"]
+__all__ += ["sample_index"]
 
 PAD_TOKEN = 0
 """Token id at padded places and in idle micro-batches: any id of the vocabulary serves, because
@@ -162,6 +163,18 @@ def assemble_idle(*, rule: SizeRule = _ANY) -> MicroBatch:
         max_seqlen=where.max_seqlen,
         positions=(),
     )
+
+
+def sample_index(item: MicroBatchLayout) -> Tensor:
+    """Return which segment each token is of, int32 [1, T].
+
+    State-space layers start anew where it changes: Megatron calls it `seq_idx`.
+    """
+    lengths = item.cu_seqlens_padded.diff()
+    index_T = torch.repeat_interleave(
+        torch.arange(lengths.numel(), dtype=torch.int32), lengths.long()
+    )
+    return index_T[None]
 
 
 def _position_ids(offsets: npt.NDArray[np.int32]) -> Tensor:

@@ -1,6 +1,7 @@
-"""Which of Megatron's flags on low precision and CUDA graphs fit packed micro-batches.
+"""Which of Megatron's flags on low precision, CUDA graphs and layers fit packed micro-batches.
 
-Pure function of arguments; must not look for packages or devices (that is `attention.registry`).
+A function of arguments and of Megatron's version; must not look for packages or devices (that is
+`attention.registry`).
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import argparse
 
 from odb_megatron.megatron.attention.needs import graphed_modules
+from odb_megatron.megatron.compat import knows_sample_index
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.topology import padding_multiple
+from odb_megatron.megatron.topology import has_state_layers, padding_multiple
 from odb_megatron.plan.padding import budget_length
 
 __all__ = ["kernel_messages"]
@@ -22,7 +24,7 @@ def kernel_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:
         args: validated; what is absent is off.
         config: with `--odb`.
     """
-    return _low_precision(args) + _graphs(args, config)
+    return _low_precision(args) + _graphs(args, config) + _state_layers(args)
 
 
 def _low_precision(args: argparse.Namespace) -> list[str]:
@@ -49,6 +51,18 @@ def _low_precision(args: argparse.Namespace) -> list[str]:
                 f"(attention/dot_product_attention/utils.py, v2.9 to v2.18): drop it"
             )
     return messages
+
+
+def _state_layers(args: argparse.Namespace) -> list[str]:
+    if not has_state_layers(args):
+        return []
+    if not knows_sample_index():
+        return [
+            "--hybrid-layer-pattern: state-space layers of this Megatron do not know where a "
+            "sample of a pack ends (PackedSeqParams has no seq_idx): use megatron-core 0.17 or "
+            "later"
+        ]
+    return []
 
 
 def _graphs(args: argparse.Namespace, config: OdbConfig) -> list[str]:

@@ -51,7 +51,7 @@ from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.resume import resume_data
 from odb_megatron.megatron.run_report import RunReport
 from odb_megatron.megatron.setup import choose_backend, odb_config, total_samples
-from odb_megatron.megatron.topology import padding_multiple
+from odb_megatron.megatron.topology import has_state_layers, padding_multiple
 from odb_megatron.megatron.warmup import warm_up
 from odb_megatron.plan.policy import ExchangeMode
 from odb_megatron.plan.records import ReplicaFailedError
@@ -134,9 +134,11 @@ class OdbRun:
         return RunReport(self._args, self.config, backend=self._backend)
 
     def _make_forward_step(self) -> Callable[..., Any]:
-        multiple = padding_multiple(self._args)
+        args = self._args
+        padded = partial(padded_batch, multiple=padding_multiple(args))
+        packed = partial(packed_batch, has_state_layers=has_state_layers(args))
         return make_forward_step(
-            packed_batch if self.config.enabled else partial(padded_batch, multiple=multiple),
+            packed if self.config.enabled else padded,
             on_batch=self._on_batch,
             router_mask=self._router_mask(),
         )

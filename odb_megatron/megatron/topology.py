@@ -10,7 +10,7 @@ import argparse
 from odb_megatron.plan.padding import Quantization, length_multiple
 from odb_megatron.plan.policy import BalanceScope
 
-__all__ = ["balance_scope", "count_multiple", "padding_multiple"]
+__all__ = ["balance_scope", "count_multiple", "has_state_layers", "padding_multiple"]
 
 
 def balance_scope(args: argparse.Namespace) -> tuple[BalanceScope, str]:
@@ -55,6 +55,12 @@ def padding_multiple(args: argparse.Namespace) -> int:
         else 1,
         quantization=quantization,
     )
+
+
+def has_state_layers(args: argparse.Namespace) -> bool:
+    """Whether the model has state-space layers; 0.17 and later name their pattern differently."""
+    names = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern")
+    return any(bool(getattr(args, name, None)) for name in names)
 
 
 def count_multiple(args: argparse.Namespace) -> int:
