@@ -55,11 +55,12 @@ def measure(core_attention: type[Any], *, device: str, dtype: torch.dtype) -> Di
         dtype: of queries, keys and values.
     """
     has_gradient = not (device == "cpu" and "Flex" in core_attention.__name__)
-    found = [
-        _one(core_attention, case, device=device, dtype=dtype, has_gradient=has_gradient)
-        for case in CASES.values()
-        if core_attention.__name__ != "CpuCoreAttention" or case.lengths
-    ]
+    with _flex_not_traced():
+        found = [
+            _one(core_attention, case, device=device, dtype=dtype, has_gradient=has_gradient)
+            for case in CASES.values()
+            if core_attention.__name__ != "CpuCoreAttention" or case.lengths
+        ]
     return Difference(
         output=max(output for output, _ in found),
         gradient=max(gradient for _, gradient in found) if has_gradient else None,
@@ -190,8 +191,24 @@ def _three(tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _most(one: Tensor, other: Tensor, real: Tensor) -> float:
-    difference = (one.double() - other).abs().flatten(1).amax(dim=1).cpu()
+    difference = (one.detach().double() - other.detach()).abs().flatten(1).amax(dim=1).cpu()
     return float(difference[real].max()) if bool(real.any()) else 0.0
+
+
+@contextlib.contextmanager
+def _flex_not_traced() -> Iterator[None]:
+    """On the CPU flex-attention traces itself anew for each case, for the same plain operations."""
+    from torch.nn.attention import flex_attention
+
+    name = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    if torch.cuda.is_available() or not hasattr(flex_attention, name):
+        yield
+        return
+    setattr(flex_attention, name, True)
+    try:
+        yield
+    finally:
+        setattr(flex_attention, name, False)
 
 
 @contextlib.contextmanager
