@@ -40,6 +40,15 @@ NOT_YET = {
 }
 """Names that an older Megatron does not have either."""
 
+KERNEL_NAMES = {
+    *("apply_rope_fusion", "attention_dropout", "bf16", "cuda_graph_impl", "cuda_graph_modules"),
+    *("deterministic_mode", "fp16", "fp4", "fp8", "fp8_dot_product_attention"),
+    *("fp8_multi_head_attention", "fp8_recipe", "hybrid_layer_pattern", "kv_channels"),
+    *("log_max_attention_logit", "multi_latent_attention", "position_embedding_type", "qk_clip"),
+    *("qk_head_dim", "qk_pos_emb_head_dim", "sequence_parallel", "softmax_type", "window_size"),
+}
+"""What `attention.needs` and `kernel_rules` look at, by the names of 0.19."""
+
 GOOD: dict[str, Any] = {
     "odb": True,
     "odb_policy": None,
@@ -283,6 +292,8 @@ def test_the_names_are_megatrons(megatron: Megatron, data_flags: tuple[str, ...]
     assert len(known) > 500
     looked_at = set(GOOD) | {name for bad, _ in BAD for name in bad}
     assert looked_at - known == OTHER_VERSIONS | NOT_YET.get(megatron_version()[:2], set())
+    if megatron_version()[:2] == (0, 19):
+        assert KERNEL_NAMES - known == set()
 
 
 @pytest.mark.megatron
