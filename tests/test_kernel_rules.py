@@ -60,8 +60,6 @@ def test_what_fits(values: dict[str, Any]) -> None:
         ({"fp4": "e2m1"}, "no FP4 in this version: use --fp8-format or --bf16"),
         ({"fp8": "e4m3"}, "use --transformer-impl transformer_engine"),
         ({**TE, "fp8_recipe": "custom"}, "--fp8-recipe custom does not say"),
-        ({**TE, "fp8_dot_product_attention": True}, "--fp8-dot-product-attention: Transformer"),
-        ({**TE, "fp8_multi_head_attention": True}, "--fp8-multi-head-attention: Transformer"),
         ({"cuda_graph_impl": "local"}, "add --odb-pad-to-budget"),
         ({"cuda_graph_impl": "transformer_engine", **MLP}, "add --odb-pad-to-budget"),
         ({"cuda_graph_impl": "full_iteration"}, "replays a whole step"),

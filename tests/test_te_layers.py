@@ -75,6 +75,12 @@ try:
     module(*case.tensors(dtype=torch.bfloat16), None, _causal(), packed_seq_params=given)
 except ValueError as error:
     found["refused"] = str(error)
+try:
+    low = TransformerConfig(**shape)
+    low.fp8_multi_head_attention = True
+    TECoreAttention(low, 1, _causal(), "self")
+except ValueError as error:
+    found["low"] = str(error)
 print(json.dumps(found))
 """
 
@@ -112,4 +118,6 @@ def test_layers_and_what_transformer_engine_is_told(version: str) -> None:
     }
     assert found["untouched"]
     assert found["plain"]
+    assert "no FP8 attention for packed samples" in found["low"]
+    assert "leave fp8_multi_head_attention out" in found["low"]
     assert "do not end at the pack's 32 tokens" in found["refused"]

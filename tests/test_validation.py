@@ -42,8 +42,8 @@ NOT_YET = {
 
 KERNEL_NAMES = {
     *("apply_rope_fusion", "attention_dropout", "bf16", "cuda_graph_impl", "cuda_graph_modules"),
-    *("deterministic_mode", "fp16", "fp4", "fp8", "fp8_dot_product_attention"),
-    *("fp8_multi_head_attention", "fp8_recipe", "hybrid_layer_pattern", "kv_channels"),
+    *("deterministic_mode", "fp16", "fp4", "fp8", "fp8_recipe", "hybrid_layer_pattern"),
+    *("kv_channels",),
     *("log_max_attention_logit", "multi_latent_attention", "position_embedding_type", "qk_clip"),
     *("qk_head_dim", "qk_pos_emb_head_dim", "sequence_parallel", "softmax_type", "window_size"),
 }

@@ -43,13 +43,6 @@ def _low_precision(args: argparse.Namespace) -> list[str]:
             "--fp8-recipe custom does not say which token counts it takes: use delayed, "
             "tensorwise, blockwise or mxfp8"
         )
-    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
-        if getattr(args, name, False):
-            flag = "--" + name.replace("_", "-")
-            messages.append(
-                f"{flag}: Transformer Engine has no FP8 attention for packed samples "
-                f"(attention/dot_product_attention/utils.py, v2.9 to v2.18): drop it"
-            )
     return messages
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from odb_megatron.megatron.attention.varlen import packed_segments
@@ -24,7 +25,20 @@ class TECoreAttention(TEDotProductAttention):
     Told of padding between samples, Transformer Engine leaves out its FlashAttention backends
     (attention/dot_product_attention/utils.py, v2.9 to v2.18) and, where it has to find out
     (v2.5 to v2.13), waits for the device in every layer. Causal attention does not need to know.
+
+    Raises:
+        ValueError: attention itself in FP8.
     """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+            if getattr(config, name, False):
+                raise ValueError(
+                    f"attention backend te: Transformer Engine has no FP8 attention for packed "
+                    "samples (attention/dot_product_attention/utils.py, v2.9 to v2.18): leave "
+                    f"{name} out"
+                )
+        super().__init__(config, *args, **kwargs)
 
     def forward(
         self,
