@@ -237,7 +237,7 @@ def _loss(model: Any, samples: Sequence[Sample]) -> Any:
     from odb_megatron.data.thd import assemble
     from odb_megatron.megatron.forward_step import packed_batch
 
-    item = assemble(samples, positions=range(len(samples)), multiple=1)
+    item = assemble(samples, positions=range(len(samples)))
     batch = packed_batch(item)
     output = model(
         batch.tokens,

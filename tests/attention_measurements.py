@@ -25,10 +25,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "scaled": {"softmax_scale": 0.5, "apply_query_key_layer_scaling": True},
     "mha": {"num_query_groups": 4},
+    "window": {"window_size": (3, 0)},
+    "window_in_every_second": {"window_size": (3, 0), "window_attn_skip_freq": 2},
 }
 
 REFUSED_BY_BACKEND: dict[str, tuple[str, object]] = {
-    "--window-size": ("window_size", (4, 0)),
     "--softmax-type learnable": ("softmax_type", "learnable"),
     "--qk-clip": ("qk_clip", True),
     "--log-max-attention-logit": ("log_max_attention_logit", True),
@@ -36,7 +37,6 @@ REFUSED_BY_BACKEND: dict[str, tuple[str, object]] = {
 }
 
 REFUSED_BY_SPEC: dict[str, tuple[str, object]] = {
-    "--multi-latent-attention": ("multi_latent_attention", True),
     "--heterogeneous-layers-config-path": ("heterogeneous_block_specs", True),
     "--experimental-attention-variant": ("experimental_attention_variant", "dsa"),
     "--transformer-impl inference_optimized": ("transformer_impl", "inference_optimized"),
@@ -51,7 +51,9 @@ def measure_all(rank: int) -> dict[str, Any]:
     samples = [torch.randint(VOCABULARY, (length,)) for length in LENGTHS]
     found: dict[str, Any] = {}
     for name, options in MODELS.items():
-        model, reference = _model(own_attention=False, **options), _model(**options)
+        model = _model(own_attention=False, **options)
+        # mcore makes its window on a GPU; the backend's is measured in test_attention_backends
+        reference = _model(own_attention="window_size" not in options, **options)
         reference.load_state_dict(model.state_dict())
         alone = _losses_and_gradients(reference, [_alone(sample) for sample in samples])
         layouts = {
@@ -65,6 +67,7 @@ def measure_all(rank: int) -> dict[str, Any]:
         if name == "rope_gqa":
             found |= _edges(model, reference, samples)
     found["padding"], found["dropout"] = _padding(), _dropout()
+    found["latent"] = _latent(samples)
     found["moe_layers"], found["refused"], found["errors"] = _moe_layers(), _refused(), _errors()
     return found
 
@@ -147,6 +150,39 @@ def _model(*, own_attention: bool = True, **options: Any) -> Any:
             **outer,
         },
     )
+
+
+def _latent(samples: list[Any]) -> dict[str, Any]:
+    """Multi-latent attention, packed against alone; mcore's own attention does not take it."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from odb_megatron.megatron.attention.registry import select
+    from odb_megatron.megatron.attention.spec import layer_spec
+
+    config = MLATransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        transformer_impl="local",
+        multi_latent_attention=True,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_head_dim=8,
+        qk_pos_emb_head_dim=8,
+        v_head_dim=8,
+        rope_type="rope",
+        normalization="RMSNorm",
+    )
+    spec = layer_spec(config, backend=select("cpu", device_type="cpu"))
+    model = GPTModel(config, spec, VOCABULARY, CONTEXT, position_embedding_type="rope")
+    alone = _losses_and_gradients(model, [_packed([sample]) for sample in samples])
+    whole = _losses_and_gradients(model, [_packed(samples, multiple=4)])
+    rows = _losses_and_gradients(model, [_alone(sample) for sample in samples])
+    difference = _difference(whole, alone)
+    return difference | {"unpacked": (rows[0] - alone[0]).abs().max().item()}
 
 
 def _causal_mask(length: int) -> Any:

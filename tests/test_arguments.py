@@ -37,6 +37,7 @@ def test_defaults() -> None:
         policy=PolicyName.SAMPLES,
         token_budget=128,
         pad_to_budget=False,
+        shape_buckets=(),
         window=12,  # four times a replica's share of 10 over 4, rounded up
         max_delay_steps=8,
         cost=CostSource.SHAPE,
@@ -88,12 +89,25 @@ def test_micro_batches_of_one_length() -> None:
     assert "--odb-token-budget 130" in config.describe()
     assert "--odb-pad-to-budget" in config.describe()
     assert _config("--odb").micro_batch_length(4) == 0
+    assert config.size_rule(4).sizes == (128,)
+
+
+def test_micro_batches_of_a_few_lengths() -> None:
+    config = _config("--odb --odb-token-budget 130 --odb-shape-buckets 64 32 130")
+    assert config.shape_buckets == (32, 64, 130)
+    assert config.size_rule(4).sizes == (32, 64, 128)
+    assert "--odb-shape-buckets 32 64 130" in config.describe()
+    assert config.micro_batch_length(4) == 0  # stages have to tell each other the next one
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--odb-pad-to-budget", "--odb-pad-to-budget would do nothing without --odb"),
+        ("--odb-shape-buckets 9", "--odb-shape-buckets would do nothing without --odb"),
+        ("--odb --odb-shape-buckets 9 --odb-pad-to-budget", "one size and .* a few: keep one"),
+        ("--odb --odb-shape-buckets 0 64", "must be between 1 and the token budget 128"),
+        ("--odb --odb-shape-buckets 129", "buckets 129 must be between 1 and the token budget 128"),
         ("--odb-policy samples", "--odb-policy would do nothing without --odb: add --odb, or drop"),
         ("--odb-token-budget 9", "--odb-token-budget would do nothing without --odb"),
         ("--odb-exchange auto", "--odb-exchange would do nothing without --odb"),
@@ -216,7 +230,7 @@ def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_odb_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest.startswith("odb")]
-    assert len(actions) == 27
+    assert len(actions) == 28
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out

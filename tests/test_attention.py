@@ -45,6 +45,14 @@ def test_edges_as_alone(measured: dict[str, Any], case: str) -> None:
     assert result["gradient"] <= TOLERANCE, result["worst"]
 
 
+def test_multi_latent_attention_as_alone(measured: dict[str, Any]) -> None:
+    result = measured["latent"]
+    assert result["smallest_gradient"] > 0
+    assert result["loss"] <= TOLERANCE
+    assert result["gradient"] <= TOLERANCE, result["worst"]
+    assert result["unpacked"] <= TOLERANCE
+
+
 def test_no_sample_sees_another(measured: dict[str, Any]) -> None:
     """Changing sample 1's tokens leaves every bit of the others' losses."""
     result = measured["leak"]

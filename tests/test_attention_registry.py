@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from odb_megatron.megatron.attention import registry
+from odb_megatron.megatron.attention.needs import Feature, Limits, Need, why_unfit
 from odb_megatron.megatron.attention.registry import BACKENDS, AttentionBackend, select
 
 
@@ -124,3 +128,156 @@ def test_registry_imports_neither_torch_nor_megatron() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+HALF_ONLY = Limits(dtypes=("float16", "bfloat16"), max_head_size=128, head_multiple=8)
+
+
+@pytest.mark.parametrize(
+    ("limits", "need", "why"),
+    [
+        (Limits(), Need(), None),
+        (HALF_ONLY, Need(), None),
+        (HALF_ONLY, Need(dtype="bfloat16", head_size=128, capability=(9, 0)), None),
+        (HALF_ONLY, Need(dtype="float32"), "computes in float16 or bfloat16, not float32"),
+        (HALF_ONLY, Need(head_size=192), "has head sizes up to 128, not 192"),
+        (HALF_ONLY, Need(head_size=100), "has head sizes in multiples of 8, not 100"),
+        (Limits(), Need(layers="transformer_engine"), "needs --transformer-impl local"),
+        (
+            Limits(layers="transformer_engine"),
+            Need(),
+            "needs --transformer-impl transformer_engine",
+        ),
+        (
+            Limits(min_capability=(8, 0)),
+            Need(capability=(7, 5)),
+            "needs compute capability 8.0, not 7.5",
+        ),
+        (
+            Limits(min_capability=(9, 0), max_capability=(9, 0)),
+            Need(capability=(10, 0)),
+            "needs compute capability 9.0 to 9.0, not 10.0",
+        ),
+        (
+            Limits(features=frozenset({Feature.WINDOW})),
+            Need(features=frozenset({Feature.WINDOW, Feature.DROPOUT, Feature.CONTEXT_PARALLEL})),
+            "does not have --attention-dropout above 0, --context-parallel-size above 1",
+        ),
+    ],
+)
+def test_why_a_backend_is_unfit(limits: Limits, need: Need, why: str | None) -> None:
+    assert why_unfit(limits, need) == why
+
+
+def _installed(*names: str) -> dict[str, AttentionBackend]:
+    """The real backends, as on a machine with these."""
+    return {
+        name: replace(
+            backend, why_unavailable=lambda name=name: None if name in names else "not installed"
+        )
+        for name, backend in BACKENDS.items()
+    }
+
+
+BF16 = Need(dtype="bfloat16", head_size=128, capability=(9, 0))
+EVERYTHING = tuple(BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "need", "installed", "chosen"),
+    [
+        ("cuda", replace(BF16, layers="transformer_engine"), EVERYTHING, "te"),
+        ("cuda", BF16, EVERYTHING, "flash3"),
+        ("cuda", BF16, ("flash", "torch", "torch_flex", "cpu"), "flash"),
+        ("cuda", BF16, ("torch", "torch_flex", "cpu"), "torch"),
+        ("cuda", replace(BF16, capability=(10, 0)), EVERYTHING, "flash4"),
+        ("cuda", replace(BF16, capability=(8, 0)), EVERYTHING, "flash"),
+        ("cuda", replace(BF16, dtype="float32"), EVERYTHING, "torch_flex"),
+        ("cuda", replace(BF16, head_size=512), EVERYTHING, "torch_flex"),
+        ("cuda", replace(BF16, features=frozenset({Feature.DROPOUT})), EVERYTHING, "flash"),
+        ("cpu", Need(dtype="float32", head_size=16), EVERYTHING, "cpu"),
+        (
+            "cpu",
+            Need(features=frozenset({Feature.WINDOW, Feature.CONTEXT_PARALLEL})),
+            EVERYTHING,
+            "cpu",
+        ),
+    ],
+)
+def test_what_auto_chooses(
+    device_type: str, need: Need, installed: tuple[str, ...], chosen: str
+) -> None:
+    backend = select("auto", device_type=device_type, need=need, backends=_installed(*installed))
+    assert backend.name == chosen
+    passed_over = list(BACKENDS)[: list(BACKENDS).index(chosen)]
+    assert all(f"{name} (" in backend.reason for name in passed_over)
+
+
+@pytest.mark.parametrize(
+    ("name", "device_type", "need", "text"),
+    [
+        (
+            "auto",
+            "cuda",
+            replace(BF16, layers="transformer_engine"),
+            r"te \(not installed\), flash3 \(needs --transformer-impl local\)",
+        ),
+        ("te", "cuda", BF16, "'te' cannot run on cuda: needs --transformer-impl transformer_eng"),
+        (
+            "torch",
+            "cuda",
+            replace(BF16, features=frozenset({Feature.CONTEXT_PARALLEL})),
+            "'torch' cannot run on cuda: does not have --context-parallel-size above 1",
+        ),
+        ("cpu", "cpu", Need(features=frozenset({Feature.SINK})), "does not have --softmax-type"),
+    ],
+)
+def test_needs_are_refused_by_name(name: str, device_type: str, need: Need, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        select(name, device_type=device_type, need=need, backends=_installed("torch", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("modules", "versions", "name", "why"),
+    [
+        ((), {}, "te", "transformer-engine is not installed"),
+        (("transformer_engine",), {"transformer-engine": "2.8.0"}, "te", "2.8.0 is too old: 2.9 o"),
+        (("transformer_engine",), {"transformer_engine": "2.9.0+cu12"}, "te", None),
+        (("flash_attn",), {"flash-attn": "2.5.8"}, "flash", "flash-attn 2.5.8 is too old"),
+        (("flash_attn",), {"flash_attn": "2.8.3.post1"}, "flash", None),
+        ((), {}, "flash", "flash-attn is not installed"),
+        ((), {}, "flash3", "flash-attn 3 is not installed"),
+        (("flash_attn_interface",), {}, "flash3", None),
+        (("flash_attn",), {}, "flash4", "flash-attn 4 is not installed"),
+        (("flash_attn", "flash_attn.cute"), {}, "flash4", None),
+        ((), {"torch": "2.10.0"}, "torch", "torch 2.10.0 has no torch.nn.attention.varlen"),
+        ((), {"torch": "2.13.0+cu130"}, "torch", None),
+        ((), {}, "torch", "no torch has no"),
+        ((), {"torch": "2.5.1"}, "torch_flex", "torch 2.6 or later"),
+        ((), {"torch": "2.13.0"}, "torch_flex", None),
+    ],
+)
+def test_packages_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+    modules: tuple[str, ...],
+    versions: dict[str, str],
+    name: str,
+    why: str | None,
+) -> None:
+    def version(distribution: str) -> str:
+        if distribution not in versions:
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return versions[distribution]
+
+    monkeypatch.setattr(registry, "_has", lambda module: module in (*modules, "megatron.core"))
+    monkeypatch.setattr(registry.importlib.metadata, "version", version)
+    found = BACKENDS[name].available()
+    assert found is None if why is None else why in str(found)
+
+
+def test_every_backend_loads_or_says_what_is_missing() -> None:
+    pytest.importorskip("megatron.core")
+    assert list(BACKENDS) == ["te", "flash3", "flash4", "flash", "torch", "torch_flex", "cpu"]
+    for name, backend in BACKENDS.items():
+        if name != "te":  # its class is a subclass of Transformer Engine's
+            assert backend.load().__name__.endswith("CoreAttention")

@@ -14,6 +14,7 @@ from odb_megatron.bridge.hooks import require_names
 from odb_megatron.bridge.settings import OdbSettings, described, flag_values, in_bridge_words
 from odb_megatron.data.thd import assemble_idle, layout
 from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.plan.padding import SizeRule
 
 
 def test_every_setting_is_a_flag_or_names_data() -> None:
@@ -70,7 +71,7 @@ def test_words(text: str, words: str) -> None:
 
 
 def test_layout_reaches_ranks_without_tokens() -> None:
-    batch = as_batch(layout([3, 5], positions=[0, 1], multiple=4))
+    batch = as_batch(layout([3, 5], positions=[0, 1], rule=SizeRule(multiple=4)))
     assert [name for name in batch if batch[name] is None] == [
         *("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
     ]
@@ -83,9 +84,9 @@ def test_layout_reaches_ranks_without_tokens() -> None:
 @pytest.mark.parametrize(
     ("item", "real"),
     [
-        (assemble_idle(multiple=4), [0, 4]),
-        (assemble_idle(multiple=4, total=16), [0, 16]),
-        (layout([3], positions=[0], multiple=4, total=16), [0, 3, 15]),
+        (assemble_idle(rule=SizeRule(multiple=4)), [0, 4]),
+        (assemble_idle(rule=SizeRule(sizes=(16,), multiple=4)), [0, 16]),
+        (layout([3], positions=[0], rule=SizeRule(sizes=(16,), multiple=4)), [0, 3, 15]),
     ],
 )
 def test_no_segment_is_empty(item: object, real: list[int]) -> None:

@@ -19,6 +19,7 @@ from odb_megatron.data.context_parallel import (
 )
 from odb_megatron.data.sample import Sample
 from odb_megatron.data.thd import assemble, assemble_idle, layout
+from odb_megatron.plan.padding import SizeRule
 
 
 def partitioned_indices(cu_seqlens: list[int], *, size: int, rank: int) -> list[int]:
@@ -63,7 +64,7 @@ def sample(length: int) -> Sample:
 
 def test_an_odd_length_loses_and_invents_nothing() -> None:
     """7 tokens on 2 ranks: padded to 8, and the ranks' real tokens are the seven."""
-    item = assemble([sample(7), sample(3)], positions=[0, 1], multiple=4)
+    item = assemble([sample(7), sample(3)], positions=[0, 1], rule=SizeRule(multiple=4))
     parts = [slice_micro_batch(item, size=2, rank=rank) for rank in range(2)]
     assert [part.tokens.shape for part in parts] == [(1, 6), (1, 6)]
     real = torch.cat([part.tokens[part.loss_mask > 0] for part in parts])
@@ -78,9 +79,9 @@ def test_an_odd_length_loses_and_invents_nothing() -> None:
 
 
 def test_one_rank_has_everything_and_idle_ones_can_be_cut() -> None:
-    item = assemble([sample(5)], positions=[0], multiple=1)
+    item = assemble([sample(5)], positions=[0], rule=SizeRule(multiple=1))
     assert slice_micro_batch(item, size=1, rank=0) is item
-    idle = slice_micro_batch(assemble_idle(multiple=4), size=2, rank=1)
+    idle = slice_micro_batch(assemble_idle(rule=SizeRule(multiple=4)), size=2, rank=1)
     assert idle.is_idle
     assert idle.tokens.shape == (1, 2)
 
@@ -112,7 +113,7 @@ def test_balance_without_padding_is_even_and_without_tokens_one() -> None:
 )
 def test_where_padding_is(lengths: tuple[int, ...], multiple: int, expected: str) -> None:
     """An idle micro-batch keeps one token that counts."""
-    item = layout(lengths, positions=tuple(range(len(lengths))), multiple=multiple)
+    item = layout(lengths, positions=tuple(range(len(lengths))), rule=SizeRule(multiple=multiple))
     mask = padding_mask(item)
     assert (mask.dtype, tuple(mask.shape)) == (torch.bool, (1, len(expected)))
     assert "".join(str(int(value)) for value in mask[0]) == expected
@@ -120,7 +121,7 @@ def test_where_padding_is(lengths: tuple[int, ...], multiple: int, expected: str
 
 @given(st.lists(st.integers(1, 20), max_size=5), st.sampled_from([2, 3, 4]))
 def test_the_mask_is_cut_like_the_tokens(lengths: list[int], size: int) -> None:
-    item = layout(lengths, positions=tuple(range(len(lengths))), multiple=2 * size)
+    item = layout(lengths, positions=tuple(range(len(lengths))), rule=SizeRule(multiple=2 * size))
     whole = padding_mask(item)[0].numpy()
     offsets = item.cu_seqlens_padded.numpy()
     assert int((~whole).sum()) == (sum(lengths) or 1)

@@ -45,6 +45,7 @@ from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder, train_
 from odb_megatron.megatron.data_state import decode_state, encode_state, read_file
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.elastic import elastic_state
+from odb_megatron.plan.padding import SizeRule
 from odb_megatron.plan.policy import PolicyName
 from odb_megatron.plan.records import (
     RECORD_BYTES,
@@ -621,7 +622,11 @@ TOTALS = StepTotals(
     costs=(7,), is_final=True,
 )  # fmt: skip
 METADATA = StepMetadata(
-    totals=TOTALS, positions=((1, 2), ()), lengths=((3, 4), ()), patches=(0, 0), multiple=1
+    totals=TOTALS,
+    positions=((1, 2), ()),
+    lengths=((3, 4), ()),
+    patches=(0, 0),
+    rule=SizeRule(sizes=(16, 32), least=2, longest=16, multiple=2),
 )
 HEADER: dict[str, Any] = json.loads(encode_header(METADATA))
 

@@ -18,9 +18,11 @@ from odb_megatron.plan.padding import (
     OverlongError,
     OverlongPolicy,
     Quantization,
+    SizeRule,
     judge_length,
     length_multiple,
     padded_length,
+    size_rule,
 )
 from odb_megatron.plan.planner import ReplicaPlanner
 from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
@@ -319,6 +321,49 @@ class TestPadding:
         """pitfalls.md, FP8 shapes: 11486 tokens, TP 2, sequence parallel."""
         multiple = length_multiple(sequence_parallel_size=2, quantization=Quantization.FP8)
         assert padded_length(11486, multiple) // 2 % 16 == 0
+        multiple = length_multiple(sequence_parallel_size=2, quantization=Quantization.MXFP8)
+        assert padded_length(11486, multiple) // 2 % 32 == 0
+
+    @given(
+        st.lists(st.integers(1, 12_000), min_size=1, max_size=6),
+        st.sampled_from([1, 2, 4]),
+        st.sampled_from([1, 2, 8]),
+        st.sampled_from(Quantization),
+        st.booleans(),
+    )
+    def test_every_rank_has_a_legal_share(
+        self, lengths: list[int], cp: int, tp: int, quantization: Quantization, fixed: bool
+    ) -> None:
+        """Also of a micro-batch of a fixed size, and of each sample's zigzag chunks."""
+        multiple = length_multiple(
+            context_parallel_size=cp, sequence_parallel_size=tp, quantization=quantization
+        )
+        budget = 80_001
+        rule = size_rule(
+            (50_001, budget) if fixed else (),
+            token_budget=budget,
+            context=12_800,
+            multiple=multiple,
+        )
+        samples = [rule.padded(length) for length in lengths]
+        size = rule.size_of(sum(samples))
+        parts = [*samples, *rule.padding(size - sum(samples))]
+        assert sum(parts) == size
+        assert size // (cp * tp) % quantization.value == 0
+        assert all(part % (2 * cp if cp > 1 else 1) == 0 for part in parts)
+        assert all(part >= length for part, length in zip(parts, lengths, strict=False))
+
+    @pytest.mark.parametrize(
+        ("values", "text"),
+        [
+            ({"sizes": (8, 4)}, "sizes must ascend and numbers must not be negative"),
+            ({"sizes": (8,), "multiple": 3}, r"sizes \(8,\) must be multiples of 3"),
+            ({"least": -1}, "must not be negative"),
+        ],
+    )
+    def test_size_rules_that_are_none(self, values: dict[str, Any], text: str) -> None:
+        with pytest.raises(ValueError, match=text):
+            SizeRule(**values)
 
     def test_refuses_zero(self) -> None:
         with pytest.raises(ValueError, match="parallel sizes must be at least 1"):
@@ -447,6 +492,10 @@ class TestConfig:
         assert config().digest() != config(pads_to_budget=True).digest()
 
     def test_the_length_that_all_are_padded_to(self) -> None:
-        assert config(token_budget=30, multiple=4).micro_batch_length == 0
+        assert config(token_budget=30, multiple=4).size_rule.sizes == ()
         padded = config(token_budget=30, multiple=4, pads_to_budget=True)
-        assert padded.micro_batch_length == 28
+        assert padded.size_rule.sizes == (28,)
+        bucketed = config(token_budget=30, multiple=4, shape_buckets=(3, 9, 21), context=10)
+        assert bucketed.size_rule == SizeRule(sizes=(8, 20, 28), least=4, longest=8, multiple=4)
+        long = config(token_budget=8192, multiple=16, pads_to_budget=True)
+        assert (long.size_rule.least, long.size_rule.num_segments(8192)) == (32, 257)

@@ -11,6 +11,7 @@ import torch
 from odb_megatron.data.thd import layout
 from odb_megatron.megatron.compat_metrics import logged_per_micro_batch
 from odb_megatron.megatron.routers import RouterMasks
+from odb_megatron.plan.padding import SizeRule
 
 
 class _Helper:
@@ -107,7 +108,7 @@ def test_which_part_of_the_mask_a_stage_gets() -> None:
     """The first stage cuts it for sequence parallelism by itself."""
     from odb_megatron.megatron.forward_step import RouterMask
 
-    item = layout((3, 5), positions=(0, 1), multiple=4)  # 000100000111
+    item = layout((3, 5), positions=(0, 1), rule=SizeRule(multiple=4))  # 000100000111
     part = RouterMask(sequence_size=2, sequence_rank=1)
     assert part.build(item, is_first_stage=True).shape == (1, 12)
     assert part.build(item, is_first_stage=False).tolist() == [[False] * 3 + [True] * 3]

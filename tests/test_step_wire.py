@@ -21,6 +21,7 @@ from odb_megatron.data.step_wire import (
     payload_bytes,
 )
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, assemble, assemble_idle
+from odb_megatron.plan.padding import SizeRule
 from odb_megatron.plan.step import StepTotals
 
 TOTALS = StepTotals(
@@ -31,7 +32,7 @@ TOTALS = StepTotals(
 )
 
 
-def micro_batches(lengths: list[list[int]], *, multiple: int, total: int = 0) -> list[MicroBatch]:
+def micro_batches(lengths: list[list[int]], *, rule: SizeRule) -> list[MicroBatch]:
     generator = np.random.RandomState(0)
     made, position = [], 40
     for sizes in lengths:
@@ -46,9 +47,7 @@ def micro_batches(lengths: list[list[int]], *, multiple: int, total: int = 0) ->
         positions = range(position, position + len(sizes))
         position += len(sizes)
         made.append(
-            assemble(samples, positions=positions, multiple=multiple, total=total)
-            if sizes
-            else assemble_idle(multiple=multiple, total=total)
+            assemble(samples, positions=positions, rule=rule) if sizes else assemble_idle(rule=rule)
         )
     return made
 
@@ -66,11 +65,16 @@ def assert_equal(one: MicroBatchLayout, other: MicroBatchLayout) -> None:
 @given(
     st.lists(st.lists(st.integers(1, 20), max_size=5), min_size=1, max_size=5),
     st.sampled_from([1, 2, 4, 16]),
-    st.sampled_from([0, 160, 192]),  # five samples of 20 tokens, each padded to 32, just fit 160
+    # five samples of 20 tokens, each padded to 32, just fit 160
+    st.sampled_from([(), (160,), (192,), (16, 64, 160)]),
+    st.sampled_from([1, 16]),
 )
-def test_a_round_trip(lengths: list[list[int]], multiple: int, total: int) -> None:
-    sent = micro_batches(lengths, multiple=multiple, total=total)
-    metadata = StepMetadata.of(TOTALS, sent, multiple=multiple, length=total)
+def test_a_round_trip(
+    lengths: list[list[int]], multiple: int, sizes: tuple[int, ...], least: int
+) -> None:
+    rule = SizeRule(sizes=sizes, least=least, longest=32 if sizes else 0, multiple=multiple)
+    sent = micro_batches(lengths, rule=rule)
+    metadata = StepMetadata.of(TOTALS, sent, rule=rule)
     payload = encode_payload(sent)
     assert payload.size == payload_bytes(metadata)
     found = decode_header(encode_header(metadata))
@@ -92,14 +96,14 @@ def test_endings(ending: Ending) -> None:
 
 
 def test_a_payload_of_another_size() -> None:
-    sent = micro_batches([[3]], multiple=1)
-    metadata = StepMetadata.of(TOTALS, sent, multiple=1)
+    sent = micro_batches([[3]], rule=SizeRule())
+    metadata = StepMetadata.of(TOTALS, sent, rule=SizeRule())
     with pytest.raises(ValueError, match="payload of 24 bytes arrived; its header describes 25"):
         decode_payload(metadata, encode_payload(sent)[:-1])
 
 
 def test_a_token_id_that_does_not_fit() -> None:
-    sent = micro_batches([[3]], multiple=1)
+    sent = micro_batches([[3]], rule=SizeRule())
     tokens = sent[0].tokens.clone()
     tokens[0, 1] = 1 << 31
     with pytest.raises(ValueError, match="do not fit 0 to 2147483647"):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from odb_megatron.data.context_parallel import padding_mask
 from odb_megatron.data.sample import Sample
 from odb_megatron.data.thd import PAD_TOKEN, MicroBatch, assemble, assemble_idle
+from odb_megatron.plan.padding import SizeRule, size_rule
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=8)
 MULTIPLES = st.sampled_from([1, 2, 4, 6, 16])
@@ -32,7 +33,9 @@ def _samples(lengths: list[int]) -> list[Sample]:
 
 def _assembled(lengths: list[int], multiple: int = 1) -> MicroBatch:
     return assemble(
-        _samples(lengths), positions=[7 * i for i in range(len(lengths))], multiple=multiple
+        _samples(lengths),
+        positions=[7 * i for i in range(len(lengths))],
+        rule=SizeRule(multiple=multiple),
     )
 
 
@@ -122,7 +125,7 @@ def test_a_length_just_over_the_multiple() -> None:
 
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_the_idle_micro_batch_is_the_smallest(multiple: int) -> None:
-    batch = assemble_idle(multiple=multiple)
+    batch = assemble_idle(rule=SizeRule(multiple=multiple))
     assert batch.is_idle
     assert batch.positions == ()
     assert batch.tokens.tolist() == batch.labels.tolist() == [[PAD_TOKEN] * multiple]
@@ -146,36 +149,75 @@ def test_samples_need_positions(num_samples: int, num_positions: int) -> None:
 
 
 def test_a_fixed_length() -> None:
-    """What is left is one more segment, without a real token."""
+    """What is left is segments without a real token, and entries of no tokens at all."""
     own = _assembled([7, 5], multiple=4)
-    batch = assemble(_samples([7, 5]), positions=(0, 1), multiple=4, total=24)
-    assert batch.cu_seqlens.tolist() == [0, 7, 12, 12]
-    assert batch.cu_seqlens_padded.tolist() == [0, 8, 16, 24]
+    rule = SizeRule(sizes=(24,), multiple=4)
+    batch = assemble(_samples([7, 5]), positions=(0, 1), rule=rule)
+    assert batch.cu_seqlens.tolist() == [0, 7, *[12] * 6]
+    assert batch.cu_seqlens_padded.tolist() == [0, 8, 16, *[24] * 5]
     for name in ("tokens", "labels", "loss_mask", "position_ids"):
         whole = getattr(batch, name)
         assert whole.shape == (1, 24)
         assert torch.equal(whole[:, :16], getattr(own, name))
-        assert not whole[:, 16:].any()
-    assert batch.max_seqlen == 8
+        assert name == "position_ids" or not whole[:, 16:].any()
+    assert batch.position_ids[0, 16:].tolist() == list(range(8))
+    assert batch.max_seqlen == 24
     assert padding_mask(batch)[0].tolist() == [False] * 7 + [True] + [False] * 5 + [True] * 11
 
 
 def test_a_fixed_length_that_is_full() -> None:
-    batch = assemble(_samples([7, 5]), positions=(0, 1), multiple=4, total=16)
-    assert batch.cu_seqlens_padded.tolist() == [0, 8, 16]
+    samples, positions = _samples([7, 5]), (0, 1)
+    batch = assemble(samples, positions=positions, rule=SizeRule(sizes=(16,), multiple=4))
+    assert batch.cu_seqlens_padded.tolist() == [0, 8, 16, 16, 16, 16]
     with pytest.raises(ValueError, match="16 tokens after padding .* padded to 12: raise --odb"):
-        assemble(_samples([7, 5]), positions=(0, 1), multiple=4, total=12)
+        assemble(samples, positions=positions, rule=SizeRule(sizes=(12,), multiple=4))
 
 
 def test_an_idle_micro_batch_of_a_fixed_length() -> None:
-    batch = assemble_idle(multiple=4, total=12)
+    batch = assemble_idle(rule=SizeRule(sizes=(12, 24), multiple=4))
     assert batch.is_idle
-    assert (batch.cu_seqlens.tolist(), batch.cu_seqlens_padded.tolist()) == ([0, 0], [0, 12])
+    assert batch.cu_seqlens.tolist() == [0] * 5
+    assert batch.cu_seqlens_padded.tolist() == [0, 12, 12, 12, 12]
     assert batch.tokens.shape == batch.position_ids.shape == batch.loss_mask.shape == (1, 12)
     assert padding_mask(batch)[0].tolist() == [False] + [True] * 11
 
 
-@pytest.mark.parametrize("batch", [_assembled([3, 5], multiple=4), assemble_idle(multiple=4)])
+@given(
+    st.lists(st.integers(1, 40), max_size=20),
+    MULTIPLES,
+    st.integers(200, 5000),
+    st.lists(st.integers(1, 5000), max_size=3),
+)
+def test_shapes_follow_from_the_size_alone(
+    lengths: list[int], multiple: int, budget: int, buckets: list[int]
+) -> None:
+    """Every tensor's shape, `max_seqlen`, and places within the longest sample's."""
+    rule = size_rule((*buckets, budget), token_budget=budget, context=48, multiple=multiple)
+    kept: list[int] = []
+    for length in lengths:
+        if sum(map(rule.padded, [*kept, length])) <= rule.sizes[-1]:
+            kept.append(length)
+    batch = assemble_idle(rule=rule)
+    if kept:
+        batch = assemble(_samples(kept), positions=range(len(kept)), rule=rule)
+    size = rule.size_of(sum(map(rule.padded, kept)))
+    assert batch.tokens.shape == batch.position_ids.shape == (1, size)
+    entries = rule.num_segments(size) + 1
+    assert batch.cu_seqlens.shape == batch.cu_seqlens_padded.shape == (entries,)
+    assert batch.max_seqlen == rule.longest <= 48
+    segments = batch.cu_seqlens_padded.diff()
+    assert batch.cu_seqlens_padded[-1] == size
+    assert int(segments.min()) >= 0
+    assert int(segments.max()) <= rule.longest
+    assert (segments % multiple == 0).all()
+    assert (batch.cu_seqlens.diff() <= segments).all()
+    assert batch.cu_seqlens.diff()[: len(kept)].tolist() == kept
+    assert int(batch.position_ids.max()) < rule.longest
+
+
+@pytest.mark.parametrize(
+    "batch", [_assembled([3, 5], multiple=4), assemble_idle(rule=SizeRule(multiple=4))]
+)
 def test_megatron_takes_it(batch: MicroBatch) -> None:
     pytest.importorskip("megatron.core")
     from odb_megatron.megatron.compat import packed_seq_params

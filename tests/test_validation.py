@@ -40,11 +40,21 @@ NOT_YET = {
 }
 """Names that an older Megatron does not have either."""
 
+KERNEL_NAMES = {
+    *("apply_rope_fusion", "attention_dropout", "bf16", "cuda_graph_impl", "cuda_graph_modules"),
+    *("deterministic_mode", "fp16", "fp4", "fp8", "fp8_recipe", "hybrid_layer_pattern"),
+    *("kv_channels",),
+    *("log_max_attention_logit", "multi_latent_attention", "position_embedding_type", "qk_clip"),
+    *("qk_head_dim", "qk_pos_emb_head_dim", "sequence_parallel", "softmax_type", "window_size"),
+}
+"""What `attention.needs` and `kernel_rules` look at, by the names of 0.19."""
+
 GOOD: dict[str, Any] = {
     "odb": True,
     "odb_policy": None,
     "odb_token_budget": None,
     "odb_pad_to_budget": None,
+    "odb_shape_buckets": None,
     "odb_window": None,
     "odb_max_delay_steps": None,
     "odb_exchange": None,
@@ -95,17 +105,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"micro_batch_size": 2, "eval_micro_batch_size": 2}, "--micro-batch-size 1"),
     ({"eval_micro_batch_size": 4}, "--eval-micro-batch-size"),
     ({"sft": True}, "--sft"),
-    ({"transformer_impl": "transformer_engine"}, "--transformer-impl local"),
+    ({"transformer_impl": "inference_optimized"}, "--transformer-impl local"),
     ({"use_flash_attn": True}, "--odb-attention chooses"),
     ({"odb_policy": "cost", "odb_window": 3}, "below the 4 samples that a replica needs"),
     ({"odb_policy": "cost", "global_batch_size": 1}, "--global-batch-size 1 is below the 2 repl"),
     ({"odb_policy": "cost", "odb_max_delay_steps": 0}, "must be at least 1, got 0"),
     ({"dataloader_type": "external"}, "--dataloader-type single or cyclic"),
     ({"dataloader_type": "batch"}, "--dataloader-type single or cyclic"),
-    ({"cuda_graph_impl": "local"}, "--cuda-graph-impl none"),
-    ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl none"),
-    ({"enable_cuda_graph": True}, "--cuda-graph-impl none"),
-    ({"external_cuda_graph": True}, "--cuda-graph-impl none"),
+    ({"cuda_graph_impl": "local"}, "add --odb-pad-to-budget"),
     ({"trust_remote_code": True}, "--trust-remote-code"),
     ({"mock_data": True}, "--mock-data"),
     ({"fim_data": True}, "--fim-data"),
@@ -176,12 +183,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
         },
         "every sample is padded to a multiple of 128",
     ),
-    ({"fp8": "e4m3"}, "--bf16"),
+    ({"fp8": "e4m3"}, "--transformer-impl transformer_engine"),
     ({"fp4": "e2m1"}, "--bf16"),
     ({"mtp_num_layers": 1, "context_parallel_size": 2}, "drop --mtp-num-layers, or both"),
     ({"mtp_num_layers": 1, "num_experts": 8}, "drop --mtp-num-layers or --num-experts"),
     ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size 1"),
     ({"odb_pad_to_budget": True, "odb_overlong": "solo"}, "cannot pad to one shape"),
+    ({"odb_shape_buckets": [64], "odb_overlong": "solo"}, "drop --odb-shape-buckets"),
     (
         {
             "pipeline_model_parallel_size": 4,
@@ -284,6 +292,8 @@ def test_the_names_are_megatrons(megatron: Megatron, data_flags: tuple[str, ...]
     assert len(known) > 500
     looked_at = set(GOOD) | {name for bad, _ in BAD for name in bad}
     assert looked_at - known == OTHER_VERSIONS | NOT_YET.get(megatron_version()[:2], set())
+    if megatron_version()[:2] == (0, 19):
+        assert KERNEL_NAMES - known == set()
 
 
 @pytest.mark.megatron

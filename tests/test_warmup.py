@@ -15,7 +15,7 @@ import torch
 from odb_megatron.data.worst_case import WorstCase
 from odb_megatron.megatron.device_memory import MemoryUse
 from odb_megatron.megatron.warmup import WarmUp, num_in_flight, optimizer_bytes, run_cases
-from odb_megatron.plan.padding import OverlongPolicy
+from odb_megatron.plan.padding import OverlongPolicy, SizeRule
 from odb_megatron.plan.policy import PolicyName
 
 
@@ -44,6 +44,7 @@ def _config(**values: Any) -> Any:
         "overlong": OverlongPolicy.ERROR,
         "policy": PolicyName.SAMPLES,
         "window": 40,
+        "size_rule": lambda multiple: SizeRule(multiple=multiple),
     }
     return SimpleNamespace(**{**defaults, **values})
 

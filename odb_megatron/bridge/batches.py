@@ -21,13 +21,14 @@ def as_batch(item: MicroBatchLayout) -> dict[str, Any]:
     """Return what `megatron.bridge.training.gpt_step.get_batch` takes from the iterator.
 
     Ranks that use no tokens get None for them, and the layout all the same: without it a middle
-    pipeline stage would attend across samples. Segments of padding alone are named as real, so that
-    no kernel meets a sample of no tokens.
+    pipeline stage would attend across samples. Segments of padding alone are named as real, and
+    entries that stand for no token are left out, so that no kernel meets a sample of no tokens.
     """
     names = ("tokens", "labels", "loss_mask", "position_ids")
     has_tokens = isinstance(item, MicroBatch)
-    padded = item.cu_seqlens_padded
-    lengths = item.cu_seqlens.diff()
+    used = item.cu_seqlens_padded.diff() > 0
+    padded = torch.cat([item.cu_seqlens_padded[:1], item.cu_seqlens_padded[1:][used]])
+    lengths = item.cu_seqlens.diff()[used]
     lengths = torch.where(lengths == 0, padded.diff(), lengths)
     real = torch.cat([padded[:1], lengths.cumsum(0, dtype=torch.int32)])
     longest = torch.tensor(item.max_seqlen, dtype=torch.int32)

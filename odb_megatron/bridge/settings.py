@@ -47,6 +47,7 @@ class OdbSettings:
     max_delay_steps: int | None = None
     exchange: str | None = None
     pad_to_budget: bool | None = None
+    shape_buckets: Any = None
     cost: str | None = None
     cost_linear: float | None = None
     cost_quadratic: float | None = None
@@ -92,6 +93,8 @@ def flag_values(settings: OdbSettings) -> dict[str, Any]:
                 flags.append(flag)
             elif field.name == "resume_strict":
                 flags.append("--no-" + flag[2:])
+        elif isinstance(value, (list, tuple)):
+            flags += [flag, *map(str, value)]
         else:
             flags.append(f"{flag}={value}")
     if settings.order not in ("single", "cyclic"):

@@ -135,6 +135,11 @@ def refuse(cfg: Any, args: BridgeArgs, config: OdbConfig) -> None:
     has_own_data = has_data(cfg.dataset.odb)
     messages = recipe_errors(cfg.dataset.recipe, has_own_data=has_own_data)
     messages += [message for applies, message in _REFUSALS if applies(cfg)]
+    if (getattr(args, "cuda_graph_impl", None) or "none") != "none":
+        messages.append(
+            "dataset.odb makes micro-batches whose number of samples varies, which CUDA graphs "
+            "cannot replay: use model.cuda_graph_impl=none"
+        )
     try:
         refuse_unsupported(args, config)
     except ValueError as error:

@@ -14,7 +14,6 @@ from odb_megatron.data.sample_hand_over import HandOver, Payloads
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
 from odb_megatron.plan.config import PlanConfig
-from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.step import StepPlan
 
 __all__ = ["HeldSamples"]
@@ -34,6 +33,7 @@ class HeldSamples:
 
     def __init__(self, config: PlanConfig, *, num_sources: int) -> None:
         self._config = config
+        self._rule = config.size_rule
         self._samples: dict[int, Sample] = {}
         self._hand_over: HandOver | None = None
         self.source_counts = [SourceCounts() for _ in range(num_sources)]
@@ -82,22 +82,17 @@ class HeldSamples:
     def _assemble(self, positions: Sequence[int]) -> MicroBatch:
         config = self._config
         if not positions:
-            return assemble_idle(multiple=config.multiple, total=config.micro_batch_length)
+            return assemble_idle(rule=self._rule)
         samples = [self._take(position) for position in positions]
         for sample in samples:
             self.source_counts[sample.source].add_sample(
                 num_tokens=len(sample),
                 num_loss_tokens=sample.num_loss_tokens,
                 truncated=sample.truncated > 0,
-                solo=padded_length(len(sample), config.multiple) > config.token_budget
+                solo=self._rule.padded(len(sample)) > config.token_budget
                 or sample.num_patches > config.max_patches > 0,
             )
-        return assemble(
-            samples,
-            positions=positions,
-            multiple=config.multiple,
-            total=config.micro_batch_length,
-        )
+        return assemble(samples, positions=positions, rule=self._rule)
 
     def _take(self, position: int) -> Sample:
         """Return a sample of the step: this replica's own, or handed over."""

@@ -143,12 +143,8 @@ class RankSteps:
             payload = None
             if step is not None and self._channel is not None:
                 items = _whole(step)
-                metadata = StepMetadata.of(
-                    step.header.totals,
-                    items,
-                    multiple=loader.config.multiple,
-                    length=loader.config.micro_batch_length,
-                )
+                rule = loader.config.size_rule
+                metadata = StepMetadata.of(step.header.totals, items, rule=rule)
                 payload = encode_payload(items)
         except LoaderClosedError as error:
             self._tell(Ending(closed=str(error)))

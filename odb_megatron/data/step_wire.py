@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from odb_megatron.data.sample import Sample
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, assemble, assemble_idle, layout
+from odb_megatron.plan.padding import SizeRule
 from odb_megatron.plan.step import StepTotals
 
 __all__ = ["Ending", "StepMetadata", "StepWireError", "decode_header", "decode_payload"]
@@ -26,6 +27,7 @@ __all__ += ["encode_header", "encode_payload", "payload_bytes"]
 Bytes = npt.NDArray[np.uint8]
 
 _MAX_TOKEN_ID = (1 << 31) - 1
+_MOST_SEGMENTS = 1 << 16  # of a micro-batch
 _MOST_TOKENS = 1 << 28  # of a replica in a step: a payload of 2 GiB
 
 
@@ -55,25 +57,18 @@ class StepMetadata:
         positions: stream positions per micro-batch; an empty one is idle.
         lengths: tokens of each sample before padding, per micro-batch.
         patches: image patches that each micro-batch's samples stand for.
-        multiple: padded lengths are multiples of this.
-        length: tokens that every micro-batch is padded to; 0 for none.
+        rule: what samples and micro-batches are padded to.
     """
 
     totals: StepTotals
     positions: tuple[tuple[int, ...], ...]
     lengths: tuple[tuple[int, ...], ...]
     patches: tuple[int, ...]
-    multiple: int
-    length: int = 0
+    rule: SizeRule
 
     @classmethod
     def of(
-        cls,
-        totals: StepTotals,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        multiple: int,
-        length: int = 0,
+        cls, totals: StepTotals, micro_batches: Sequence[MicroBatch], *, rule: SizeRule
     ) -> StepMetadata:
         """Describe assembled micro-batches."""
         return cls(
@@ -81,15 +76,14 @@ class StepMetadata:
             positions=tuple(item.positions for item in micro_batches),
             lengths=tuple(_lengths(item) for item in micro_batches),
             patches=tuple(item.num_patches for item in micro_batches),
-            multiple=multiple,
-            length=length,
+            rule=rule,
         )
 
     def layouts(self) -> list[MicroBatchLayout]:
         """Return the micro-batches without their tokens, as middle pipeline stages use them."""
         return [
             replace(
-                layout(lengths, positions=positions, multiple=self.multiple, total=self.length),
+                layout(lengths, positions=positions, rule=self.rule),
                 num_patches=patches,
             )
             for lengths, positions, patches in zip(
@@ -125,8 +119,7 @@ def decode_header(data: bytes) -> StepMetadata | Ending:
             positions=tuple(map(tuple, values["positions"])),
             lengths=tuple(map(tuple, values["lengths"])),
             patches=tuple(values["patches"]),
-            multiple=values["multiple"],
-            length=values["length"],
+            rule=SizeRule(**values["rule"] | {"sizes": tuple(values["rule"]["sizes"])}),
         )
         _check(metadata)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -190,7 +183,6 @@ def decode_payload(metadata: StepMetadata, payload: Bytes) -> list[MicroBatch]:
     labels = payload[4 * count : 8 * count].view("<i4").astype(np.int64)
     mask = np.unpackbits(payload[8 * count :], count=count).astype(np.float32)
     micro_batches, at = [], 0
-    shape = {"multiple": metadata.multiple, "total": metadata.length}
     parts = zip(metadata.lengths, metadata.positions, metadata.patches, strict=True)
     for lengths, positions, patches in parts:
         samples = []
@@ -199,7 +191,9 @@ def decode_payload(metadata: StepMetadata, payload: Bytes) -> list[MicroBatch]:
             samples.append(Sample(tokens=tokens[part], labels=labels[part], loss_mask=mask[part]))
             at += length
         item = (
-            assemble(samples, positions=positions, **shape) if positions else assemble_idle(**shape)
+            assemble(samples, positions=positions, rule=metadata.rule)
+            if positions
+            else assemble_idle(rule=metadata.rule)
         )
         micro_batches.append(replace(item, num_patches=patches))
     return micro_batches
@@ -214,17 +208,21 @@ def _check(metadata: StepMetadata) -> None:
     totals = metadata.totals
     costs = (*totals.costs, *totals.costs_before)
     counts = [getattr(totals, field.name) for field in fields(totals) if field.type == "int"]
-    numbers = [*counts, *metadata.patches, metadata.multiple, metadata.length]
+    rule = metadata.rule
+    numbers = [*counts, *metadata.patches, *rule.sizes, rule.least, rule.longest, rule.multiple]
     for row in (*rows[0], *rows[1], numbers, costs):
         if not all(type(number) is int and 0 <= number < 1 << 62 for number in row):
             raise ValueError("a number is none, negative or huge")
-    if type(totals.is_final) is not bool or metadata.multiple < 1:
-        raise ValueError("is_final or multiple is none")
+    if type(totals.is_final) is not bool or min(rule.multiple, rule.least, *rule.sizes[:1]) < 1:
+        raise ValueError("is_final, or a padding rule, is none")
     lengths = [length for row in metadata.lengths for length in row]
     if min(lengths, default=1) < 1:
         raise ValueError("a sample without tokens")
-    padded = sum(-(-length // metadata.multiple) * metadata.multiple for length in lengths)
-    whole = max(padded, len(metadata.lengths) * max(metadata.length, metadata.multiple))
+    padded = sum(map(rule.padded, lengths))
+    if rule.sizes and rule.num_segments(rule.sizes[-1]) > _MOST_SEGMENTS:
+        raise ValueError(f"{rule.num_segments(rule.sizes[-1])} segments in a micro-batch")
+    each = max(rule.multiple, rule.sizes[-1] if rule.sizes else rule.least)
+    whole = max(padded, len(metadata.lengths) * each)
     if whole > _MOST_TOKENS:
         raise ValueError(f"{whole} tokens; at most {_MOST_TOKENS}")
 

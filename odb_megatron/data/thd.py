@@ -10,30 +10,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from odb_megatron.data.sample import Sample
-from odb_megatron.plan.padding import padded_length
+from odb_megatron.plan.padding import SizeRule
 
 __all__ = ["PAD_TOKEN", "MicroBatch", "MicroBatchLayout", "assemble", "assemble_idle", "layout"]
+__all__ += ["sample_index"]
 
 PAD_TOKEN = 0
 """Token id at padded places and in idle micro-batches: any id of the vocabulary serves, because
 no loss is taken there and attention does not cross samples."""
+
+_ANY = SizeRule()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLayout:
     """Where the samples of one packed micro-batch lie: all that a middle pipeline stage uses.
 
-    With a fixed length (`total`) what the samples leave of it is one more segment, without a real
-    token, at the end of both cumulative lengths.
+    Where the rule fixes sizes, what the samples leave is segments without a real token behind
+    theirs, and S counts all that the rule has room for.
 
     Attributes:
         cu_seqlens: int32 [S1], cumulative lengths before padding (real tokens).
         cu_seqlens_padded: int32 [S1], cumulative lengths after padding (offsets into T).
-        max_seqlen: longest padded sample.
+        max_seqlen: longest padded sample; with fixed sizes the longest there can be.
         positions: stream positions of the samples, in their order here; empty when idle.
         num_patches: image patches that its samples stand for.
     """
@@ -68,56 +72,54 @@ class MicroBatch(MicroBatchLayout):
 
 
 def layout(
-    lengths: Sequence[int], *, positions: Sequence[int], multiple: int = 1, total: int = 0
+    lengths: Sequence[int], *, positions: Sequence[int], rule: SizeRule = _ANY
 ) -> MicroBatchLayout:
-    """Lay out samples of the given lengths, each padded to `multiple`; none for an idle one.
+    """Lay out samples of the given lengths by a rule; none for an idle micro-batch.
 
-    An idle micro-batch is the smallest legal one: `multiple` padding tokens. Its `cu_seqlens` name
-    no real token, so FLOPs accounting adds nothing for it; attention goes by `cu_seqlens_padded`.
+    An idle micro-batch is the smallest legal one: `multiple` padding tokens, or the smallest size.
+    Its `cu_seqlens` name no real token, so FLOPs accounting adds nothing for it; attention goes by
+    `cu_seqlens_padded`.
 
     Args:
         lengths: tokens of each sample.
         positions: their stream positions.
-        multiple: see `plan.padding.length_multiple`.
-        total: tokens of the micro-batch, a multiple of `multiple`; 0 for what the samples need.
+        rule: what samples and micro-batches are padded to.
 
     Raises:
-        ValueError: the samples need more than `total`.
+        ValueError: the samples need more than the largest size.
     """
-    real = list(lengths) or [0]
-    padded = [padded_length(max(1, length), multiple) for length in real]
-    if total:
-        rest = total - sum(padded)
-        if rest < 0:
-            raise ValueError(
-                f"samples of {sum(padded)} tokens after padding are in a micro-batch that is "
-                f"padded to {total}: raise --odb-token-budget, or drop --odb-pad-to-budget"
-            )
-        if not lengths:
-            padded = [total]
-        elif rest:
-            real, padded = [*real, 0], [*padded, rest]
+    real = list(lengths)
+    padded = [rule.padded(length) for length in real]
+    used = sum(padded)
+    if rule.sizes:
+        size = rule.size_of(used)
+        padded += rule.padding(size - used)
+        padded += [0] * (rule.num_segments(size) - len(padded))
+        longest = rule.longest or size
+    else:
+        padded = padded or [rule.multiple]
+        longest = max(padded)
+    real += [0] * (len(padded) - len(real))
     return MicroBatchLayout(
         cu_seqlens=torch.tensor([0, *np.cumsum(real)], dtype=torch.int32),
         cu_seqlens_padded=torch.tensor([0, *np.cumsum(padded)], dtype=torch.int32),
-        max_seqlen=max(padded),
+        max_seqlen=longest,
         positions=tuple(positions),
     )
 
 
 def assemble(
-    samples: Sequence[Sample], *, positions: Sequence[int], multiple: int = 1, total: int = 0
+    samples: Sequence[Sample], *, positions: Sequence[int], rule: SizeRule = _ANY
 ) -> MicroBatch:
-    """Concatenate samples, each padded to `multiple`.
+    """Concatenate samples, padded by a rule.
 
     Args:
         samples: at least one (see `assemble_idle` for none).
         positions: their stream positions, same order.
-        multiple: see `plan.padding.length_multiple`.
-        total: see `layout`.
+        rule: see `layout`.
 
     Raises:
-        ValueError: no samples, `positions` of another length, or more samples than fit `total`.
+        ValueError: no samples, `positions` of another length, or more samples than fit the rule.
     """
     if not samples or len(samples) != len(positions):
         raise ValueError(
@@ -125,22 +127,20 @@ def assemble(
             f"and {len(positions)} positions"
         )
     lengths = [len(sample) for sample in samples]
-    where = layout(lengths, positions=positions, multiple=multiple, total=total)
+    where = layout(lengths, positions=positions, rule=rule)
     offsets = where.cu_seqlens_padded.numpy()
     tokens_T = np.full(offsets[-1], PAD_TOKEN, dtype=np.int64)
     labels_T = np.full(offsets[-1], PAD_TOKEN, dtype=np.int64)
     loss_mask_T = np.zeros(offsets[-1], dtype=np.float32)
-    position_ids_T = np.zeros(offsets[-1], dtype=np.int64)
-    for sample, start, end in zip(samples, offsets, offsets[1:], strict=False):
+    for sample, start in zip(samples, offsets, strict=False):
         tokens_T[start : start + len(sample)] = sample.tokens
         labels_T[start : start + len(sample)] = sample.labels
         loss_mask_T[start : start + len(sample)] = sample.loss_mask
-        position_ids_T[start:end] = np.arange(end - start)
     return MicroBatch(
         tokens=torch.from_numpy(tokens_T)[None],
         labels=torch.from_numpy(labels_T)[None],
         loss_mask=torch.from_numpy(loss_mask_T)[None],
-        position_ids=torch.from_numpy(position_ids_T)[None],
+        position_ids=_position_ids(offsets),
         cu_seqlens=where.cu_seqlens,
         cu_seqlens_padded=where.cu_seqlens_padded,
         max_seqlen=where.max_seqlen,
@@ -149,18 +149,35 @@ def assemble(
     )
 
 
-def assemble_idle(*, multiple: int = 1, total: int = 0) -> MicroBatch:
+def assemble_idle(*, rule: SizeRule = _ANY) -> MicroBatch:
     """Return an idle micro-batch: see `layout`; none of its tokens has loss."""
-    where = layout((), positions=(), multiple=multiple, total=total)
-    num_tokens = total or multiple
-    zeros_T = torch.zeros((1, num_tokens), dtype=torch.int64)
+    where = layout((), positions=(), rule=rule)
+    zeros_T = torch.zeros((1, int(where.cu_seqlens_padded[-1])), dtype=torch.int64)
     return MicroBatch(
         tokens=zeros_T + PAD_TOKEN,
         labels=zeros_T + PAD_TOKEN,
-        loss_mask=torch.zeros((1, num_tokens), dtype=torch.float32),
-        position_ids=torch.arange(multiple).repeat(num_tokens // multiple)[None],
+        loss_mask=torch.zeros(zeros_T.shape, dtype=torch.float32),
+        position_ids=_position_ids(where.cu_seqlens_padded.numpy()),
         cu_seqlens=where.cu_seqlens,
         cu_seqlens_padded=where.cu_seqlens_padded,
         max_seqlen=where.max_seqlen,
         positions=(),
     )
+
+
+def sample_index(item: MicroBatchLayout) -> Tensor:
+    """Return which segment each token is of, int32 [1, T].
+
+    State-space layers start anew where it changes: Megatron calls it `seq_idx`.
+    """
+    lengths = item.cu_seqlens_padded.diff()
+    index_T = torch.repeat_interleave(
+        torch.arange(lengths.numel(), dtype=torch.int32), lengths.long()
+    )
+    return index_T[None]
+
+
+def _position_ids(offsets: npt.NDArray[np.int32]) -> Tensor:
+    """Places within each segment, also one of padding: none is beyond the longest sample's."""
+    starts = np.repeat(offsets[:-1], np.diff(offsets))
+    return torch.from_numpy(np.arange(offsets[-1], dtype=np.int64) - starts)[None]

@@ -12,7 +12,7 @@ import numpy as np
 
 from odb_megatron.data.sample import Sample
 from odb_megatron.data.thd import MicroBatch, assemble
-from odb_megatron.plan.padding import budget_length
+from odb_megatron.plan.padding import SizeRule, budget_length
 
 __all__ = ["WorstCase", "worst_cases"]
 
@@ -36,15 +36,14 @@ class WorstCase:
         count, total = len(self.lengths), sum(self.lengths)
         return f"{self.name} ({count} in {total} tokens, up to {max(self.lengths)} each)"
 
-    def micro_batch(self, *, vocab_size: int, multiple: int, total: int = 0) -> MicroBatch:
+    def micro_batch(self, *, vocab_size: int, rule: SizeRule) -> MicroBatch:
         """Return the micro-batch, tokens drawn from the whole vocabulary.
 
         Equal tokens would all be routed to the same experts.
 
         Args:
             vocab_size: token ids are below it.
-            multiple: see `plan.padding.length_multiple`.
-            total: see `data.thd.layout`.
+            rule: see `data.thd.layout`.
         """
         generator = np.random.default_rng(_SEED)
         samples = []
@@ -53,11 +52,11 @@ class WorstCase:
             mask = np.ones(length, dtype=np.float32)
             samples.append(Sample(tokens=tokens[:-1], labels=tokens[1:], loss_mask=mask))
         positions = range(len(samples))
-        return assemble(samples, positions=positions, multiple=multiple, total=total)
+        return assemble(samples, positions=positions, rule=rule)
 
 
 def worst_cases(
-    *, token_budget: int, longest: int, multiple: int, max_samples: int
+    *, token_budget: int, longest: int, rule: SizeRule, max_samples: int
 ) -> tuple[WorstCase, ...]:
     """Return the micro-batches at the budget with the longest and with the most samples.
 
@@ -65,12 +64,13 @@ def worst_cases(
         token_budget: most padded tokens of a micro-batch.
         longest: most tokens of a sample; above the budget where such samples get a micro-batch of
             their own.
-        multiple: see `plan.padding.length_multiple`.
+        rule: what samples and micro-batches are padded to.
         max_samples: most samples that a micro-batch can have, whatever their length.
 
     Raises:
         ValueError: a budget or a longest sample below the padding multiple.
     """
+    multiple = rule.multiple
     budget = budget_length(token_budget, multiple)
     longest = budget_length(longest, multiple)
     if min(budget, longest, max_samples) < 1:
@@ -83,7 +83,7 @@ def worst_cases(
     else:
         lengths = [longest] * (budget // longest)
         lengths += [budget % longest] if budget % longest else []
-    count = min(budget // multiple, max(max_samples, len(lengths)))
+    count = min(budget // max(rule.least, multiple), max(max_samples, len(lengths)))
     share, more = divmod(budget // multiple, count)
     shortest = [(share + (at < more)) * multiple for at in range(count)]
     return (

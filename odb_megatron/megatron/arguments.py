@@ -59,6 +59,16 @@ def _add_planning_arguments(group: argparse._ArgumentGroup) -> None:
         "padding, which the metrics count.",
     )
     group.add_argument(
+        "--odb-shape-buckets",
+        type=int,
+        nargs="+",
+        default=None,
+        metavar="TOKENS",
+        help="Pad every micro-batch to the nearest of these token counts, or the token budget, by "
+        "segments without loss: a few shapes, for compilers and allocators. The padding is counted "
+        "in the metrics.",
+    )
+    group.add_argument(
         "--odb-window",
         type=int,
         default=None,

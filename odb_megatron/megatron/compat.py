@@ -16,6 +16,7 @@ __all__ = [
     "MIN_VERSION",
     "NEWER",
     "describe_megatron",
+    "knows_sample_index",
     "megatron_version",
     "packed_seq_params",
     "repeats_full_validation",
@@ -79,6 +80,13 @@ def repeats_full_validation() -> bool:
     `--multiple-validation-sets`; 0.18.2 always does.
     """
     return megatron_version() >= (0, 18)
+
+
+def knows_sample_index() -> bool:
+    """Whether PackedSeqParams has `seq_idx`, by which state-space layers tell samples apart."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return "seq_idx" in {field.name for field in dataclasses.fields(PackedSeqParams)}
 
 
 def _bounds() -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
 from odb_megatron.data.workers import WorkerStart
 from odb_megatron.megatron.topology import balance_scope
 from odb_megatron.plan.cost import CostPrices
-from odb_megatron.plan.padding import OverlongPolicy, budget_length
+from odb_megatron.plan.padding import OverlongPolicy, SizeRule, budget_length, size_rule
 from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 
 __all__ = ["STALL_WARN_S", "CostSource", "OdbConfig", "cost_flags"]
@@ -24,6 +24,7 @@ _PLANNING_FLAGS = {
     "odb_policy": "--odb-policy",
     "odb_token_budget": "--odb-token-budget",
     "odb_pad_to_budget": "--odb-pad-to-budget",
+    "odb_shape_buckets": "--odb-shape-buckets",
     "odb_window": "--odb-window",
     "odb_max_delay_steps": "--odb-max-delay-steps",
     "odb_exchange": "--odb-exchange",
@@ -65,6 +66,7 @@ class OdbConfig:
         policy: step policy.
         token_budget: most padded tokens of a micro-batch.
         pad_to_budget: every micro-batch is padded to the budget.
+        shape_buckets: token counts to the nearest of which it is padded; empty for none.
         window: samples each replica looks ahead (policy `cost`).
         max_delay_steps: see `plan.policy.CostPolicy`.
         cost: where the cost model comes from; `prices` come first.
@@ -92,6 +94,7 @@ class OdbConfig:
     policy: PolicyName
     token_budget: int
     pad_to_budget: bool
+    shape_buckets: tuple[int, ...]
     window: int
     max_delay_steps: int
     cost: CostSource
@@ -165,6 +168,7 @@ class OdbConfig:
             policy=policy,
             token_budget=args.odb_token_budget or args.seq_length,
             pad_to_budget=bool(args.odb_pad_to_budget),
+            shape_buckets=_buckets(args),
             window=args.odb_window or 4 * share,
             max_delay_steps=8 if args.odb_max_delay_steps is None else args.odb_max_delay_steps,
             cost=CostSource(args.odb_cost or CostSource.SHAPE.value),
@@ -192,6 +196,15 @@ class OdbConfig:
         """Return the tokens that every micro-batch is padded to; 0 for none."""
         return budget_length(self.token_budget, multiple) if self.pad_to_budget else 0
 
+    def size_rule(self, multiple: int) -> SizeRule:
+        """Return what samples and micro-batches are padded to."""
+        return size_rule(
+            self.shape_buckets or ((self.token_budget,) if self.pad_to_budget else ()),
+            token_budget=self.token_budget,
+            context=self.context,
+            multiple=multiple,
+        )
+
     def sample_rules(self, *, multiple: int) -> SampleRules:
         """Return the policies for records; without `--odb` only the context limits a sample."""
         return SampleRules(
@@ -216,6 +229,8 @@ class OdbConfig:
             flags += [f"--odb-max-bad-records {self.max_bad_records}"]
         if self.pad_to_budget:
             flags += ["--odb-pad-to-budget"]
+        if self.shape_buckets:
+            flags += [f"--odb-shape-buckets {' '.join(map(str, self.shape_buckets))}"]
         if self.policy is PolicyName.COST:
             flags += [f"--odb-window {self.window}"]
             flags += [f"--odb-max-delay-steps {self.max_delay_steps}"]
@@ -241,6 +256,22 @@ def cost_flags(prices: CostPrices) -> str:
     """Return the flags that give exactly these prices."""
     given = {name: value for name, value in asdict(prices).items() if value}
     return " ".join(f"--odb-cost-{name} {value!r}" for name, value in given.items())
+
+
+def _buckets(args: argparse.Namespace) -> tuple[int, ...]:
+    sizes = tuple(getattr(args, "odb_shape_buckets", None) or ())
+    budget = args.odb_token_budget or args.seq_length
+    if not sizes:
+        return ()
+    if args.odb_pad_to_budget:
+        raise ValueError("--odb-pad-to-budget has one size and --odb-shape-buckets a few: keep one")
+    if min(sizes) < 1 or max(sizes) > budget:
+        raise ValueError(
+            f"--odb-shape-buckets {' '.join(map(str, sizes))} must be between 1 and the token "
+            f"budget {budget}, which is one of them always: change them, or raise "
+            "--odb-token-budget"
+        )
+    return tuple(sorted({*sizes, budget}))
 
 
 def _given_prices(args: argparse.Namespace) -> CostPrices | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from odb_megatron.data.context_parallel import padding_mask
-from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
+from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, sample_index
 from odb_megatron.megatron.compat import packed_seq_params
 from odb_megatron.megatron.compat_metrics import seqlen_stats_updater
 from odb_megatron.plan.padding import padded_length
@@ -69,13 +69,22 @@ class RouterMask:
         return mask.chunk(self.sequence_size, dim=1)[self.sequence_rank].contiguous()
 
 
-def packed_batch(item: MicroBatchLayout) -> Batch:
-    """Move a packed micro-batch to the device and describe its layout to Megatron."""
+def packed_batch(item: MicroBatchLayout, *, has_state_layers: bool = False) -> Batch:
+    """Move a packed micro-batch to the device and describe its layout to Megatron.
+
+    Args:
+        item: the micro-batch, or its layout.
+        has_state_layers: whether the model has state-space layers (`--hybrid-layer-pattern`), which
+            go by `seq_idx`: without it their state runs on into the next sample.
+    """
     device = torch.cuda.current_device()
     cu_seqlens = item.cu_seqlens.to(device, non_blocking=True)
     cu_seqlens_padded = item.cu_seqlens_padded.to(device, non_blocking=True)
     names = ("tokens", "labels", "loss_mask", "position_ids")
     used = names if isinstance(item, MicroBatch) else ()
+    state = {}
+    if has_state_layers:  # of the whole pack, also under context parallelism: it is gathered there
+        state["seq_idx"] = sample_index(item).to(device, non_blocking=True)
     return Batch(
         **{name: getattr(item, name).to(device, non_blocking=True) for name in used},
         cu_seqlens=cu_seqlens,
@@ -87,6 +96,7 @@ def packed_batch(item: MicroBatchLayout) -> Batch:
             cu_seqlens_kv_padded=cu_seqlens_padded,
             max_seqlen_q=item.max_seqlen,
             max_seqlen_kv=item.max_seqlen,
+            **state,
         ),
     )
 

@@ -142,6 +142,8 @@ def build_loader(
         shard_length=shard_length,
         exchange=config.exchange if training else ExchangeMode.NONE,
         pads_to_budget=config.pad_to_budget,
+        shape_buckets=config.shape_buckets,
+        context=config.context if config.pad_to_budget or config.shape_buckets else 0,
         max_bad_records=config.max_bad_records if training else None,
         cost=config.prices.model()
         if config.prices

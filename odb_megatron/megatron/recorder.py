@@ -37,8 +37,8 @@ class StepRecorder:
         args: Megatron's arguments.
         config: ODB's.
         stream: names the samples.
-        exchange: sums the padded baseline's counts over replicas; a packed step needs none,
-            because its plan knows them.
+        exchange: sums the padded baseline's counts over replicas, and what a packed step with
+            shape buckets has computed; the plan knows all else. For the main thread.
 
     Attributes:
         num_tokens: real tokens trained so far, over all replicas.
@@ -81,7 +81,9 @@ class StepRecorder:
         if isinstance(item, MicroBatch):
             positions = item.positions
             lengths = tuple(item.cu_seqlens.diff().tolist()[: len(positions)])
-            self.shapes.add((1, int(item.cu_seqlens_padded[-1])))
+            width = int(item.cu_seqlens_padded[-1])
+            self._computed += width
+            self.shapes.add((1, width))
         else:
             rows = zip(item["position"].tolist(), item["length"].tolist(), strict=True)
             present = [row for row in rows if row[1]]
@@ -191,6 +193,8 @@ class StepRecorder:
     def _computed_tokens(self, totals: StepTotals) -> int:
         if length := self._config.micro_batch_length(self._multiple):
             return totals.num_micro_batches * len(totals.costs) * length
+        if self._config.shape_buckets:
+            return sum(own for (own,) in self._exchange.gather_counts([self._computed]))
         return totals.num_padded_tokens + totals.num_idle * self._multiple
 
     def _context_balance(self) -> float | None:

@@ -25,7 +25,6 @@ from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_feed import StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.attention.registry import AttentionBackend
 from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
 from odb_megatron.megatron.cost_model import RunCost
@@ -51,8 +50,8 @@ from odb_megatron.megatron.replica_data import ReplicaData, require_agreement
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.resume import resume_data
 from odb_megatron.megatron.run_report import RunReport
-from odb_megatron.megatron.setup import device_type, odb_config, total_samples
-from odb_megatron.megatron.topology import padding_multiple
+from odb_megatron.megatron.setup import choose_backend, odb_config, total_samples
+from odb_megatron.megatron.topology import has_state_layers, padding_multiple
 from odb_megatron.megatron.warmup import warm_up
 from odb_megatron.plan.policy import ExchangeMode
 from odb_megatron.plan.records import ReplicaFailedError
@@ -120,7 +119,7 @@ class OdbRun:
     # --- what another host than Megatron's own `pretrain()` has otherwise -----------------------
 
     def _choose_backend(self) -> AttentionBackend:
-        return registry.select(self.config.attention, device_type=device_type())
+        return choose_backend(self._args)
 
     def _make_hooks(self) -> Hooks:
         return Hooks(
@@ -135,9 +134,11 @@ class OdbRun:
         return RunReport(self._args, self.config, backend=self._backend)
 
     def _make_forward_step(self) -> Callable[..., Any]:
-        multiple = padding_multiple(self._args)
+        args = self._args
+        padded = partial(padded_batch, multiple=padding_multiple(args))
+        packed = partial(packed_batch, has_state_layers=has_state_layers(args))
         return make_forward_step(
-            packed_batch if self.config.enabled else partial(padded_batch, multiple=multiple),
+            packed if self.config.enabled else padded,
             on_batch=self._on_batch,
             router_mask=self._router_mask(),
         )
@@ -384,7 +385,9 @@ class OdbRun:
         ]
         self._exchange = self._groups[0]
         if streams[0] is not None and self._place.is_leader:  # padded, every rank has its data
-            self._report.open(streams[0], self._exchange)
+            # Shape buckets are counted in every step, beside the planner's thread and its group.
+            counts = self._groups[-1] if self.config.shape_buckets else self._exchange
+            self._report.open(streams[0], counts)
         return streams
 
     def _build_packed(self, replica: ReplicaData, sizes: Sequence[int | None]) -> None:

@@ -18,12 +18,14 @@ from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.tokenizer import tokenizer_folder
 from odb_megatron.megatron.arguments import add_odb_arguments
 from odb_megatron.megatron.attention import registry
+from odb_megatron.megatron.attention.needs import need_of
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.usage import raise_usage_errors, usage_errors
 from odb_megatron.megatron.validation import refuse_unsupported
 from odb_megatron.plan.config import OPEN_TOTAL
 
 __all__ = [
+    "choose_backend",
     "dataset_config",
     "device_type",
     "odb_config",
@@ -94,7 +96,7 @@ def read_args(
         args.eval_interval = _NEVER
     config = odb_config(args)
     refuse_unsupported(args, config)
-    registry.select(config.attention, device_type=device_type())
+    choose_backend(args)
     set_global_variables(args)
     return args
 
@@ -102,6 +104,18 @@ def read_args(
 def device_type() -> str:
     """Return what the model runs on: `cuda` or `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def choose_backend(args: argparse.Namespace) -> registry.AttentionBackend:
+    """Return the attention backend of validated arguments.
+
+    Raises:
+        ValueError: see `registry.select`.
+    """
+    device = device_type()
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    need = need_of(args, capability=capability)
+    return registry.select(args.odb_attention, device_type=device, need=need)
 
 
 def odb_config(args: argparse.Namespace) -> OdbConfig:

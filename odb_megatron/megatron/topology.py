@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 
-from odb_megatron.plan.padding import length_multiple
+from odb_megatron.plan.padding import Quantization, length_multiple
 from odb_megatron.plan.policy import BalanceScope
 
-__all__ = ["balance_scope", "count_multiple", "padding_multiple"]
+__all__ = ["balance_scope", "count_multiple", "has_state_layers", "padding_multiple"]
 
 
 def balance_scope(args: argparse.Namespace) -> tuple[BalanceScope, str]:
@@ -39,14 +39,28 @@ def balance_scope(args: argparse.Namespace) -> tuple[BalanceScope, str]:
 
 
 def padding_multiple(args: argparse.Namespace) -> int:
-    """Return the multiple that every sample's length is padded to."""
+    """Return the multiple that every sample's length is padded to.
+
+    FP8 takes the token counts of mcore's `get_fp8_align_size` (fp8_utils.py, 0.16.1 to 0.19.2).
+    """
     sequence_parallel = getattr(args, "sequence_parallel", False)
+    quantization = Quantization.NONE
+    if getattr(args, "fp8", None):
+        is_mx = getattr(args, "fp8_recipe", "delayed") == "mxfp8"
+        quantization = Quantization.MXFP8 if is_mx else Quantization.FP8
     return length_multiple(
         context_parallel_size=_size(args, "context_parallel_size"),
         sequence_parallel_size=_size(args, "tensor_model_parallel_size")
         if sequence_parallel
         else 1,
+        quantization=quantization,
     )
+
+
+def has_state_layers(args: argparse.Namespace) -> bool:
+    """Whether the model has state-space layers; 0.17 and later name their pattern differently."""
+    names = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern")
+    return any(bool(getattr(args, name, None)) for name in names)
 
 
 def count_multiple(args: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from odb_megatron.megatron.compat import repeats_full_validation
 from odb_megatron.megatron.config import CostSource, OdbConfig
+from odb_megatron.megatron.kernel_rules import kernel_messages
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
 from odb_megatron.plan.batch_size import check_batch_size
 from odb_megatron.plan.config import PlanConfig
@@ -75,15 +76,6 @@ _REFUSALS = (
         lambda args: args.dataloader_type not in (None, "single", "cyclic"),
         "--odb brings its own data loader: use --dataloader-type single or cyclic to choose the "
         "order of the samples",
-    ),
-    _Refusal(
-        lambda args: (
-            (getattr(args, "cuda_graph_impl", None) or "none") != "none"
-            or bool(getattr(args, "enable_cuda_graph", False))
-            or bool(getattr(args, "external_cuda_graph", False))
-        ),
-        "--odb makes micro-batches of varying size, which CUDA graphs cannot replay: use "
-        "--cuda-graph-impl none",
     ),
     _Refusal(
         _is_on("trust_remote_code"),
@@ -204,10 +196,6 @@ _REFUSALS = (
         "--overlap-moe-expert-parallel-comm",
     ),
     _Refusal(
-        lambda args: bool(getattr(args, "fp8", None)) or bool(getattr(args, "fp4", None)),
-        "--odb has no FP8 or FP4 attention backend in this version: use --bf16",
-    ),
-    _Refusal(
         lambda args: _is_on("mtp_num_layers")(args) and padding_multiple(args) > 1,
         "multi-token prediction shifts tokens by the samples' lengths before padding "
         "(multi_token_prediction.py 249, 0.19.2), and --odb pads samples under context and "
@@ -236,9 +224,11 @@ _REFUSALS_ALWAYS = (
         "second time: use --odb, drop --full-validation, or use megatron-core 0.18",
     ),
     _Refusal(
-        lambda args: getattr(args, "transformer_impl", "local") != "local",
-        "the kernels of --odb-attention work in Megatron's local layers in this version: use "
-        "--transformer-impl local",
+        lambda args: (
+            getattr(args, "transformer_impl", "local") not in ("local", "transformer_engine")
+        ),
+        "the kernels of --odb-attention work in Megatron's local layers and in Transformer "
+        "Engine's: use --transformer-impl local or transformer_engine",
     ),
     _Refusal(
         lambda args: (
@@ -265,6 +255,7 @@ def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
     messages = [refusal.message for refusal in _REFUSALS_ALWAYS if refusal.applies(args)]
     if config.enabled:
         messages += [refusal.message for refusal in _REFUSALS if refusal.applies(args)]
+        messages += kernel_messages(args, config)
         messages += _planning_messages(args, config)
         messages += _topology_messages(args, config)
         messages += _save_messages(args)
@@ -295,7 +286,7 @@ def _topology_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]
         messages.append(
             f"every sample is padded to a multiple of {multiple} (context parallelism "
             f"{args.context_parallel_size}, tensor parallelism {args.tensor_model_parallel_size}"
-            f"{sequence}): "
+            f"{sequence}{', FP8' if getattr(args, 'fp8', None) else ''}): "
             f"--odb-token-budget {config.token_budget} and --seq-length {args.seq_length} must not "
             "be below it"
         )
@@ -341,10 +332,11 @@ def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]
             f"micro-batches: {group} is below the {stages} pipeline stages, which the interleaved "
             "schedule refuses; raise it, or drop it"
         )
-    if config.pad_to_budget and config.overlong is OverlongPolicy.SOLO:
+    fixed = "--odb-pad-to-budget" if config.pad_to_budget else "--odb-shape-buckets"
+    if (config.pad_to_budget or config.shape_buckets) and config.overlong is OverlongPolicy.SOLO:
         messages.append(
-            "--odb-overlong solo makes micro-batches above the budget, which --odb-pad-to-budget "
-            "cannot pad to one shape: use error, truncate or drop, or drop --odb-pad-to-budget"
+            f"--odb-overlong solo makes micro-batches above the budget, which {fixed} "
+            f"cannot pad to one shape: use error, truncate or drop, or drop {fixed}"
         )
     if config.token_budget < args.seq_length and config.overlong is OverlongPolicy.ERROR:
         messages.append(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from odb_megatron.data.context_parallel import slice_micro_batch
-from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, layout
+from odb_megatron.data.thd import MicroBatchLayout, layout
 from odb_megatron.data.worst_case import WorstCase, worst_cases
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.device_memory import MemoryUse, gibibytes, memory_use, reset_peak
@@ -73,7 +73,7 @@ def run_cases(args: argparse.Namespace, config: OdbConfig) -> tuple[WorstCase, .
     return worst_cases(
         token_budget=config.token_budget,
         longest=config.context if solo else min(config.context, config.token_budget),
-        multiple=padding_multiple(args),
+        rule=config.size_rule(padding_multiple(args)),
         max_samples=max(batch, config.window) if config.policy is PolicyName.COST else batch,
     )
 
@@ -170,14 +170,13 @@ def _run(
     place: ReplicaRanks,
 ) -> None:
     length = config.micro_batch_length(padding_multiple(args))
-    whole = case.micro_batch(
-        vocab_size=args.padded_vocab_size, multiple=padding_multiple(args), total=length
-    )
+    rule = config.size_rule(padding_multiple(args))
+    whole = case.micro_batch(vocab_size=args.padded_vocab_size, rule=rule)
     item: MicroBatchLayout
     if place.uses_tokens:
         item = slice_micro_batch(whole, size=place.context_size, rank=place.context_rank)
     else:
-        item = _layout(whole, case, multiple=padding_multiple(args), total=length)
+        item = layout(case.lengths, positions=whole.positions, rule=rule)
     count, chunks = num_in_flight(args), train_step["model"]
     iterators = [iter([item] * count) for _ in chunks]
     train_step["forward_backward_func"](
@@ -192,10 +191,6 @@ def _run(
         p2p_communicator=train_step.get("p2p_communicator"),
         pg_collection=train_step.get("pg_collection"),
     )
-
-
-def _layout(whole: MicroBatch, case: WorstCase, *, multiple: int, total: int) -> MicroBatchLayout:
-    return layout(case.lengths, positions=whole.positions, multiple=multiple, total=total)
 
 
 def _set_aside(num_bytes: int) -> str:

@@ -13,7 +13,7 @@ from enum import Enum
 
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.draw import Assignment
-from odb_megatron.plan.padding import budget_length
+from odb_megatron.plan.padding import SizeRule, size_rule
 from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 
 __all__ = [
@@ -81,6 +81,8 @@ class PlanConfig:
         exchange: whether replicas hand samples to each other.
         max_bad_records: see `bad_records`; None for no limit.
         pads_to_budget: whether every micro-batch is padded to the budget, to have one shape.
+        shape_buckets: token counts to the nearest of which every micro-batch is padded.
+        context: most tokens of a sample, where shapes are fixed; 0 for the budget.
         data: digest of the data source and its order, so that different files are noticed.
     """
 
@@ -102,6 +104,8 @@ class PlanConfig:
     draw_lead: int | None = None
     exchange: ExchangeMode = ExchangeMode.NONE
     pads_to_budget: bool = False
+    shape_buckets: tuple[int, ...] = ()
+    context: int = 0
     max_bad_records: int | None = None
     data: str = ""
 
@@ -169,9 +173,14 @@ class PlanConfig:
         return share if self.draw_lead is None else self.draw_lead
 
     @property
-    def micro_batch_length(self) -> int:
-        """Tokens that every micro-batch is padded to; 0 for none."""
-        return budget_length(self.token_budget, self.multiple) if self.pads_to_budget else 0
+    def size_rule(self) -> SizeRule:
+        """What samples and micro-batches are padded to."""
+        return size_rule(
+            self.shape_buckets or ((self.token_budget,) if self.pads_to_budget else ()),
+            token_budget=self.token_budget,
+            context=self.context,
+            multiple=self.multiple,
+        )
 
     def digest(self) -> int:
         """Signed 64-bit digest of all fields."""

@@ -1,4 +1,4 @@
-"""The one multiple that every sample's length is padded to, and the rule for overlong samples.
+"""What lengths are padded to: each sample, and each micro-batch where shapes are fixed.
 
 Pure: planner and assembler both call this module; neither may round a length on its own.
 """
@@ -8,17 +8,32 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 __all__ = [
+    "MAX_SEGMENTS",
     "OverlongError",
     "OverlongPolicy",
     "Quantization",
+    "SizeRule",
     "Verdict",
     "budget_length",
     "judge_length",
     "length_multiple",
     "padded_length",
+    "size_rule",
 ]
+
+MAX_SEGMENTS = 256
+"""Samples of a micro-batch of a fixed shape, at most. Kernels look at each entry of the cumulative
+lengths, used or not, so that the one bound that always holds (one sample per token) is too many."""
+
+_PIECE = 128
+"""Tokens of a segment of padding, at most: a tile of the attention kernels. They attend within it
+like within a sample, so that one long segment would cost the square of its length."""
 
 
 class Quantization(Enum):
@@ -27,6 +42,78 @@ class Quantization(Enum):
     NONE = 1
     FP8 = 16
     MXFP8 = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeRule:
+    """Which lengths micro-batches have: those of their samples, or the nearest of a few.
+
+    With sizes every tensor of a micro-batch has a shape that follows from its size alone, the
+    cumulative lengths too: what the samples leave is segments of padding, and the entries that are
+    left over repeat the last one.
+
+    Attributes:
+        sizes: token counts of a micro-batch, ascending; empty where each is as long as its samples.
+        least: fewest tokens of a sample after padding; bounds how many there can be.
+        longest: most tokens of a sample after padding, which is told as `max_seqlen`; 0 for the
+            size.
+        multiple: see `length_multiple`.
+    """
+
+    sizes: tuple[int, ...] = ()
+    least: int = 1
+    longest: int = 0
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        numbers = (*self.sizes, self.least, self.longest)
+        ascending = all(one < other for one, other in zip(self.sizes, self.sizes[1:], strict=False))
+        if min(numbers) < 0 or self.multiple < 1 or not ascending:
+            raise ValueError(f"sizes must ascend and numbers must not be negative; got {self}")
+        if any(size % self.multiple for size in self.sizes):
+            raise ValueError(f"sizes {self.sizes} must be multiples of {self.multiple}")
+
+    def padded(self, length: int) -> int:
+        """Return what a sample of `length` tokens takes up."""
+        return padded_length(max(length, self.least, 1), self.multiple)
+
+    def padded_all(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the same for many samples."""
+        taken = np.maximum(lengths, max(self.least, 1))
+        rounded: npt.NDArray[np.int64] = -(-taken // self.multiple) * self.multiple
+        return rounded
+
+    def size_of(self, num_tokens: int) -> int:
+        """Return the size of a micro-batch whose samples take up `num_tokens`.
+
+        Raises:
+            ValueError: they do not fit the largest size.
+        """
+        if not self.sizes:
+            return num_tokens
+        for size in self.sizes:
+            if num_tokens <= size:
+                return size
+        raise ValueError(
+            f"samples of {num_tokens} tokens after padding are in a micro-batch that is padded to "
+            f"{self.sizes[-1]}: raise --odb-token-budget, or drop --odb-pad-to-budget and "
+            "--odb-shape-buckets"
+        )
+
+    def num_segments(self, size: int) -> int:
+        """Return how many segments the cumulative lengths of a micro-batch have room for.
+
+        Samples take up `least` tokens each, so that they and segments of padding, none of them but
+        the last one shorter, are at most this many.
+        """
+        return size // max(self.least, self.multiple) + 1
+
+    def padding(self, num_tokens: int) -> list[int]:
+        """Return the segments of padding of `num_tokens` in all."""
+        piece = max(self.least, padded_length(_PIECE, self.multiple))
+        piece = min(piece, self.longest or piece)
+        whole, rest = divmod(num_tokens, piece)
+        return [piece] * whole + [rest] * (rest > 0)
 
 
 class OverlongPolicy(Enum):
@@ -95,6 +182,31 @@ def padded_length(length: int, multiple: int) -> int:
 def budget_length(token_budget: int, multiple: int) -> int:
     """Return the longest that a micro-batch within the budget can be."""
     return token_budget // multiple * multiple
+
+
+@lru_cache
+def size_rule(
+    sizes: tuple[int, ...], *, token_budget: int, context: int, multiple: int
+) -> SizeRule:
+    """Return the rule for micro-batches of fixed sizes; without sizes, for those of any length.
+
+    Args:
+        sizes: token counts wanted; rounded down to the multiple. The budget is one always.
+        token_budget: most padded tokens of a micro-batch.
+        context: most tokens of one sample, 0 for the budget.
+        multiple: see `length_multiple`.
+    """
+    if not sizes:
+        return SizeRule(multiple=multiple)
+    largest = budget_length(token_budget, multiple)
+    rounded = {budget_length(min(size, token_budget), multiple) for size in sizes} | {largest}
+    longest = budget_length(min(context or token_budget, token_budget), multiple)
+    return SizeRule(
+        sizes=tuple(sorted(rounded - {0})),
+        least=min(padded_length(-(-largest // MAX_SEGMENTS), multiple), longest),
+        longest=longest,
+        multiple=multiple,
+    )
 
 
 def judge_length(

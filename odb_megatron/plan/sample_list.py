@@ -139,7 +139,7 @@ def unpack_lists(parts: Sequence[bytes], counts: Integers, *, config: PlanConfig
         entries[:, column][present].astype(np.int64) for column in range(len(_COLUMNS))
     )
     owner = np.repeat(np.arange(len(parts), dtype=np.int64), counts)
-    padded = -(-tokens // config.multiple) * config.multiple
+    padded = config.size_rule.padded_all(tokens)
     return StepSamples(
         owner=owner,
         position=first[owner] + offset,

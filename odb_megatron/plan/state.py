@@ -12,7 +12,6 @@ from typing import Any
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.draw import Assignment
-from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.policy import PolicyName
 from odb_megatron.plan.window import SampleWindow
 
@@ -240,7 +239,7 @@ def window_row(
     """Return a sample as a row of the window, in the order of `window.Column`.
 
     Args:
-        config: padding multiple and cost model.
+        config: padding rule and cost model.
         position: its stream position.
         arrival: its rank among the replica's samples.
         due: see `window.Column`.
@@ -250,7 +249,7 @@ def window_row(
         ValueError: a cost beyond the records.
     """
     num_tokens, num_loss_tokens, truncated, num_patches, num_bytes = sample
-    padded = padded_length(num_tokens, config.multiple)
+    padded = config.size_rule.padded(num_tokens)
     cost = config.cost.sample(padded, num_patches=num_patches)
     return (
         position,

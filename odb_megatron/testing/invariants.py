@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from odb_megatron.plan.draw import Assignment
-from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 from odb_megatron.plan.step import StepPlan
 from odb_megatron.testing.worlds import World, wire_size
@@ -122,7 +121,7 @@ def _check_step(world: World, plans: Sequence[StepPlan], tally: Tally) -> None:
         for micro_batch in plan.micro_batches:
             own = [world.lengths[p] for p in micro_batch]
             tokens += own
-            over = sum(padded_length(n, config.multiple) for n in own) > config.token_budget
+            over = sum(map(config.size_rule.padded, own)) > config.token_budget
             if world.patches:
                 over = over or sum(world.patches[p] for p in micro_batch) > config.max_patches
             tally.over_budget += over and len(own) > 1

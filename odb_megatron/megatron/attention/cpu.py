@@ -42,7 +42,8 @@ class CpuCoreAttention(MegatronModule):
 
     Constructor and forward are those of mcore's `DotProductAttention`
     (megatron/core/transformer/dot_product_attention.py, the same text in 0.16.1 to 0.19.2), which
-    refuses packed samples. It has no parameters, so checkpoints are interchangeable with it.
+    refuses packed samples, and the two arguments that multi-latent attention adds. It has no
+    parameters, so checkpoints are interchangeable with it.
 
     `--apply-query-key-layer-scaling` needs nothing: upstream divides the scores by the layer number
     before an fp16 product and multiplies them again in its fp32 softmax; here the softmax
@@ -55,6 +56,8 @@ class CpuCoreAttention(MegatronModule):
         attention_type: must be `"self"`.
         attention_dropout: probability; `config.attention_dropout` if None.
         softmax_scale: factor on the scores; 1 / sqrt(D) if None.
+        k_channels: channels per head of keys; `config.kv_channels` if None.
+        v_channels: of values; unused, the tensors say it.
         cp_comm_type: unused, keys and values are always gathered.
         pg_collection: its `tp` group is kept for sharded checkpoints, its `cp` group is that of
             context parallelism.
@@ -71,11 +74,13 @@ class CpuCoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        _refuse_unsupported(config, max(1, layer_number))
+        _refuse_unsupported(config)
         if attention_type != "self":
             raise ValueError(
                 f"attention backend cpu has self-attention only, got {attention_type!r}: build "
@@ -92,9 +97,14 @@ class CpuCoreAttention(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.tp_group = pg_collection.tp
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
-        head_dim = config.kv_channels
+        head_dim = config.kv_channels if k_channels is None else k_channels
         self.softmax_scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.window: int | None = None  # keys that a query sees before itself; None for all
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, self.layer_number
+        ):
+            self.window = config.window_size[0]
 
     def forward(
         self,
@@ -149,6 +159,7 @@ class CpuCoreAttention(MegatronModule):
         self, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, packed: PackedSeqParams
     ) -> Tensor:
         bounds = segment_bounds(packed, num_tokens=query_TND.size(0))
+        width = query_TND.size(1) * value_TGD.size(2)
         query_NTD, key_GTD, value_GTD = (
             tensor.transpose(0, 1).unsqueeze(0) for tensor in (query_TND, key_TGD, value_TGD)
         )
@@ -163,7 +174,7 @@ class CpuCoreAttention(MegatronModule):
                     )
                     parts.append(out_NLD.squeeze(0).transpose(0, 1).flatten(1))
                 if padded_end > end:
-                    parts.append(query_TND.new_zeros(padded_end - end, query_TND[0].numel()))
+                    parts.append(query_TND.new_zeros(padded_end - end, width))
         out = torch.cat(parts)
         if not out.requires_grad:  # an idle micro-batch; gradient hooks wait for every weight
             out = out + _nothing_of(query_NTD, key_GTD, value_GTD)
@@ -177,6 +188,7 @@ class CpuCoreAttention(MegatronModule):
         T is the number of tokens of one rank.
         """
         size, rank = group_size(self.cp_group), group_rank(self.cp_group)
+        width = query_TND.size(1) * value_TGD.size(2)
         bounds = segment_bounds(packed, num_tokens=size * query_TND.size(0))
         offsets = np.array([start for start, _, _ in bounds] + [size * query_TND.size(0)])
         order_T = torch.from_numpy(
@@ -204,7 +216,7 @@ class CpuCoreAttention(MegatronModule):
                             value_GTD[:, :, start : first + real],
                         )
                         parts.append(out_NLD.squeeze(0).transpose(0, 1).flatten(1))
-                    parts.append(query_TND.new_zeros(chunk - real, query_TND[0].numel()))
+                    parts.append(query_TND.new_zeros(chunk - real, width))
                     at += chunk
         # The gradient's collective needs every rank, also one whose chunks are all padding.
         return torch.cat(parts) + _nothing_of(query_NTD, key_GTD, value_GTD)
@@ -226,6 +238,8 @@ class CpuCoreAttention(MegatronModule):
         return out_BNSD.permute(2, 0, 1, 3).flatten(2)
 
     def _attend(self, query_BNLD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor) -> Tensor:
+        if self.window is not None and query_BNLD.size(2) > self.window + 1:
+            return self._attend_to_earlier(query_BNLD, key_BGLD, value_BGLD)
         return F.scaled_dot_product_attention(
             query_BNLD,
             key_BGLD,
@@ -242,6 +256,8 @@ class CpuCoreAttention(MegatronModule):
         sees_LK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(
             num_keys - num_queries
         )
+        if self.window is not None:
+            sees_LK = sees_LK.triu(num_keys - num_queries - self.window)
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -326,15 +342,9 @@ def _refuse_other_key_lengths(packed: PackedSeqParams) -> None:
             )
 
 
-def _refuse_unsupported(config: TransformerConfig, layer_number: int) -> None:
+def _refuse_unsupported(config: TransformerConfig) -> None:
     """Refuse what the configuration asks for and this backend does not compute."""
     asked: list[tuple[bool, str]] = [
-        (
-            is_layer_window_attention(
-                config.window_size, config.window_attn_skip_freq, layer_number
-            ),
-            "--window-size",
-        ),
         (config.softmax_type != "vanilla", f"--softmax-type {config.softmax_type}"),
         (config.qk_clip, "--qk-clip"),
         (config.log_max_attention_logit, "--log-max-attention-logit"),

@@ -1,4 +1,4 @@
-"""Megatron's own local GPT layer spec, with a backend's core attention in every layer.
+"""Megatron's own GPT layer specs, with a backend's core attention in every layer.
 
 Must not change specs that others hold: each call builds a new one. Must not read Megatron's
 arguments; what it needs is in the transformer's configuration.
@@ -6,13 +6,16 @@ arguments; what it needs is in the transformer's configuration.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,7 +31,10 @@ _NAME = "mtp_block_spec"
 def layer_spec(
     config: TransformerConfig, *, backend: AttentionBackend, vp_stage: int | None = None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Build the decoder's spec as Megatron's local path does, with the backend's attention.
+    """Build the decoder's spec as Megatron does, with the backend's attention.
+
+    The backend says whether layers are local ones or Transformer Engine's; start-up holds that
+    against `--transformer-impl`.
 
     The choice between block and layer spec is that of `default_layer_spec`
     (megatron/training/models/gpt.py 0.19.2; gpt_builders.py 0.16.1 to 0.18.2): a block spec of
@@ -44,23 +50,28 @@ def layer_spec(
         What `GPTModel(transformer_layer_spec=...)` takes.
 
     Raises:
-        ValueError: multi-latent, heterogeneous or experimental attention, or the inference
-            implementation: their specs have another shape.
+        ValueError: heterogeneous or experimental attention, or the inference implementation: their
+            specs have another shape.
         RuntimeError: the installed Megatron builds a spec of a shape not known here.
     """
     _refuse_other_shapes(config)
+    has_te_layers = backend.limits.layers == "transformer_engine"
     spec: Any
     if config.num_moe_experts is not None:
         spec = get_gpt_decoder_block_spec(
             config,
-            use_transformer_engine=False,
+            use_transformer_engine=has_te_layers,
             normalization=config.normalization,
             qk_l2_norm=config.qk_l2_norm,
             vp_stage=vp_stage,
         )
         layers = spec.layer_specs
+    elif has_te_layers:
+        spec = _transformer_engine_spec(config)
+        layers = [spec]
     else:
         spec = get_gpt_layer_local_spec(
+            multi_latent_attention=config.multi_latent_attention,
             qk_layernorm=config.qk_layernorm,
             normalization=config.normalization,
             qk_l2_norm=config.qk_l2_norm,
@@ -114,7 +125,6 @@ class PredictionLayers:
 
 def _refuse_other_shapes(config: TransformerConfig) -> None:
     asked = [
-        (config.multi_latent_attention, "--multi-latent-attention"),
         (config.heterogeneous_block_specs, "--heterogeneous-layers-config-path"),
         (
             getattr(config, "experimental_attention_variant", None) is not None,
@@ -134,13 +144,30 @@ def _refuse_other_shapes(config: TransformerConfig) -> None:
             )
 
 
-def _self_attention_of(layer: Any) -> SelfAttentionSubmodules:
+def _transformer_engine_spec(config: TransformerConfig) -> Any:
+    """One layer's spec, with the options that this Megatron's function knows (0.16.1 to 0.19.2)."""
+    options = {
+        "multi_latent_attention": config.multi_latent_attention,
+        "qk_layernorm": config.qk_layernorm,
+        "qk_l2_norm": config.qk_l2_norm,
+        "use_te_activation_func": config.use_te_activation_func,
+        "mla_down_proj_fusion": getattr(config, "mla_down_proj_fusion", False),
+        "use_grouped_gemm_for_dense_mlp": getattr(config, "use_grouped_gemm_for_dense_mlp", False),
+    }
+    given = {name: value for name, value in options.items() if value}
+    known = inspect.signature(get_gpt_layer_with_transformer_engine_spec).parameters
+    if "kwargs" not in known:  # 0.16 names them, and has none of the newer ones
+        given = {name: value for name, value in given.items() if name in known}
+    return get_gpt_layer_with_transformer_engine_spec(**given)
+
+
+def _self_attention_of(layer: Any) -> Any:
     """The self-attention submodules of one layer's spec."""
     self_attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
     submodules = getattr(self_attention, "submodules", None)
-    if not isinstance(submodules, SelfAttentionSubmodules):
+    if not isinstance(submodules, (SelfAttentionSubmodules, MLASelfAttentionSubmodules)):
         raise RuntimeError(
-            "this Megatron's local layer spec has no SelfAttentionSubmodules where 0.16 to 0.19 "
+            "this Megatron's layer spec has no SelfAttentionSubmodules where 0.16 to 0.19 "
             f"have them (layer {type(layer).__name__}, self_attention {self_attention!r}): use "
             "megatron-core 0.16 to 0.19"
         )
