@@ -125,7 +125,10 @@ def _time(backend: AttentionBackend, check: BackendCheck, clock: Clock) -> float
     inputs = _inputs(where, config, check.seed, parameter_dtype(check.device_type))
     *moved, gradient = (tensor.to(device) for tensor in inputs)
     leaves = [tensor.detach().requires_grad_() for tensor in moved]
-    attention, parameters = _attention(backend, config).to(device), _packed_parameters(where, device)
+    attention, parameters = (
+        _attention(backend, config).to(device),
+        _packed_parameters(where, device),
+    )
     times = []
     for _ in range(1 + _TIMED):
         torch.cuda.synchronize()

@@ -90,8 +90,8 @@ def draw_lengths(mix: str, *, num_samples: int, choice: LengthChoice) -> LengthM
     random = np.random.default_rng([choice.seed, 7])
     if choice.chat_file is None:
         places = random.random(num_samples) * (len(CHAT_QUANTILES) - 1)
-        values = np.interp(places, np.arange(len(CHAT_QUANTILES)), CHAT_QUANTILES)
-        return _cut(np.rint(values).astype(np.int64), "quantiles of the chat mix", choice.context)
+        drawn = np.interp(places, np.arange(len(CHAT_QUANTILES)), CHAT_QUANTILES)
+        return _cut(np.rint(drawn).astype(np.int64), "quantiles of the chat mix", choice.context)
     known = _from_file(choice.chat_file)
     epochs = [random.permutation(known) for _ in range(-(-num_samples // len(known)))]
     values = np.concatenate(epochs)[:num_samples]

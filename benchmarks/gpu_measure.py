@@ -303,7 +303,7 @@ def summarize_arm(
         "tokens_per_s_per_device": tokens / device_s,
         "mfu": utilization(sum(step.flops for step in steps)),
         "computed_mfu": utilization(sum(step.computed_flops for step in steps)),
-        "peak_memory_bytes": max((step.peak_bytes or 0 for step in steps)) or None,
+        "peak_memory_bytes": max(step.peak_bytes or 0 for step in steps) or None,
         "padding_fraction": 1 - tokens / computed,
         "balance_measured": _balance([step.replica_s for step in steps]),
         "balance_predicted": _balance(predicted),

@@ -7,6 +7,7 @@ step is that of the whole group. What is missing is the reduction between them.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -36,6 +38,7 @@ from odb_megatron.plan.cost import ModelShape
 __all__ = [
     "Item",
     "ModelSize",
+    "Positions",
     "Trainer",
     "attention_config",
     "parameter_dtype",
@@ -43,13 +46,46 @@ __all__ = [
     "switch_attention",
 ]
 
+
+class Positions(enum.Enum):
+    """How the model knows positions.
+
+    ROPE: rotary, by Transformer Engine's kernel. UNFUSED_ROPE: rotary, by megatron-core's own code,
+    which treats packed samples one after the other in every layer (`_apply_rotary_pos_emb_thd`,
+    rope_utils.py, 0.19.2): tens of small kernels per sample, which padded batches do not have.
+    LEARNED: an embedding, the same work for every arm.
+    """
+
+    ROPE = "rope"
+    UNFUSED_ROPE = "unfused-rope"
+    LEARNED = "learned"
+
+    @classmethod
+    def choose(cls, name: str, device_type: str) -> Positions:
+        """Return the kind of that name; `auto` takes `ROPE` where its kernel can run.
+
+        Raises:
+            ValueError: the kernel is asked for and is not there.
+        """
+        if name not in ("auto", cls.ROPE.value):
+            return cls(name)
+        if device_type == "cuda" and rope_utils.fused_apply_rotary_pos_emb_thd is not None:
+            return cls.ROPE
+        if name == "auto":
+            return cls.LEARNED
+        raise ValueError(
+            f"--positions rope needs Transformer Engine's kernel on cuda, which is not here "
+            f"(device {device_type}): pass learned or unfused-rope"
+        )
+
+
 Item = MicroBatch | dict[str, torch.Tensor]
 """A packed micro-batch, or a padded one as `forward_step.padded_batch` takes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Sizes of the GPT (RoPE, RMSNorm, SwiGLU, untied embeddings, no dropout, no recomputation)."""
+    """Sizes of the GPT (RMSNorm, SwiGLU, untied embeddings, no dropout, no recomputation)."""
 
     num_layers: int
     hidden: int
@@ -57,6 +93,7 @@ class ModelSize:
     ffn_hidden: int
     vocab: int
     context: int
+    positions: Positions
 
     def __post_init__(self) -> None:
         if self.hidden % self.num_heads or self.hidden // self.num_heads % 8:
@@ -79,6 +116,13 @@ class ModelSize:
         )
 
 
+_POSITION_EMBEDDINGS = {
+    Positions.ROPE: "rope",
+    Positions.UNFUSED_ROPE: "rope",
+    Positions.LEARNED: "learned_absolute",
+}
+
+
 def parameter_dtype(device_type: str) -> torch.dtype:
     """What parameters and activations are held in."""
     return torch.bfloat16 if device_type == "cuda" else torch.float32
@@ -98,7 +142,7 @@ def start_device(device_type: str, *, seed: int) -> None:
         torch.cuda.set_device(0)
     torch.distributed.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
-        store=torch.distributed.HashStore(),
+        store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
         rank=0,
         world_size=1,
     )
@@ -130,6 +174,7 @@ def attention_config(size: ModelSize, device_type: str) -> TransformerConfig:
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
+        apply_rope_fusion=size.positions is Positions.ROPE,
     )
 
 
@@ -185,7 +230,7 @@ class Trainer:
             transformer_layer_spec=spec,
             vocab_size=size.vocab,
             max_sequence_length=size.context,
-            position_embedding_type="rope",
+            position_embedding_type=_POSITION_EMBEDDINGS[size.positions],
             share_embeddings_and_output_weights=False,
         )
         model.to(torch.cuda.current_device())
@@ -282,9 +327,10 @@ def _forward_step(items: Iterator[Item], model: Any) -> tuple[torch.Tensor, Any]
 
 
 def _loss(
-    loss_mask: torch.Tensor, output: torch.Tensor
+    loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Three values, so that the schedule does not divide by the number of micro-batches."""
+    assert loss_mask is not None, "there is one pipeline stage"
     loss = (output.view(-1).float() * loss_mask.view(-1)).sum()
     count = loss_mask.sum()
     return loss, count.to(torch.int), torch.stack([loss.detach(), count])

@@ -37,7 +37,7 @@ class MissingPackageError(RuntimeError):
 def find_packages(wheel: Path | None) -> None:
     """Put the repository and, if given, megatron-core's wheel on the import path.
 
-    The wheel is unpacked to a temporary folder, which goes when the process ends.
+    This repository comes before an installed package: the benchmark is a part of it. The wheel is unpacked to a temporary folder, which goes when the process ends.
 
     Args:
         wheel: of megatron-core; None if it is installed or on `PYTHONPATH`.
@@ -45,8 +45,7 @@ def find_packages(wheel: Path | None) -> None:
     Raises:
         MissingPackageError: a package cannot be found, or the wheel is none of megatron-core's.
     """
-    if not _is_found("odb_megatron"):
-        sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(ROOT))
     if wheel is not None:
         sys.path.insert(0, _unpack(wheel))
     missing = [name for name in _NEEDED if not _is_found(name)]

@@ -32,7 +32,7 @@ from gpu_measure import (
     summarize_arm,
     summarize_ratios,
 )
-from gpu_model import ModelSize, Trainer, start_device
+from gpu_model import ModelSize, Positions, Trainer, start_device
 
 from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.compat import megatron_version
@@ -81,6 +81,7 @@ class Benchmark:
             ffn_hidden=options.ffn_hidden,
             vocab=options.vocab,
             context=options.seq_length,
+            positions=Positions.choose(options.positions, options.device),
         )
         self._choice = LengthChoice(
             context=options.seq_length,
@@ -114,7 +115,8 @@ class Benchmark:
     @property
     def _left_s(self) -> float:
         spent = time.monotonic() - self._started
-        return 60 * self._options.minutes - spent - _END_S
+        minutes: float = self._options.minutes
+        return 60 * minutes - spent - _END_S
 
     def _start(self) -> Trainer:
         options = self._options
@@ -127,7 +129,7 @@ class Benchmark:
             "device": name,
             "peak_flops": self._peak,
             "peak_origin": origin,
-            "model": asdict(self._size),
+            "model": {**asdict(self._size), "positions": self._size.positions.value},
             "num_parameters": trainer.num_parameters,
             "dtype": "bfloat16" if options.device == "cuda" else "float32",
             "attention": packed.name,
@@ -276,13 +278,18 @@ class Benchmark:
     ) -> None:
         lengths, stream, arms = prepared
         maker = StepMaker(stream, vocab=self._size.vocab, seed=self._options.seed)
-        row: dict[str, Any] = {"name": mix, "lengths": lengths.summary(), "rounds_planned": rounds}
+        row: dict[str, Any] = {
+            "name": mix,
+            "lengths": lengths.summary(),
+            "rounds_planned": rounds,
+            "rounds": 0,
+            "stopped": None,
+        }
         self._result["rows"].append(row)
         predicted_s = sum(arm_s.values())
         slowest = dict(arm_s)
         begun: dict[str, float] = {}
         round_s: list[float] = []
-        row["stopped"] = None
 
         def may_begin(round_: int, name: str) -> bool:
             now = time.monotonic()
@@ -335,9 +342,7 @@ class Benchmark:
                 name: {
                     "description": ARMS[name],
                     "exchange": arms[name].exchange or None,
-                    **summarize_arm(
-                        one, mean_length=mean_length, cost=cost, peak_flops=self._peak
-                    ),
+                    **summarize_arm(one, mean_length=mean_length, cost=cost, peak_flops=self._peak),
                 }
                 for name, one in results.items()
             },

@@ -25,6 +25,7 @@ STARTED = time.monotonic()
 ARMS = ("standard", "standard_mean", "sorted", "odb_samples", "odb_cost")
 ROWS = ("chat", "cv1.0", "cv2.0", "cv0.48", "cv0.29")
 EXCHANGES = ("none", "tokens", "auto")
+POSITIONS = ("auto", "rope", "unfused-rope", "learned")
 DEFAULTS = {
     "layers": 24,
     "hidden": 1536,
@@ -141,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tiny", action="store_true", help="tiny model, few rounds: measures nothing")
     add("--megatron-wheel", type=Path, help="megatron-core's wheel; see below")
     add("--attention", default="auto", help="backend of the packed arms, as --odb-attention")
+    add("--positions", choices=POSITIONS, default="auto", help="auto: rope if its kernel is here")
     add("--arms", nargs="+", choices=ARMS, default=ARMS, help="default: all")
     add("--rows", nargs="+", choices=ROWS, default=ROWS, help="lengths, in order of importance")
     add("--chat-lengths", type=Path, help="JSON of lengths (chat_lengths.py) for the row chat")
