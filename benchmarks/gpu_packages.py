@@ -37,7 +37,8 @@ class MissingPackageError(RuntimeError):
 def find_packages(wheel: Path | None) -> None:
     """Put the repository and, if given, megatron-core's wheel on the import path.
 
-    This repository comes before an installed package: the benchmark is a part of it. The wheel is unpacked to a temporary folder, which goes when the process ends.
+    This repository comes before an installed package: the benchmark is a part of it. The wheel is
+    unpacked to a temporary folder, which goes when the process ends.
 
     Args:
         wheel: of megatron-core; None if it is installed or on `PYTHONPATH`.
