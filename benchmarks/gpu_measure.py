@@ -78,6 +78,7 @@ class StepResult:
         computed_flops: with padding.
         loss: mean loss.
         peak_bytes: most device memory; None on the CPU.
+        alloc_retries: times that the allocator had to give memory back to go on, which costs time.
     """
 
     times: tuple[tuple[MicroBatchTime, ...], ...]
@@ -88,6 +89,7 @@ class StepResult:
     computed_flops: float
     loss: float
     peak_bytes: int | None
+    alloc_retries: int
 
     @property
     def replica_s(self) -> list[float]:
@@ -177,6 +179,7 @@ def run_step(
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
+    retries = _alloc_retries()
     trainer.begin_step()
     marks, sums = [], torch.zeros(2)
     for items in prepared:
@@ -211,6 +214,7 @@ def run_step(
         computed_flops=_flops([one for part in computed for one in part], shape),
         loss=loss,
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
+        alloc_retries=_alloc_retries() - retries,
     )
 
 
@@ -304,6 +308,7 @@ def summarize_arm(
         "mfu": utilization(sum(step.flops for step in steps)),
         "computed_mfu": utilization(sum(step.computed_flops for step in steps)),
         "peak_memory_bytes": max(step.peak_bytes or 0 for step in steps) or None,
+        "alloc_retries": sum(step.alloc_retries for step in steps),
         "padding_fraction": 1 - tokens / computed,
         "balance_measured": _balance([step.replica_s for step in steps]),
         "balance_predicted": _balance(predicted),
@@ -332,6 +337,12 @@ def summarize_ratios(results: Mapping[str, ArmResult]) -> dict[str, object]:
         if over in rates and under in rates:
             found[name] = rate_ratio_interval(rates[over], rates[under]).as_json()
     return found
+
+
+def _alloc_retries() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 def _computed(lengths: Sequence[int], is_padded: bool) -> list[int]:

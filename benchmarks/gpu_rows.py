@@ -146,6 +146,7 @@ class Benchmark:
             "torch": torch.__version__,
             "megatron_core": ".".join(map(str, megatron_version())),
             "python": platform.python_version(),
+            "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
             "command": sys.argv,
             "notes": [
                 "replicas are simulated: one device runs their micro-batches one after the other, "

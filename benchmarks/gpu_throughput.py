@@ -65,6 +65,8 @@ def main() -> int:
     options = parse(parser)
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
+    # Shapes differ from micro-batch to micro-batch: one arm's blocks would be in another's way.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     try:
         find_packages(options.megatron_wheel)
     except MissingPackageError as error:

@@ -85,7 +85,7 @@ def test_a_run_needs_torch_numpy_and_the_wheel_only(tmp_path: Path, wheel: Path)
         *("--rows", "chat", "cv2.0", "--rounds", "2"),
         folder=tmp_path,
     )
-    assert "'transformers'" in output.rpartition("refused: ")[2], "the bare machine hid nothing"
+    assert "'tqdm'" in output.rpartition("refused: ")[2], "the bare machine hid nothing"
     assert result["complete"]
     assert result["left_out"] == {}
     assert result["setting"]["peak_flops"] is None
@@ -129,17 +129,6 @@ def check_row(row: dict[str, Any]) -> None:
             assert check["worst_relative_error"] >= check["median_relative_error"]
 
 
-@pytest.mark.slow
-def test_what_does_not_fit_the_minutes_is_left_out_and_said(tmp_path: Path) -> None:
-    result, output = run_script(
-        *("--device", "cpu", "--tiny", "--minutes", "0.05"), folder=tmp_path, bare=False
-    )
-    assert result["complete"]
-    assert result["rows"] == []
-    assert list(result["left_out"]) == ["chat", "cv1.0", "cv2.0", "cv0.48", "cv0.29"]
-    assert "row cv0.29 is left out: its warm-up and 2 rounds need about " in output
-
-
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -157,18 +146,11 @@ def test_a_small_model_on_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        ("--attention none", "attention backend 'none' is unknown: choose auto or one of "),
-        ("--positions rope", "--positions rope needs Transformer Engine's kernel on cuda"),
-    ],
-)
-def test_what_the_run_cannot_have_is_refused(flags: str, text: str, tmp_path: Path) -> None:
+def test_an_unknown_backend_is_refused(tmp_path: Path) -> None:
     _, output = run_script(
-        *("--device", "cpu", "--tiny", *flags.split()), folder=tmp_path, bare=False, code=2
+        "--device", "cpu", "--tiny", "--attention", "none", folder=tmp_path, bare=False, code=2
     )
-    assert text in output
+    assert "attention backend 'none' is unknown: choose auto or one of " in output
 
 
 def test_without_megatron_core_the_way_to_carry_it_is_said(tmp_path: Path) -> None:
@@ -267,7 +249,7 @@ def test_rounds_that_do_not_pair_are_refused(over: Any, under: Any) -> None:
     [
         (1000, {"a": 5, "b": 5, "c": 5}, []),
         (150, {"a": 3, "b": 3, "c": 3}, []),  # 150 / (1.15 * 31) = 4.2, the warm-up included
-        (70, {"a": 2, "c": 2}, ["b"]),  # what comes later may still fit
+        (70, {"a": 4, "c": 4}, ["b"]),  # what comes later may still fit
         (20, {"c": 5}, ["a", "b"]),
         (0, {}, ["a", "b", "c"]),
     ],
@@ -402,7 +384,8 @@ def test_the_steps_of_an_arm(arm: str, replicas: int) -> None:
             assert arm != "standard" or len(batch) == 2
             assert batch or not found.is_padded, "no padded micro-batch idles"
     assert len(seen) == len(set(seen))
-    assert len(seen) / 6 == pytest.approx(32, rel=0.25)
+    if arm != "sorted":  # its few steps may all be of short samples
+        assert len(seen) / 6 == pytest.approx(32, rel=0.25)
 
 
 def test_a_stream_too_short_for_the_steps_is_refused() -> None:
@@ -579,6 +562,100 @@ def test_the_known_peak_of_a_device_is_an_assumption() -> None:
     assert peak("Other", None) == (None, "not known for 'Other': pass --peak-tflops to have MFU")
 
 
+# --- rows --------------------------------------------------------------------------------------
+
+
+class FakeTime:
+    """A clock that only moves when something is run."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class SlowTrainer(FakeTrainer):
+    """Takes so much of the fake time per token, `factor` of what was predicted."""
+
+    def __init__(self, fake: FakeTime, *, factor: float = 1.0) -> None:
+        super().__init__()
+        self._fake = fake
+        self._factor = factor
+
+    def run_replica(self, items: Sequence[Any]) -> tuple[list[int], Any]:
+        marks, sums = super().run_replica(items)
+        self._fake.now += self._factor * (marks[-1] - marks[0]) / 1e9 * SECONDS_PER_S
+        return marks, sums
+
+
+SECONDS_PER_S = 1e5  # a token of FakeTrainer takes 1 µs; of the fake time, 0.1 s
+
+
+def measured_rows(
+    minutes: float, *flags: str, folder: Path, monkeypatch: pytest.MonkeyPatch, factor: float = 1.0
+) -> tuple[dict[str, Any], float]:
+    """Measure rows on fake time; return the JSON as it is on disk, and the seconds spent."""
+    script, rows, fake = module("gpu_throughput"), module("gpu_rows"), FakeTime()
+    monkeypatch.setattr(rows, "time", fake)
+    argv = ["--device", "cpu", "--tiny", "--minutes", str(minutes), *flags]
+    options = script.parse(script._parser(), [*argv, "--json", str(folder / "out.json")])
+    benchmark = rows.Benchmark(options, started=fake.now)
+    benchmark._prior, benchmark._peak = CostModel(), None
+    benchmark._ns_per_unit = 1000 * SECONDS_PER_S / COST_UNIT
+    benchmark._result |= {"rows": [], "left_out": {}}
+    benchmark._measure(SlowTrainer(fake, factor=factor), CostModel())
+    benchmark._save()
+    return json.loads((folder / "out.json").read_text(encoding="utf-8")), fake.now - 100
+
+
+def test_all_rows_are_measured_where_there_is_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result, _ = measured_rows(600, folder=tmp_path, monkeypatch=monkeypatch)
+    assert [row["name"] for row in result["rows"]] == list(module("gpu_lengths").MIXES)
+    assert [row["rounds"] for row in result["rows"]] == [3] * 5
+    assert result["left_out"] == {}
+    assert not result["complete"], "what is not said to be whole is a usable file none the less"
+
+
+@pytest.mark.parametrize("minutes", [20.0, 120.0, 200.0])
+@pytest.mark.parametrize("factor", [1.0, 0.5, 6.0])
+def test_the_minutes_are_obeyed(
+    minutes: float, factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result, spent = measured_rows(minutes, folder=tmp_path, monkeypatch=monkeypatch, factor=factor)
+    step_s = 0.1 * 2 * 32 * 128 * factor  # no arm's step can take longer
+    assert spent <= 60 * minutes + (step_s if factor > 1 else 0)
+    named = {row["name"] for row in result["rows"]} | result["left_out"].keys()
+    assert named == set(module("gpu_lengths").MIXES)
+    short = [row for row in result["rows"] if row["rounds"] < row["rounds_planned"]]
+    assert all(row["stopped"] for row in short)
+    assert result["left_out"] or short or minutes == 200.0
+    for reason in result["left_out"].values():
+        assert reason.startswith("its warm-up and 2 rounds need about ")
+
+
+def test_a_row_that_is_slower_than_predicted_is_stopped_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result, _ = measured_rows(
+        160, "--rows", "cv1.0", folder=tmp_path, monkeypatch=monkeypatch, factor=8.0
+    )
+    (row,) = result["rows"]
+    assert 0 < row["rounds"] < row["rounds_planned"] == 3
+    assert row["stopped"].startswith(f"round {row['rounds'] + 1} of 3: ")
+    assert row["arms"]["odb_cost"]["num_steps"] == row["rounds"]
+
+
+def test_rotary_positions_need_their_kernel() -> None:
+    choose = module("gpu_model").Positions.choose
+    with pytest.raises(ValueError, match="--positions rope needs Transformer Engine's kernel on"):
+        choose("rope", "cpu")
+    assert choose("auto", "cpu").value == "learned"
+    assert choose("unfused-rope", "cpu").value == "unfused-rope"
+
+
 # --- cost model --------------------------------------------------------------------------------
 
 
@@ -609,7 +686,7 @@ def test_the_micro_batch_that_is_predicted_worst_is_named() -> None:
     times = [*timed(cost, [100] * 9), MicroBatchTime(tokens=101, squares=7, time_ns=500)]
     check = module("gpu_cost").check_cost(times, cost)
     assert check.worst == (101, 7)
-    assert check.worst_relative_error > 1
+    assert check.worst_relative_error > 0.5
     assert check.median_relative_error < 0.1
     assert check.r2 is not None
     assert check.r2 < 0.5
