@@ -16,7 +16,7 @@ from gpu_model import ModelSize, attention_config, parameter_dtype
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from odb_megatron.data.thd import MicroBatchLayout, layout
+from odb_megatron.data.thd import MicroBatchLayout
 from odb_megatron.megatron.attention.registry import BACKENDS, AttentionBackend
 from odb_megatron.megatron.attention.spec import layer_spec
 from odb_megatron.megatron.compat import packed_seq_params
@@ -87,7 +87,7 @@ def _check(backend: AttentionBackend, check: BackendCheck, clock: Clock) -> dict
 
 def _compare(backend: AttentionBackend, check: BackendCheck, multiple: int) -> dict[str, object]:
     config = attention_config(check.size, check.device_type)
-    where = layout(_LENGTHS, positions=range(len(_LENGTHS)), multiple=multiple)
+    where = _layout(_LENGTHS, multiple)
     dtype = parameter_dtype(check.device_type)
     inputs = _inputs(where, config, check.seed, dtype)
     reference = _run(
@@ -120,7 +120,7 @@ def _compare(backend: AttentionBackend, check: BackendCheck, multiple: int) -> d
 
 def _time(backend: AttentionBackend, check: BackendCheck, clock: Clock) -> float:
     config = attention_config(check.size, check.device_type)
-    where = layout(check.lengths, positions=range(len(check.lengths)))
+    where = _layout(check.lengths, 1)
     device = torch.device(torch.cuda.current_device())
     inputs = _inputs(where, config, check.seed, parameter_dtype(check.device_type))
     *moved, gradient = (tensor.to(device) for tensor in inputs)
@@ -151,6 +151,16 @@ def _attention(backend: AttentionBackend, config: TransformerConfig) -> Any:
         cp_comm_type=None,
         softmax_scale=None,
         pg_collection=None,
+    )
+
+
+def _layout(lengths: Sequence[int], multiple: int) -> MicroBatchLayout:
+    padded = [-(-length // multiple) * multiple for length in lengths]
+    return MicroBatchLayout(
+        cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        cu_seqlens_padded=torch.tensor([0, *np.cumsum(padded)], dtype=torch.int32),
+        max_seqlen=max(padded),
+        positions=tuple(range(len(lengths))),
     )
 
 
