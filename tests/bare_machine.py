@@ -14,7 +14,7 @@ import re
 import runpy
 import site
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -24,8 +24,8 @@ from typing import Any
 ROOTS = ("torch", "numpy", "packaging")
 
 
-def installed_names() -> set[str]:
-    """Top-level modules of the roots and of all that they require."""
+def installed_packages() -> set[str]:
+    """Names of the roots and of all that they require."""
     wanted, seen = list(ROOTS), set[str]()
     while wanted:
         name = wanted.pop()
@@ -39,20 +39,26 @@ def installed_names() -> set[str]:
         for line in requires:
             if "extra ==" not in line:
                 wanted.append(_normal(re.split(r"[\s;<>=!~\[(]", line)[0]))
+    return seen
+
+
+def modules_of(packages: set[str]) -> set[str]:
+    """Top-level modules of these packages."""
     owners = metadata.packages_distributions()
-    return {top for top, names in owners.items() if seen & {_normal(name) for name in names}}
+    return {top for top, names in owners.items() if packages & {_normal(name) for name in names}}
 
 
 class OnlyFinder:
     """Stands for a finder, without the packages that are not to be found.
 
     Args:
-        allowed: top-level modules that may come from site-packages.
-        refused: filled with those that were asked for and are there.
+        packages: what may come from site-packages.
+        refused: filled with modules that were asked for, are there, and are of other packages.
     """
 
-    def __init__(self, allowed: set[str], refused: set[str]) -> None:
-        self._allowed = allowed
+    def __init__(self, packages: set[str], refused: set[str]) -> None:
+        self._packages = packages
+        self._allowed = modules_of(packages)
         self._refused = refused
         self._folders = [Path(folder).resolve() for folder in site.getsitepackages()]
 
@@ -68,6 +74,13 @@ class OnlyFinder:
             return found
         return PathFinder.find_spec(name, path, target)
 
+    def find_distributions(self, context: Any) -> Iterator[metadata.Distribution]:
+        """See `importlib.metadata.DistributionFinder`."""
+        for found in metadata.MetadataPathFinder.find_distributions(context):
+            name, folder = _normal(found.metadata["Name"]), str(found.locate_file(""))
+            if name in self._packages or not self._is_site(folder):
+                yield found
+
     def _is_site(self, folder: str) -> bool:
         return Path(folder or ".").resolve() in self._folders
 
@@ -75,7 +88,7 @@ class OnlyFinder:
 def main() -> None:
     """Hide what is not to be found, then run the script."""
     refused: set[str] = set()
-    only: Any = OnlyFinder(installed_names(), refused)
+    only: Any = OnlyFinder(installed_packages(), refused)
     sys.meta_path = [
         *(
             each
