@@ -82,7 +82,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_needs_torch_numpy_and_the_wheel_only(tmp_path: Path, wheel: Path) -> None:
     result, output = run_script(
         *("--device", "cpu", "--tiny", "--megatron-wheel", str(wheel)),
-        *("--rows", "chat", "cv2.0", "--rounds", "2"),
+        *("--rows", "chat", "cv2.0", "--rounds", "2", "--minutes", "60"),
         folder=tmp_path,
     )
     assert "'tqdm'" in output.rpartition("refused: ")[2], "the bare machine hid nothing"
