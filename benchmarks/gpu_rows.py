@@ -287,21 +287,14 @@ class Benchmark:
             "stopped": None,
         }
         self._result["rows"].append(row)
-        predicted_s = sum(arm_s.values())
-        slowest = dict(arm_s)
-        begun: dict[str, float] = {}
-        round_s: list[float] = []
+        predicted_s, round_s = sum(arm_s.values()), list[float]()
+        clock = _ArmClock(arm_s)
 
         def may_begin(round_: int, name: str) -> bool:
-            now = time.monotonic()
-            if begun:
-                last, since = next(iter(begun.items()))
-                slowest[last] = max(now - since, slowest[last] if round_ > 0 else 0.0)
-            begun.clear()
-            begun[name] = now
+            expected_s = clock.begin(name, time.monotonic())
             if round_ > rounds:
                 return False
-            if not fits(slowest[name], left_s=self._left_s):
+            if not fits(expected_s, left_s=self._left_s):
                 row["stopped"] = f"round {round_} of {rounds}: {self._left_s:.0f} s were left"
                 return False
             return True
@@ -400,6 +393,30 @@ class Benchmark:
         part.replace(path)
         if not quietly and self._result["complete"]:
             print(f"wrote {path}", flush=True)
+
+
+class _ArmClock:
+    """Says how long an arm's next step will take.
+
+    As long as its last one; if the arm before took longer than its own last one, by as much longer.
+
+    Args:
+        arm_s: what each arm's step is predicted to take.
+    """
+
+    def __init__(self, arm_s: Mapping[str, float]) -> None:
+        self._last_s = dict(arm_s)
+        self._running: tuple[str, float] | None = None
+
+    def begin(self, name: str, now: float) -> float:
+        """A step of this arm is about to begin, and the one before has ended."""
+        slower = 1.0
+        if self._running is not None:
+            arm, since = self._running
+            slower = max(1.0, (now - since) / max(1e-9, self._last_s[arm]))
+            self._last_s[arm] = now - since
+        self._running = (name, now)
+        return self._last_s[name] * slower
 
 
 def _cost_json(cost: CostModel) -> dict[str, float]:

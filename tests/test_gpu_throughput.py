@@ -576,16 +576,19 @@ class FakeTime:
 
 
 class SlowTrainer(FakeTrainer):
-    """Takes so much of the fake time per token, `factor` of what was predicted."""
+    """Takes `factor` of the time that was predicted, from its call `slow_from` on."""
 
-    def __init__(self, fake: FakeTime, *, factor: float = 1.0) -> None:
+    def __init__(self, fake: FakeTime, *, factor: float, slow_from: int) -> None:
         super().__init__()
         self._fake = fake
         self._factor = factor
+        self._calls_left = slow_from
 
     def run_replica(self, items: Sequence[Any]) -> tuple[list[int], Any]:
         marks, sums = super().run_replica(items)
-        self._fake.now += self._factor * (marks[-1] - marks[0]) / 1e9 * SECONDS_PER_S
+        factor = 1.0 if self._calls_left > 0 else self._factor
+        self._calls_left -= 1
+        self._fake.now += factor * (marks[-1] - marks[0]) / 1e9 * SECONDS_PER_S
         return marks, sums
 
 
@@ -593,7 +596,12 @@ SECONDS_PER_S = 1e5  # a token of FakeTrainer takes 1 µs; of the fake time, 0.1
 
 
 def measured_rows(
-    minutes: float, *flags: str, folder: Path, monkeypatch: pytest.MonkeyPatch, factor: float = 1.0
+    minutes: float,
+    *flags: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    factor: float = 1.0,
+    slow_from: int = 0,
 ) -> tuple[dict[str, Any], float]:
     """Measure rows on fake time; return the JSON as it is on disk, and the seconds spent."""
     script, rows, fake = module("gpu_throughput"), module("gpu_rows"), FakeTime()
@@ -604,7 +612,7 @@ def measured_rows(
     benchmark._prior, benchmark._peak = CostModel(), None
     benchmark._ns_per_unit = 1000 * SECONDS_PER_S / COST_UNIT
     benchmark._result |= {"rows": [], "left_out": {}}
-    benchmark._measure(SlowTrainer(fake, factor=factor), CostModel())
+    benchmark._measure(SlowTrainer(fake, factor=factor, slow_from=slow_from), CostModel())
     benchmark._save()
     return json.loads((folder / "out.json").read_text(encoding="utf-8")), fake.now - 100
 
@@ -636,16 +644,20 @@ def test_the_minutes_are_obeyed(
         assert reason.startswith("its warm-up and 2 rounds need about ")
 
 
-def test_a_row_that_is_slower_than_predicted_is_stopped_in_time(
+def test_a_row_that_becomes_slower_is_stopped_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result, _ = measured_rows(
-        160, "--rows", "cv1.0", folder=tmp_path, monkeypatch=monkeypatch, factor=8.0
+    flags = ("--rows", "cv1.0")
+    _, whole_s = measured_rows(600, *flags, folder=tmp_path, monkeypatch=monkeypatch)
+    minutes = (1.2 * whole_s + 3) / 60
+    result, spent = measured_rows(
+        minutes, *flags, folder=tmp_path, monkeypatch=monkeypatch, factor=3.0, slow_from=20
     )
     (row,) = result["rows"]
-    assert 0 < row["rounds"] < row["rounds_planned"] == 3
-    assert row["stopped"].startswith(f"round {row['rounds'] + 1} of 3: ")
-    assert row["arms"]["odb_cost"]["num_steps"] == row["rounds"]
+    assert (row["rounds"], row["rounds_planned"]) == (1, 3)
+    assert row["stopped"].startswith("round 2 of 3: ")
+    assert {arm["num_steps"] for arm in row["arms"].values()} == {1}
+    assert spent <= 60 * minutes
 
 
 def test_rotary_positions_need_their_kernel() -> None:
