@@ -58,10 +58,11 @@ typecheck: venv ## mypy --strict
 verify: venv ## check the protocol's model with SPIN (ARGS="--quick --json OUT")
 	$(PYTHON) verification/run.py $(ARGS)
 
-bench: venv ## loss parity and throughput, results in build/bench
+bench: venv ## loss parity and throughput, results in build/bench (GPU script: tiny, on the CPU)
 	@mkdir -p build/bench
 	$(PYTHON) benchmarks/loss_parity.py --json build/bench/loss_parity.json $(ARGS)
 	$(PYTHON) benchmarks/train_throughput.py --json build/bench/train_throughput.json $(ARGS)
+	$(PYTHON) benchmarks/gpu_throughput.py --device cpu --tiny --json build/bench/gpu_throughput.json
 
 wheel: venv ## build dist/*.whl
 	@rm -rf build/lib build/bdist.*

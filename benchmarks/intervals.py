@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Interval", "difference_interval", "ratio_interval"]
+__all__ = ["Interval", "difference_interval", "rate_ratio_interval", "ratio_interval"]
 
 # Two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom.
 _T_975 = (
@@ -69,3 +69,44 @@ def ratio_interval(ratios: Sequence[float]) -> Interval:
     logs = difference_interval([math.log(ratio) for ratio in ratios])
     bounds = [None if value is None else math.exp(value) for value in (logs.low, logs.high)]
     return Interval(mean=math.exp(logs.mean), low=bounds[0], high=bounds[1])
+
+
+def rate_ratio_interval(
+    over: Sequence[tuple[float, float]], under: Sequence[tuple[float, float]]
+) -> Interval:
+    """Return the ratio of two rates, each total work over total time, and its 95 % interval.
+
+    The interval is the jackknife's: each round is left out in turn, of both, and Student's t is
+    taken of the logarithms' pseudo-values. A round's own ratio is not used, because rounds whose
+    work differs do not count alike.
+
+    Args:
+        over: (work, time) of each round.
+        under: (work, time) of the same rounds.
+
+    Raises:
+        ValueError: rounds that do not pair, none, or work or time that is not positive.
+    """
+    values = [value for pair in (*over, *under) for value in pair]
+    if not over or len(over) != len(under) or min(values) <= 0:
+        raise ValueError(
+            "work and time must be positive, of the same rounds and at least one; got "
+            f"{list(over)} and {list(under)}"
+        )
+
+    def log_ratio(left_out: int | None) -> float:
+        sums = [
+            sum(pair[part] for index, pair in enumerate(rounds) if index != left_out)
+            for rounds in (over, under)
+            for part in (0, 1)
+        ]
+        return math.log(sums[0] / sums[1] / (sums[2] / sums[3]))
+
+    count, whole = len(over), log_ratio(None)
+    if count == 1:
+        return Interval(mean=math.exp(whole), low=None, high=None)
+    pseudo = [count * whole - (count - 1) * log_ratio(index) for index in range(count)]
+    spread = difference_interval(pseudo)
+    assert spread.low is not None
+    half = spread.mean - spread.low
+    return Interval(mean=math.exp(whole), low=math.exp(whole - half), high=math.exp(whole + half))
