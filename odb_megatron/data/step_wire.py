@@ -1,8 +1,9 @@
 """A step as bytes, for the other ranks of a replica: a header of metadata, and a payload of tokens.
 
-Must not send anything. The header is JSON and has everything but token ids, labels and loss masks;
-offsets, padding and positions follow from the sample lengths in it. The payload has real tokens
-only: token ids and labels as int32, loss masks as bits.
+Must not send anything. The header is JSON and has everything but token ids, labels, loss masks and
+the patches of images; offsets, padding and positions follow from the sample lengths in it. The
+payload has real tokens only: token ids and labels as int32, loss masks as bits. Patches are a
+payload of their own (`step_pixels`), since only the first pipeline stage uses them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from odb_megatron.data.images import PixelFormat
 from odb_megatron.data.sample import Sample
+from odb_megatron.data.step_images import ImageRow, check_rows, image_rows, layout_of_rows
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, assemble, assemble_idle, layout
 from odb_megatron.plan.step import StepTotals
 
@@ -24,6 +27,7 @@ __all__ = ["Ending", "StepMetadata", "StepWireError", "decode_header", "decode_p
 __all__ += ["encode_header", "encode_payload", "payload_bytes"]
 
 Bytes = npt.NDArray[np.uint8]
+_Item = TypeVar("_Item", MicroBatch, MicroBatchLayout)
 
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MOST_TOKENS = 1 << 28  # of a replica in a step: a payload of 2 GiB
@@ -57,6 +61,8 @@ class StepMetadata:
         patches: image patches that each micro-batch's samples stand for.
         multiple: padded lengths are multiples of this.
         length: tokens that every micro-batch is padded to; 0 for none.
+        images: where the images of each micro-batch lie, see `step_images`; empty without any.
+        pixels: what their patches are; None without images.
     """
 
     totals: StepTotals
@@ -65,6 +71,8 @@ class StepMetadata:
     patches: tuple[int, ...]
     multiple: int
     length: int = 0
+    images: tuple[tuple[ImageRow, ...], ...] = ()
+    pixels: PixelFormat | None = None
 
     @classmethod
     def of(
@@ -75,7 +83,12 @@ class StepMetadata:
         multiple: int,
         length: int = 0,
     ) -> StepMetadata:
-        """Describe assembled micro-batches."""
+        """Describe assembled micro-batches.
+
+        Raises:
+            ValueError: patches of different kinds.
+        """
+        images, pixels = image_rows(micro_batches)
         return cls(
             totals=totals,
             positions=tuple(item.positions for item in micro_batches),
@@ -83,11 +96,13 @@ class StepMetadata:
             patches=tuple(item.num_patches for item in micro_batches),
             multiple=multiple,
             length=length,
+            images=images,
+            pixels=pixels,
         )
 
     def layouts(self) -> list[MicroBatchLayout]:
         """Return the micro-batches without their tokens, as middle pipeline stages use them."""
-        return [
+        found = [
             replace(
                 layout(lengths, positions=positions, multiple=self.multiple, total=self.length),
                 num_patches=patches,
@@ -96,6 +111,16 @@ class StepMetadata:
                 self.lengths, self.positions, self.patches, strict=True
             )
         ]
+        return [self._with_images(item, at) for at, item in enumerate(found)]
+
+    def with_images(self, items: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return micro-batches with where their images lie."""
+        return [self._with_images(item, at) for at, item in enumerate(items)]
+
+    def _with_images(self, item: _Item, at: int) -> _Item:
+        if self.pixels is None or not self.images[at]:
+            return item
+        return replace(item, images=layout_of_rows(self.images[at], item, merge=self.pixels.merge))
 
 
 def encode_header(content: StepMetadata | Ending) -> bytes:
@@ -127,6 +152,8 @@ def decode_header(data: bytes) -> StepMetadata | Ending:
             patches=tuple(values["patches"]),
             multiple=values["multiple"],
             length=values["length"],
+            images=tuple(tuple(map(tuple, rows)) for rows in values["images"]),
+            pixels=None if values["pixels"] is None else PixelFormat(**values["pixels"]),
         )
         _check(metadata)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -202,7 +229,7 @@ def decode_payload(metadata: StepMetadata, payload: Bytes) -> list[MicroBatch]:
             assemble(samples, positions=positions, **shape) if positions else assemble_idle(**shape)
         )
         micro_batches.append(replace(item, num_patches=patches))
-    return micro_batches
+    return metadata.with_images(micro_batches)
 
 
 def _check(metadata: StepMetadata) -> None:
@@ -227,6 +254,7 @@ def _check(metadata: StepMetadata) -> None:
     whole = max(padded, len(metadata.lengths) * max(metadata.length, metadata.multiple))
     if whole > _MOST_TOKENS:
         raise ValueError(f"{whole} tokens; at most {_MOST_TOKENS}")
+    check_rows(metadata.images, metadata.pixels, lengths=metadata.lengths, patches=metadata.patches)
 
 
 def _lengths(item: MicroBatch) -> tuple[int, ...]:
