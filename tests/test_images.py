@@ -123,7 +123,7 @@ def test_patches_of_two_kinds_are_refused() -> None:
 
 
 def test_positions_are_those_of_qwen2_vl() -> None:
-    """Sample by sample, as `get_rope_index` has them; restarted in each, whatever it is packed with."""
+    """Sample by sample, as `get_rope_index` has them; restarted in each, however it is packed."""
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
     vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=1)

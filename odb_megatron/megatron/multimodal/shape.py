@@ -43,7 +43,7 @@ class VisionShape:
         if self.hidden % self.num_heads or self.head % 4:
             raise ValueError(
                 f"a vision tower of hidden size {self.hidden} with {self.num_heads} heads; "
-                "expected heads of equal size, a multiple of 4 (half of it for height, half for width)"
+                "expected heads of equal size, a multiple of 4: half for height, half for width"
             )
 
     @property
