@@ -1,4 +1,7 @@
-"""Chats with pictures in Megatron's `pretrain()`: packings, parallelisms, hand-over, resume."""
+"""Chats with pictures in Megatron's `pretrain()`: packings, parallelisms, hand-over, resume.
+
+Every run but the refused ones starts from one checkpoint, whatever its topology.
+"""
 
 from __future__ import annotations
 
@@ -74,16 +77,29 @@ def write(path: Path, records: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def train(megatron: Megatron, pictures: Pictures, *flags: Any, **case: Any) -> Run:
-    return megatron.train(*ALL, *pictures.flags, *flags, has_images=True, **case)
+@pytest.fixture(scope="module")
+def initial(
+    megatron: Megatron, pictures: Pictures, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, ...]:
+    """All flags, with those of a checkpoint that any topology loads."""
+    folder = tmp_path_factory.mktemp("initial")
+    save = ("--save", folder, "--save-interval", 100, "--ckpt-format", "torch_dist")
+    first = (*ALL, *pictures.flags, "--train-samples", 8, "--odb-token-budget", 128)
+    megatron.train(*first, *save, replicas=1, has_images=True)
+    load = ("--load", folder, "--ckpt-format", "torch_dist", "--finetune")
+    return (*ALL, *pictures.flags, *load, "--no-load-optim", "--no-load-rng")
 
 
 @pytest.fixture(scope="module")
-def alone(megatron: Megatron, pictures: Pictures) -> Run:
+def alone(megatron: Megatron, initial: tuple[Any, ...]) -> Run:
     """One rank, one sample in each micro-batch but for the shortest."""
-    run = train(megatron, pictures, "--odb-token-budget", 64, replicas=1)
+    run = train(megatron, initial, "--odb-token-budget", 64, replicas=1)
     assert len(run.steps) == NUM_RECORDS / 8
     return run
+
+
+def train(megatron: Megatron, initial: tuple[Any, ...], *flags: Any, **case: Any) -> Run:
+    return megatron.train(*initial, *flags, has_images=True, **case)
 
 
 def num_micro_batches(run: Run) -> list[int]:
@@ -91,15 +107,15 @@ def num_micro_batches(run: Run) -> list[int]:
 
 
 def test_loss_does_not_depend_on_the_packing(
-    megatron: Megatron, pictures: Pictures, alone: Run
+    megatron: Megatron, initial: tuple[Any, ...], alone: Run
 ) -> None:
-    packed = train(megatron, pictures, "--odb-token-budget", 400, replicas=1)
+    packed = train(megatron, initial, "--odb-token-budget", 400, replicas=1)
     assert max(num_micro_batches(packed)) < min(num_micro_batches(alone))
     assert_equal(packed, alone)
     assert packed.losses[-1] < packed.losses[0]
-    assert_equal(train(megatron, pictures, "--odb-token-budget", 128), alone)
+    assert_equal(train(megatron, initial, "--odb-token-budget", 128), alone)
     padded = ("--odb-token-budget", 256, "--odb-pad-to-budget")
-    assert_equal(train(megatron, pictures, *padded, replicas=1), alone)
+    assert_equal(train(megatron, initial, *padded, replicas=1), alone)
 
 
 @pytest.mark.parametrize(
@@ -114,38 +130,51 @@ def test_loss_does_not_depend_on_the_packing(
     ids=["TP", "TP-SP", "PP", "VPP", "sharded"],
 )
 def test_parallelisms(
-    megatron: Megatron, pictures: Pictures, alone: Run, flags: tuple[str, ...], ranks: int
+    megatron: Megatron,
+    initial: tuple[Any, ...],
+    alone: Run,
+    flags: tuple[str, ...],
+    ranks: int,
 ) -> None:
     words = [word for flag in flags for word in flag.split()]
-    run = train(megatron, pictures, *words, "--odb-token-budget", 128, replicas=ranks)
+    run = train(megatron, initial, *words, "--odb-token-budget", 128, replicas=ranks)
     assert_equal(run, alone)
+    sends_patches = flags[0] == TP
+    record = run.steps[0].record
+    assert record["collectives"] == (0 if flags[0].startswith("--use") else 2 + sends_patches)
+    if sends_patches:  # a patch has 48 bytes; on a last stage alone they would be for nothing
+        assert record["bytes_delivered"] > 4096 + 48 * 100
 
 
 def test_samples_are_handed_over_with_their_images(
-    megatron: Megatron, pictures: Pictures, alone: Run
+    megatron: Megatron, initial: tuple[Any, ...], alone: Run
 ) -> None:
-    run = train(megatron, pictures, "--odb-token-budget", 128, "--odb-exchange", "tokens")
-    moved = sum(step.record["samples_moved"] for step in run.steps)
+    run = train(megatron, initial, "--odb-token-budget", 128, "--odb-exchange", "tokens")
+    moved = sum(step.record["moved"] for step in run.steps)
     assert moved > 0
     assert_equal(run, alone)
 
 
 def test_a_resumed_run_goes_on(
-    megatron: Megatron, pictures: Pictures, alone: Run, tmp_path: Path
+    megatron: Megatron,
+    pictures: Pictures,
+    initial: tuple[Any, ...],
+    alone: Run,
+    tmp_path: Path,
 ) -> None:
-    save = ("--save", tmp_path, "--save-interval", 2, "--ckpt-format", "torch")
-    budget = ("--odb-token-budget", 128)
-    train(megatron, pictures, *budget, *save, "--exit-interval", 2)
-    run = train(megatron, pictures, *budget, *save, "--load", tmp_path)
+    flags = (*initial, "--odb-token-budget", 128, "--save", tmp_path, "--save-interval", 2)
+    train(megatron, flags, "--exit-interval", 2)
+    own = (*ALL, *pictures.flags, "--odb-token-budget", 128, "--load", tmp_path)
+    run = train(megatron, own, "--ckpt-format", "torch_dist")
     assert [step.iteration for step in run.steps] == [3]
     assert run.losses == pytest.approx(alone.losses[2:], abs=1e-5)
 
 
-def test_the_patch_cap_holds(megatron: Megatron, pictures: Pictures, alone: Run) -> None:
+def test_the_patch_cap_holds(megatron: Megatron, initial: tuple[Any, ...], alone: Run) -> None:
     flags = ("--odb-token-budget", 400, "--odb-max-patches", 40)
-    run = train(megatron, pictures, *flags, replicas=1)
+    run = train(megatron, initial, *flags, replicas=1)
     assert_equal(run, alone)
-    free = train(megatron, pictures, "--odb-token-budget", 400, replicas=1)
+    free = train(megatron, initial, "--odb-token-budget", 400, replicas=1)
     assert sum(num_micro_batches(run)) > sum(num_micro_batches(free))
     assert "cost model" in run.replicas[0].output
     assert "--odb-cost-patch" in run.replicas[0].output
@@ -174,7 +203,10 @@ def test_a_picture_that_is_missing_is_a_bad_record(
         ("--position-embedding-type learned_absolute", "has no place for images"),
         ("--mrope-section 1 1 1", "--mrope-section sums to 3; expected .* 8"),
         ("--odb-warmup-worst-case", "knows no images"),
-        ("--mtp-num-layers 1", "multi-token prediction embeds shifted tokens by itself"),
+        (
+            "--position-embedding-type rope --mtp-num-layers 1",
+            "multi-token prediction embeds shifted tokens by itself",
+        ),
         ("--odb-image-merge 0", "0 x 0 to a token"),
         ("--odb-vision-attention-heads 3", "hidden size 16 with 3 heads"),
     ],
