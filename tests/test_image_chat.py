@@ -52,7 +52,7 @@ def text(content: str) -> dict[str, str]:
 
 
 def source(folder: Path, renderer: ChatRenderer, *records: Any, **policies: Any) -> ImageChatSource:
-    path = folder / "chat.jsonl"
+    path = folder / f"chat{len(list(folder.iterdir()))}.jsonl"  # a file in use must not change
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     values: dict[str, Any] = {"context": 200, "token_budget": 200, **policies}
     images = values.pop("images", ImageRules(patches=PATCHES))
@@ -128,7 +128,8 @@ def test_without_pictures_it_is_a_chat_source(tmp_path: Path, renderer: ChatRend
     record = chat(text("what is this"))
     sample = one(tmp_path, renderer, record)
     rules = SampleRules(context=200, token_budget=200)
-    plain = open_source(str(tmp_path / "chat.jsonl"), rules=rules, renderer=renderer)
+    path = next(tmp_path.glob("chat*.jsonl"))
+    plain = open_source(str(path), rules=rules, renderer=renderer)
     expected = plain.sample(0, source=3)
     assert isinstance(expected, Sample)
     assert np.array_equal(sample.tokens, expected.tokens)
@@ -161,7 +162,7 @@ def test_bad_records(
 ) -> None:
     draw(tmp_path / "a.png", size=(8, 8))
     draw(tmp_path / "long.png", size=(900, 4))
-    with pytest.raises(BadRecordError, match=f"chat.jsonl:1: .*{message}"):
+    with pytest.raises(BadRecordError, match=rf"chat\d+.jsonl:1: .*{message}"):
         source(tmp_path, renderer, record).sample(0, source=0)
     hole = source(tmp_path, renderer, record, bad_record=BadRecordPolicy.SKIP).sample(0, source=0)
     assert isinstance(hole, Hole)
@@ -171,7 +172,8 @@ def test_bad_records(
 def test_without_image_flags_pictures_are_refused(tmp_path: Path, renderer: ChatRenderer) -> None:
     source(tmp_path, renderer, chat({"type": "image", "path": "a.png"}))
     rules = SampleRules(context=200, token_budget=200)
-    plain = open_source(str(tmp_path / "chat.jsonl"), rules=rules, renderer=renderer)
+    path = next(tmp_path.glob("chat*.jsonl"))
+    plain = open_source(str(path), rules=rules, renderer=renderer)
     with pytest.raises(BadRecordError, match="only text parts are supported here"):
         plain.sample(0, source=0)
 
@@ -236,9 +238,11 @@ def test_items_of_own_datasets() -> None:
     assert isinstance(sample, Sample)
     assert sample.num_patches == 8
     assert load(pixel_values=None, image_grid_thw=None, image_starts=None).images is None  # type: ignore[union-attr]
-    assert load(image_grid_thw=[], image_starts=[]).images is None  # type: ignore[union-attr]
+    nothing = {"pixel_values": [], "image_grid_thw": [], "image_starts": []}
+    assert load(**nothing).images is None  # type: ignore[union-attr]
     for changes, message in (
         ({"image_starts": None}, "images need pixel_values, image_grid_thw, image_starts"),
+        ({"image_grid_thw": np.zeros((0, 3), dtype=int)}, r"image_grid_thw has shape \(0, 3\)"),
         ({"image_merge": 1}, "last image ends at token 9"),
         ({"num_patches": 3}, "num_patches is 3; its images have 8"),
         ({"loss_mask": [1, 0, 1, 1]}, "where the label is a visual token"),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_samples import image_sample
 from test_step_wire import TOTALS
@@ -112,6 +112,7 @@ def build(step: list[list[list[Any]]], *, multiple: int, dtype: str = "uint8") -
     return made
 
 
+@settings(max_examples=40)
 @given(STEPS, st.sampled_from([1, 4, 16]), DTYPES)
 def test_a_step_arrives_with_its_images(step: Any, multiple: int, dtype: str) -> None:
     sent = build(step, multiple=multiple, dtype=dtype)
@@ -218,7 +219,7 @@ def _attachments(rank: int) -> list[Any]:
 
 
 def test_attachments_go_to_their_ranks_alone() -> None:
-    leader, first, last = run_replicas(_attachments, 3, timeout_s=100)
+    leader, first, last = run_replicas(_attachments, 3, timeout_s=240)
     assert leader == [True, True, [7] * 5, [9] * 3, 3]
     assert first == [False, True, [9] * 3, 2]
     assert last == [True, False, [7] * 5, 2]

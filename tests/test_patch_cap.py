@@ -52,7 +52,7 @@ def worlds(draw: Any) -> World:
     return World(config=config, lengths=lengths, patches=patches)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(worlds())
 def check(world: World) -> None:
     steps = world.run()

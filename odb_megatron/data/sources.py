@@ -380,9 +380,9 @@ def _mapping_images(item: Mapping[str, Any]) -> SampleImages | None:
     if len(given) < len(names):
         raise ValueError(f"item has {' and '.join(given)}; images need {', '.join(names)}")
     pixels = np.asarray(item["pixel_values"])
-    grid, starts = (_numbers(item[name], name, kinds="iu").astype(np.int64) for name in names[1:])
-    if not len(grid):
+    if not len(pixels) and not len(item["image_grid_thw"]):
         return None
+    grid, starts = (_numbers(item[name], name, kinds="iu").astype(np.int64) for name in names[1:])
     merge = _numbers(item.get("image_merge", 2), "image_merge", kinds="iu").item()
     return SampleImages(pixel_values=pixels, grid_thw=grid, starts=starts, merge=merge)
 
