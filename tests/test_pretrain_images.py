@@ -178,8 +178,6 @@ def test_the_patch_cap_holds(megatron: Megatron, initial: tuple[Any, ...], alone
     assert sum(num_micro_batches(run)) > sum(num_micro_batches(free))
     assert "cost model" in run.replicas[0].output
     assert "--odb-cost-patch" in run.replicas[0].output
-    assert "over the budget or patch cap, alone: " in run.summary + run.replicas[0].output
-    assert "over the budget or patch cap, alone: " not in free.replicas[0].output
 
 
 def test_a_picture_that_is_missing_is_a_bad_record(
