@@ -148,7 +148,9 @@ def start_device(device_type: str, *, seed: int) -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.distributed.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
-        store=torch.distributed.FileStore(os.path.join(folder, "store"), 1),
+        store=torch.distributed.FileStore(  # type: ignore[attr-defined]
+            os.path.join(folder, "store"), 1
+        ),
         rank=0,
         world_size=1,
     )

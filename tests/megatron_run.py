@@ -66,6 +66,7 @@ class Case:
         out_of_memory_in: micro-batch of this process, counted from 1, that runs out of memory.
         save_fails: ("before" or "after", iteration): Megatron's own save of that iteration raises
             before it has begun, or after it has ended.
+        has_images: samples may have images.
     """
 
     flags: tuple[str, ...]
@@ -78,6 +79,7 @@ class Case:
     save_fails: tuple[str, int] | None = None
     nan_in: tuple[str, int] | None = None
     out_of_memory_in: int | None = None
+    has_images: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -187,17 +189,28 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
     from odb_megatron.megatron.run import OdbRun
     from odb_megatron.megatron.setup import read_args
 
-    args = read_args({"tokenizer_type": "HuggingFaceTokenizer"})
+    kind: type[OdbRun] = OdbRun
+    extra = None
+    if case.has_images:
+        from odb_megatron.megatron.multimodal.arguments import add_image_arguments
+        from odb_megatron.megatron.multimodal.arguments import refuse_unsupported as refuse
+        from odb_megatron.megatron.multimodal.run import ImageRun
+
+        kind, extra = ImageRun, add_image_arguments
+    args = read_args({"tokenizer_type": "HuggingFaceTokenizer"}, extra)
+    if case.has_images:
+        refuse(args)
     datasets = None if case.items is None else _datasets(case.items)
     with _observed(training, outcome, save_fails=case.save_fails):
         before = _replaced_names(training)
         try:
-            with OdbRun(args, datasets=datasets) as run:
+            with kind(args, datasets=datasets) as run:
                 pretrain_gpt(
                     args,
                     prepare_model=run.prepare_model,
                     datasets_provider=run.datasets_provider,
                     forward_step=_counted(run.forward_step, outcome, args, case),
+                    model_class=getattr(run, "model_class", None),
                 )
         finally:
             outcome.restored = _replaced_names(training) == before
@@ -370,6 +383,8 @@ def _replaced_names(training: Any) -> list[Any]:
     from megatron.core import num_microbatches_calculator
     from megatron.training import checkpointing
 
+    from odb_megatron.megatron.compat_pretrain import prediction_module
+
     names = (
         "get_forward_backward_func",
         "training_log",
@@ -378,7 +393,8 @@ def _replaced_names(training: Any) -> list[Any]:
     )
     calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     replaced = [getattr(training, name) for name in names]
-    return [*replaced, checkpointing.check_checkpoint_args, calculator]
+    model = getattr(prediction_module(), "GPTModel", None)
+    return [*replaced, checkpointing.check_checkpoint_args, calculator, model]
 
 
 def _final_values() -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Delivery inside a replica: the leader's bytes to its other ranks, over the CPU.
 
 Must not know what the bytes mean. Per step two broadcasts, however many micro-batches it has: a
-header to every rank of the replica, and a payload to those that use it.
+header to every rank of the replica, and a payload to those that use it; some steps have a second
+payload, the attachment, for fewer ranks.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class ReplicaGroup:
         name: shown in errors, such as "train".
         timeout_s: seconds a broadcast may take.
         patience: see `ControlGroup`.
+        attachment_ranks: those that get attachments, the leader first; a subset of `ranks`.
 
     Attributes:
         num_collectives: broadcasts this rank has taken part in.
@@ -64,13 +66,15 @@ class ReplicaGroup:
         name: str,
         timeout_s: float,
         patience: Patience | None = None,
+        attachment_ranks: Sequence[int] = (),
     ) -> None:
         self._patience = patience
-        if payload_ranks[0] != ranks[0] or not set(payload_ranks) <= set(ranks):
-            raise ValueError(
-                f"payload ranks {list(payload_ranks)} must begin with the leader {ranks[0]} and be "
-                f"ranks of the replica {list(ranks)}"
-            )
+        for what, chosen in (("payload", payload_ranks), ("attachment", attachment_ranks)):
+            if len(chosen) and (chosen[0] != ranks[0] or not set(chosen) <= set(ranks)):
+                raise ValueError(
+                    f"{what} ranks {list(chosen)} must begin with the leader {ranks[0]} and be "
+                    f"ranks of the replica {list(ranks)}"
+                )
         self._ranks, self._name, self._timeout_s = list(ranks), name, timeout_s
         self._leader = ranks[0]
         self._rank = dist.get_rank()
@@ -85,6 +89,14 @@ class ReplicaGroup:
             self._payloads = GlooGroup(
                 payload_ranks,
                 name=f"{own_name}/payloads",
+                timeout_s=timeout_s,
+                patience=patience,
+            )
+        self._attachments = None
+        if len(attachment_ranks) > 1 and self._rank in attachment_ranks:
+            self._attachments = GlooGroup(
+                attachment_ranks,
+                name=f"{own_name}/attachments",
                 timeout_s=timeout_s,
                 patience=patience,
             )
@@ -152,6 +164,22 @@ class ReplicaGroup:
             self._broadcast(data, group=self._payloads)
         return data
 
+    @property
+    def has_attachment(self) -> bool:
+        """Whether this rank takes part in broadcasts of attachments."""
+        return self._attachments is not None
+
+    def attachment(self, data: Bytes) -> Bytes:
+        """Broadcast a second payload, as `payload`.
+
+        Raises:
+            DeliveryError: a rank is gone or did not answer in time.
+        """
+        assert self._attachments is not None, f"rank {self._rank} gets no attachments"
+        if data.size:
+            self._broadcast(data, group=self._attachments)
+        return data
+
     def report(self, values: Sequence[float], *, reporter: int) -> list[float]:
         """Send numbers from the rank `reporter` to the leader, point to point.
 
@@ -182,8 +210,9 @@ class ReplicaGroup:
     def close(self) -> None:
         """Close the connections; ranks that wait for this one learn it at once."""
         self._headers.close()
-        if self._payloads is not None:
-            self._payloads.close()
+        for group in (self._payloads, self._attachments):
+            if group is not None:
+                group.close()
 
     def _broadcast(self, data: Bytes, *, group: GlooGroup) -> None:
         if group.is_closed:

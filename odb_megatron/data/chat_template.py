@@ -175,6 +175,20 @@ class ChatRenderer:
             )
         return ids, loss
 
+    def token_id(self, token: str) -> int:
+        """Return the id of a text that is one token.
+
+        Raises:
+            ValueError: it is several.
+        """
+        ids = list(self._encode(token, ())[0])
+        if len(ids) != 1:
+            raise ValueError(
+                f"the tokenizer has no token {token!r} (it makes {len(ids)} of the text): use the "
+                "tokenizer that belongs to the model, or add the token to it"
+            )
+        return int(ids[0])
+
     def _plain_ids(self, text: str) -> list[int]:
         if self._backend is not None:
             ids = list(self._backend.encode(text, add_special_tokens=self._add_special_tokens).ids)

@@ -56,10 +56,15 @@ def slice_micro_batch(item: MicroBatch, *, size: int, rank: int) -> MicroBatch:
     """Return a rank's part of a micro-batch; cumulative lengths stay those of the whole.
 
     Raises:
-        ValueError: see `chunk_indices`.
+        ValueError: see `chunk_indices`; or it has images, which a rank cannot encode in part.
     """
     if size == 1:
         return item
+    if item.images is not None:
+        raise ValueError(
+            "samples with images cannot be cut for context parallelism in this version: use "
+            "--context-parallel-size 1"
+        )
     index_T = torch.from_numpy(chunk_indices(item.cu_seqlens_padded.numpy(), size=size, rank=rank))
     return replace(
         item,

@@ -96,7 +96,9 @@ class FinishedStep:
     @property
     def num_bytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(value.nbytes for item in self.micro_batches for value in _tensors(item).values())
+        own = sum(value.nbytes for item in self.micro_batches for value in _tensors(item).values())
+        layouts = (item.images for item in self.micro_batches)
+        return own + sum(images.nbytes for images in layouts if images is not None)
 
     def pinned(self) -> FinishedStep:
         """Return it in page-locked memory, which the device copies from without waiting."""

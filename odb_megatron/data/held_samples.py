@@ -107,4 +107,5 @@ class HeldSamples:
 
 
 def _num_bytes(sample: Sample) -> int:
-    return sample.tokens.nbytes + sample.labels.nbytes + sample.loss_mask.nbytes
+    own = sample.tokens.nbytes + sample.labels.nbytes + sample.loss_mask.nbytes
+    return own + (0 if sample.images is None else sample.images.nbytes)

@@ -18,6 +18,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
 from odb_megatron.data.chat_template import ChatRenderer
+from odb_megatron.data.image_chat import ImageRules
 from odb_megatron.data.order import Order, PassOrder
 from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.sources import SampleSource, count_records, open_source
@@ -39,11 +40,13 @@ class SampleDatasetConfig(BlendedMegatronDatasetConfig):  # type: ignore[misc]
     Attributes:
         rules: overlong and bad-record policies.
         renderer: tokenizer and chat template, for chat and text files.
+        images: what becomes of the pictures of chat files; None to refuse them.
         opened: sources already open in this process, by path.
     """
 
     rules: SampleRules | None = None
     renderer: ChatRenderer | None = None
+    images: ImageRules | None = None
     opened: dict[str, SampleSource] = field(default_factory=dict, repr=False)
 
     def open(self, path: str) -> SampleSource:
@@ -52,7 +55,11 @@ class SampleDatasetConfig(BlendedMegatronDatasetConfig):  # type: ignore[misc]
             if self.rules is None:
                 raise ValueError("SampleDatasetConfig.rules is not set: pass a SampleRules")
             self.opened[path] = open_source(
-                path, rules=self.rules, renderer=self.renderer, mmap=self.mmap_bin_files
+                path,
+                rules=self.rules,
+                renderer=self.renderer,
+                mmap=self.mmap_bin_files,
+                images=self.images,
             )
         return self.opened[path]
 

@@ -94,6 +94,8 @@ def check_ids(sample: Sample, rules: SampleRules) -> None:
 def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> Sample | Hole:
     """Apply the overlong policy.
 
+    No image is cut: of one that does not fit nothing is kept, nor of what follows it.
+
     A truncated sample may lose all its loss tokens; it is then emitted as it is (and counted),
     because the user asked for the cut.
 
@@ -118,13 +120,26 @@ def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> 
         )
     if verdict.truncated == 0:
         return sample
+    keep, images = verdict.keep, sample.images
+    if images is not None:  # never a part of an image
+        keep = images.whole_length(keep)
+        images = images.kept(keep)
+        if keep == 0:
+            return Hole(
+                reason=HoleReason.OVERLONG,
+                message=f"{path}:{line}: the image at its start is longer than {verdict.keep} "
+                "tokens, so nothing is left of the sample",
+                source=sample.source,
+            )
+    has_images = sample.images is not None
     return Sample(
-        tokens=sample.tokens[: verdict.keep],
-        labels=sample.labels[: verdict.keep],
-        loss_mask=sample.loss_mask[: verdict.keep],
+        tokens=sample.tokens[:keep],
+        labels=sample.labels[:keep],
+        loss_mask=sample.loss_mask[:keep],
         source=sample.source,
-        truncated=verdict.truncated,
-        num_patches=sample.num_patches,
+        truncated=verdict.truncated + verdict.keep - keep,
+        num_patches=(images.num_patches if images else 0) if has_images else sample.num_patches,
+        images=images,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from odb_megatron.data.context_parallel import slice_micro_batch
 from odb_megatron.data.finished_step import FinishedStep, StepHeader
+from odb_megatron.data.step_images import encode_pixels, pixel_bytes, with_pixels
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.step_wire import (
     Ending,
@@ -27,7 +28,7 @@ from odb_megatron.data.step_wire import (
     encode_payload,
     payload_bytes,
 )
-from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
+from odb_megatron.data.thd import MicroBatch
 from odb_megatron.plan.records import ReplicaFailedError
 from odb_megatron.plan.termination import LoaderClosedError
 
@@ -49,6 +50,13 @@ class Channel(Protocol):
 
     def payload(self, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """Broadcast a payload into a buffer of its size."""
+
+    @property
+    def has_attachment(self) -> bool:
+        """Whether this rank takes part in broadcasts of a second payload, the patches of images."""
+
+    def attachment(self, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """As `payload`, for the second one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +165,8 @@ class RankSteps:
         elif self._channel is not None and payload is not None:
             self._channel.header(encode_header(metadata))
             self._channel.payload(payload)
+            if metadata.pixels is not None and self._channel.has_attachment:
+                self._channel.attachment(encode_pixels(items))
         return step
 
     def _receive(self) -> FinishedStep | None:
@@ -179,8 +189,10 @@ class RankSteps:
         if not self._channel.has_payload:
             return FinishedStep(header=header, micro_batches=tuple(content.layouts()))
         buffer = np.zeros(payload_bytes(content), dtype=np.uint8)
-        items: list[MicroBatch] | list[MicroBatchLayout]
         items = decode_payload(content, self._channel.payload(buffer))
+        if content.pixels is not None and self._channel.has_attachment:
+            data = np.zeros(pixel_bytes(content.images, content.pixels), dtype=np.uint8)
+            items = with_pixels(items, self._channel.attachment(data), content.pixels)
         return FinishedStep(header=header, micro_batches=tuple(items))
 
     def _tell(self, ending: Ending) -> None:

@@ -11,6 +11,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from odb_megatron.data.images import SampleImages
+
 __all__ = ["BadRecordError", "DataFileError", "Hole", "HoleReason", "Sample"]
 
 _MOST_REASON = 2000
@@ -64,7 +66,8 @@ class Sample:
         loss_mask: float32 [L], each 0 or 1.
         source: index of the data source it came from (0 for a single source).
         truncated: number of tokens cut off its end (0 if whole).
-        num_patches: image patches it stands for; they steer planning only.
+        num_patches: image patches it stands for; those of `images`, where it has any.
+        images: its pictures; None where it has none, or where patches steer planning only.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -73,6 +76,7 @@ class Sample:
     source: int = 0
     truncated: int = 0
     num_patches: int = 0
+    images: SampleImages | None = None
 
     def __post_init__(self) -> None:
         shapes = {self.tokens.shape, self.labels.shape, self.loss_mask.shape}
@@ -89,9 +93,28 @@ class Sample:
                 "micro-batch's mask to an integer token count, so fractional weights would be "
                 "silently wrong; round the mask or scale the loss instead"
             )
+        if self.images is not None:
+            self._check_images(self.images)
 
     def __len__(self) -> int:
         return int(self.tokens.size)
+
+    def _check_images(self, images: SampleImages) -> None:
+        if self.num_patches != images.num_patches:
+            raise ValueError(
+                f"a sample's num_patches is {self.num_patches}; its images have "
+                f"{images.num_patches}"
+            )
+        if int(images.ends[-1]) > len(self):
+            raise ValueError(
+                f"a sample's last image ends at token {images.ends[-1]}; it has {len(self)} tokens"
+            )
+        for start, end in zip(images.starts.tolist(), images.ends.tolist(), strict=True):
+            if self.loss_mask[max(0, start - 1) : end - 1].any():  # labels are one place ahead
+                raise ValueError(
+                    f"a sample's loss_mask is 1 where the label is a visual token (of the image at "
+                    f"tokens {start} to {end - 1}): there is nothing to learn there, set it to 0"
+                )
 
     @property
     def num_loss_tokens(self) -> int:

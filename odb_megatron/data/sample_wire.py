@@ -2,7 +2,7 @@
 
 Pure. The size follows from the sample alone, so a planner can announce it before anything is sent.
 Layout: header, tokens, labels (one where they are the tokens shifted), loss mask as bits; ids take
-32 bits where all fit.
+32 bits where all fit. Images follow: their number, patches and format, grids and places, patches.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
+from odb_megatron.data.images import PIXEL_TYPES, SampleImages
 from odb_megatron.data.sample import Sample
 
 __all__ = ["SampleWireError", "decode_sample", "encode_sample", "wire_size"]
 
-_HEADER = struct.Struct("<IIqqQ")
-_WIDE, _OWN_LABELS = 1, 2
+_HEADER = struct.Struct("<IIqqII")
+_WIDE, _OWN_LABELS, _IMAGES = 1, 2, 4
 _BITS = 32
+_IMAGE_HEADER = struct.Struct("<IIIII")  # images, patches, values of a patch, type, merge
+_PLACE_BYTES = 32  # of an image: three sides of its grid and where it begins
 
 
 class SampleWireError(ValueError):
@@ -29,7 +32,7 @@ class SampleWireError(ValueError):
 def wire_size(sample: Sample) -> int:
     """Return the number of bytes of `encode_sample`."""
     flags = _flags(sample)
-    return _size(len(sample), flags)
+    return _size(len(sample), flags) + _image_bytes(sample)
 
 
 def encode_sample(sample: Sample) -> bytes:
@@ -42,10 +45,11 @@ def encode_sample(sample: Sample) -> bytes:
             sample.tokens.astype(kind).tobytes(),
             labels.astype(kind).tobytes(),
             np.packbits(sample.loss_mask != 0).tobytes(),
+            *_encoded_images(sample.images),
         )
     )
     numbers = (flags, len(sample), sample.source, sample.truncated)
-    return _HEADER.pack(*numbers, zlib.crc32(body)) + body
+    return _HEADER.pack(*numbers, sample.num_patches, zlib.crc32(body)) + body
 
 
 def decode_sample(data: bytes | memoryview) -> Sample:
@@ -56,14 +60,15 @@ def decode_sample(data: bytes | memoryview) -> Sample:
     """
     if len(data) < _HEADER.size:
         raise SampleWireError(f"{len(data)} bytes arrived; a sample has at least {_HEADER.size}")
-    flags, length, source, truncated, checksum = _HEADER.unpack_from(data)
-    if flags > _WIDE | _OWN_LABELS or not length or source < 0 or truncated < 0:
+    flags, length, source, truncated, num_patches, checksum = _HEADER.unpack_from(data)
+    if flags > _WIDE | _OWN_LABELS | _IMAGES or not length or source < 0 or truncated < 0:
         raise SampleWireError(
             f"a sample arrived with flags {flags}, {length} tokens, source {source} and "
             f"{truncated} cut off: its header is damaged"
         )
     expected = _size(length, flags)
-    if len(data) != expected:
+    has_images = bool(flags & _IMAGES)
+    if len(data) < expected if has_images else len(data) != expected:
         raise SampleWireError(
             f"a sample of {length} tokens arrived in {len(data)} bytes; expected {expected}"
         )
@@ -75,15 +80,69 @@ def decode_sample(data: bytes | memoryview) -> Sample:
     ids = np.frombuffer(body, dtype=kind, count=length + num_labels).astype(np.int64)
     tokens = ids[:length]
     labels = ids[length:] if flags & _OWN_LABELS else ids[1:]
-    bits = np.frombuffer(body, dtype=np.uint8, offset=ids.size * kind.itemsize)
+    bits = np.frombuffer(
+        body, dtype=np.uint8, count=-(-length // 8), offset=ids.size * kind.itemsize
+    )
     mask = np.unpackbits(bits, count=length).astype(np.float32)
-    return Sample(tokens=tokens, labels=labels, loss_mask=mask, source=source, truncated=truncated)
+    try:
+        return Sample(
+            tokens=tokens,
+            labels=labels,
+            loss_mask=mask,
+            source=source,
+            truncated=truncated,
+            num_patches=num_patches,
+            images=_decoded_images(data[expected:]) if has_images else None,
+        )
+    except ValueError as error:
+        raise SampleWireError(
+            f"a sample of {length} tokens arrived with damaged images: {error}"
+        ) from error
+
+
+def _image_bytes(sample: Sample) -> int:
+    images = sample.images
+    if images is None:
+        return 0
+    return _IMAGE_HEADER.size + _PLACE_BYTES * len(images.starts) + images.pixel_values.nbytes
+
+
+def _encoded_images(images: SampleImages | None) -> tuple[bytes, ...]:
+    if images is None:
+        return ()
+    pixels, kind = images.pixel_values, images.format
+    header = _IMAGE_HEADER.pack(
+        *(len(images.starts), len(pixels), kind.width),
+        *(PIXEL_TYPES.index(kind.dtype), kind.merge),
+    )
+    places = np.concatenate([images.grid_thw.reshape(-1), images.starts]).astype("<i8")
+    return header, places.tobytes(), np.ascontiguousarray(pixels).tobytes()
+
+
+def _decoded_images(data: bytes | memoryview) -> SampleImages:
+    if len(data) < _IMAGE_HEADER.size:
+        raise ValueError(f"{len(data)} bytes of images; expected at least {_IMAGE_HEADER.size}")
+    count, num_patches, width, kind, merge = _IMAGE_HEADER.unpack_from(data)
+    if kind >= len(PIXEL_TYPES):
+        raise ValueError(f"patches of type {kind}; expected one below {len(PIXEL_TYPES)}")
+    dtype = np.dtype(PIXEL_TYPES[kind])
+    expected = _IMAGE_HEADER.size + _PLACE_BYTES * count + num_patches * width * dtype.itemsize
+    if len(data) != expected:
+        raise ValueError(f"{len(data)} bytes of images; expected {expected}")
+    places = np.frombuffer(data, "<i8", count=4 * count, offset=_IMAGE_HEADER.size)
+    pixels = np.frombuffer(data, dtype, offset=_IMAGE_HEADER.size + _PLACE_BYTES * count)
+    return SampleImages(
+        pixel_values=pixels.reshape(num_patches, width).copy(),
+        grid_thw=places[: 3 * count].reshape(count, 3).astype(np.int64),
+        starts=places[3 * count :].astype(np.int64),
+        merge=merge,
+    )
 
 
 def _flags(sample: Sample) -> int:
     own = not np.array_equal(sample.labels[:-1], sample.tokens[1:])
     wide = not (_fits(sample.tokens) and _fits(sample.labels))
-    return _WIDE * wide + _OWN_LABELS * own
+    return _WIDE * wide + _OWN_LABELS * own + _IMAGES * (sample.images is not None)
 
 
 def _fits(ids: npt.NDArray[np.int64]) -> bool:

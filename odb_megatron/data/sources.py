@@ -11,13 +11,14 @@ import struct
 import traceback
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.data.chat_record import parse_record
 from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
+from odb_megatron.data.images import SampleImages
 from odb_megatron.data.index_check import check_index
 from odb_megatron.data.json_records import JSON_ENDINGS, JsonRecords, is_json_path
 from odb_megatron.data.preprocess import (
@@ -29,6 +30,9 @@ from odb_megatron.data.preprocess import (
     shift_labels,
 )
 from odb_megatron.data.sample import BadRecordError, DataFileError, Hole, Sample
+
+if TYPE_CHECKING:
+    from odb_megatron.data.image_chat import ImageRules
 
 __all__ = [
     "ChatSource",
@@ -70,7 +74,12 @@ class SampleSource(Protocol):
 
 
 def open_source(
-    path: str, *, rules: SampleRules, renderer: ChatRenderer | None, mmap: bool = True
+    path: str,
+    *,
+    rules: SampleRules,
+    renderer: ChatRenderer | None,
+    mmap: bool = True,
+    images: ImageRules | None = None,
 ) -> SampleSource:
     """Open a chat or text file, or a Megatron `.bin`/`.idx` pair (`path` without the ending).
 
@@ -79,6 +88,7 @@ def open_source(
         rules: policies for every record.
         renderer: tokenizer and chat template; needed for chat and text files only.
         mmap: map `.bin` files into memory (`--no-mmap-bin-files` turns it off).
+        images: what becomes of the pictures of chat files; None to refuse records with any.
 
     Raises:
         ValueError: nothing usable lies at `path`.
@@ -89,6 +99,10 @@ def open_source(
                 f"{path} needs a tokenizer: pass --tokenizer-type HuggingFaceTokenizer and "
                 "--tokenizer-model with a folder or a tokenizer.json"
             )
+        if images is not None:
+            from odb_megatron.data.image_chat import ImageChatSource
+
+            return ImageChatSource(path, rules=rules, renderer=renderer, images=images)
         return ChatSource(path, rules=rules, renderer=renderer)
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     missing = [prefix + end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
@@ -225,7 +239,9 @@ class MapSource(_RuledSource):
     """Any map-style dataset whose items are mappings with `tokens`, `labels` and `loss_mask`.
 
     Items are already shifted; arrays, tensors and lists are taken. An item whose loss_mask is all
-    zero is a bad record. `num_patches` is optional (see `Sample`).
+    zero is a bad record. `num_patches` is optional (see `Sample`), and so are images:
+    `pixel_values` [P, C] with `image_grid_thw` [I, 3], `image_starts` [I] and, if it is not 2,
+    `image_merge` (see `SampleImages`).
 
     Args:
         dataset: `len()` and `[index]`.
@@ -341,16 +357,34 @@ def _mapping_sample(item: Any, *, source: int) -> Sample:
     missing = {"tokens", "labels", "loss_mask"} - set(item)
     if missing:
         raise ValueError(f"item lacks {sorted(missing)}; it has {sorted(map(str, item))}")
+    images = _mapping_images(item)
+    given = 0 if images is None else images.num_patches
     sample = Sample(
         tokens=_numbers(item["tokens"], "tokens", kinds="iu").astype(np.int64),
         labels=_numbers(item["labels"], "labels", kinds="iu").astype(np.int64),
         loss_mask=_numbers(item["loss_mask"], "loss_mask", kinds="biuf").astype(np.float32),
         source=source,
-        num_patches=_numbers(item.get("num_patches", 0), "num_patches", kinds="iu").item(),
+        num_patches=_numbers(item.get("num_patches", given), "num_patches", kinds="iu").item(),
+        images=images,
     )
     if sample.num_loss_tokens == 0:
         raise ValueError("no token to learn from: every label is masked")
     return sample
+
+
+def _mapping_images(item: Mapping[str, Any]) -> SampleImages | None:
+    names = ("pixel_values", "image_grid_thw", "image_starts")
+    given = [name for name in names if item.get(name) is not None]
+    if not given:
+        return None
+    if len(given) < len(names):
+        raise ValueError(f"item has {' and '.join(given)}; images need {', '.join(names)}")
+    pixels = np.asarray(item["pixel_values"])
+    if not len(pixels) and not len(item["image_grid_thw"]):
+        return None
+    grid, starts = (_numbers(item[name], name, kinds="iu").astype(np.int64) for name in names[1:])
+    merge = _numbers(item.get("image_merge", 2), "image_merge", kinds="iu").item()
+    return SampleImages(pixel_values=pixels, grid_thw=grid, starts=starts, merge=merge)
 
 
 def _numbers(values: Any, name: str, *, kinds: str) -> npt.NDArray[Any]:

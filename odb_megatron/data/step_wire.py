@@ -1,8 +1,9 @@
 """A step as bytes, for the other ranks of a replica: a header of metadata, and a payload of tokens.
 
-Must not send anything. The header is JSON and has everything but token ids, labels and loss masks;
-offsets, padding and positions follow from the sample lengths in it. The payload has real tokens
-only: token ids and labels as int32, loss masks as bits.
+Must not send anything. The header is JSON and has everything but token ids, labels, loss masks and
+the patches of images; offsets, padding and positions follow from the sample lengths in it. The
+payload has real tokens only: token ids and labels as int32, loss masks as bits. Patches are a
+payload of their own (`step_pixels`), since only the first pipeline stage uses them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from odb_megatron.data.images import PixelFormat
 from odb_megatron.data.sample import Sample
+from odb_megatron.data.step_images import ImageRow, check_rows, image_rows, layout_of_rows
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, assemble, assemble_idle, layout
 from odb_megatron.plan.padding import SizeRule
 from odb_megatron.plan.step import StepTotals
@@ -25,6 +28,7 @@ __all__ = ["Ending", "StepMetadata", "StepWireError", "decode_header", "decode_p
 __all__ += ["encode_header", "encode_payload", "payload_bytes"]
 
 Bytes = npt.NDArray[np.uint8]
+_Item = TypeVar("_Item", MicroBatch, MicroBatchLayout)
 
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MOST_SEGMENTS = 1 << 16  # of a micro-batch
@@ -58,6 +62,8 @@ class StepMetadata:
         lengths: tokens of each sample before padding, per micro-batch.
         patches: image patches that each micro-batch's samples stand for.
         rule: what samples and micro-batches are padded to.
+        images: where the images of each micro-batch lie, see `step_images`; empty without any.
+        pixels: what their patches are; None without images.
     """
 
     totals: StepTotals
@@ -65,23 +71,32 @@ class StepMetadata:
     lengths: tuple[tuple[int, ...], ...]
     patches: tuple[int, ...]
     rule: SizeRule
+    images: tuple[tuple[ImageRow, ...], ...] = ()
+    pixels: PixelFormat | None = None
 
     @classmethod
     def of(
         cls, totals: StepTotals, micro_batches: Sequence[MicroBatch], *, rule: SizeRule
     ) -> StepMetadata:
-        """Describe assembled micro-batches."""
+        """Describe assembled micro-batches.
+
+        Raises:
+            ValueError: patches of different kinds.
+        """
+        images, pixels = image_rows(micro_batches)
         return cls(
             totals=totals,
             positions=tuple(item.positions for item in micro_batches),
             lengths=tuple(_lengths(item) for item in micro_batches),
             patches=tuple(item.num_patches for item in micro_batches),
             rule=rule,
+            images=images,
+            pixels=pixels,
         )
 
     def layouts(self) -> list[MicroBatchLayout]:
         """Return the micro-batches without their tokens, as middle pipeline stages use them."""
-        return [
+        found = [
             replace(
                 layout(lengths, positions=positions, rule=self.rule),
                 num_patches=patches,
@@ -90,6 +105,16 @@ class StepMetadata:
                 self.lengths, self.positions, self.patches, strict=True
             )
         ]
+        return [self._with_images(item, at) for at, item in enumerate(found)]
+
+    def with_images(self, items: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return micro-batches with where their images lie."""
+        return [self._with_images(item, at) for at, item in enumerate(items)]
+
+    def _with_images(self, item: _Item, at: int) -> _Item:
+        if self.pixels is None or not self.images[at]:
+            return item
+        return replace(item, images=layout_of_rows(self.images[at], item, merge=self.pixels.merge))
 
 
 def encode_header(content: StepMetadata | Ending) -> bytes:
@@ -120,6 +145,8 @@ def decode_header(data: bytes) -> StepMetadata | Ending:
             lengths=tuple(map(tuple, values["lengths"])),
             patches=tuple(values["patches"]),
             rule=SizeRule(**values["rule"] | {"sizes": tuple(values["rule"]["sizes"])}),
+            images=tuple(tuple(map(tuple, rows)) for rows in values["images"]),
+            pixels=None if values["pixels"] is None else PixelFormat(**values["pixels"]),
         )
         _check(metadata)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -196,7 +223,7 @@ def decode_payload(metadata: StepMetadata, payload: Bytes) -> list[MicroBatch]:
             else assemble_idle(rule=metadata.rule)
         )
         micro_batches.append(replace(item, num_patches=patches))
-    return micro_batches
+    return metadata.with_images(micro_batches)
 
 
 def _check(metadata: StepMetadata) -> None:
@@ -225,6 +252,7 @@ def _check(metadata: StepMetadata) -> None:
     whole = max(padded, len(metadata.lengths) * each)
     if whole > _MOST_TOKENS:
         raise ValueError(f"{whole} tokens; at most {_MOST_TOKENS}")
+    check_rows(metadata.images, metadata.pixels, lengths=metadata.lengths, patches=metadata.patches)
 
 
 def _lengths(item: MicroBatch) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from odb_megatron.data.images import ImageLayout, image_layout
 from odb_megatron.data.sample import Sample
 from odb_megatron.plan.padding import SizeRule
 
@@ -40,6 +41,7 @@ class MicroBatchLayout:
         max_seqlen: longest padded sample; with fixed sizes the longest there can be.
         positions: stream positions of the samples, in their order here; empty when idle.
         num_patches: image patches that its samples stand for.
+        images: where its images lie; None where there are none.
     """
 
     cu_seqlens: Tensor
@@ -47,6 +49,7 @@ class MicroBatchLayout:
     max_seqlen: int
     positions: tuple[int, ...]
     num_patches: int = 0
+    images: ImageLayout | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -63,12 +66,15 @@ class MicroBatch(MicroBatchLayout):
         labels: int64 [1, T]; a sample's last label is its own, never the next sample's token.
         loss_mask: float32 [1, T], 0 at padding.
         position_ids: int64 [1, T], from 0 in each sample.
+        pixel_values: [P, C], patches of its images; None where there are none, or where this
+            rank has no use for them.
     """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
     position_ids: Tensor
+    pixel_values: Tensor | None = None
 
 
 def layout(
@@ -146,6 +152,8 @@ def assemble(
         max_seqlen=where.max_seqlen,
         positions=where.positions,
         num_patches=sum(sample.num_patches for sample in samples),
+        images=_images(samples, offsets[:-1]),
+        pixel_values=_pixels(samples),
     )
 
 
@@ -181,3 +189,27 @@ def _position_ids(offsets: npt.NDArray[np.int32]) -> Tensor:
     """Places within each segment, also one of padding: none is beyond the longest sample's."""
     starts = np.repeat(offsets[:-1], np.diff(offsets))
     return torch.from_numpy(np.arange(offsets[-1], dtype=np.int64) - starts)[None]
+
+
+def _images(samples: Sequence[Sample], offsets: npt.NDArray[np.int32]) -> ImageLayout | None:
+    own = [sample.images for sample in samples]
+    formats = {images.format for images in own if images is not None}
+    if not formats:
+        return None
+    if len(formats) > 1:
+        raise ValueError(
+            "samples of one micro-batch have patches of different kinds "
+            f"({sorted(map(str, formats))}): preprocess all images alike"
+        )
+    nothing = np.zeros(0, dtype=np.int64)
+    return image_layout(
+        [nothing if one is None else one.grid_thw for one in own],
+        [nothing if one is None else one.starts for one in own],
+        offsets=offsets.astype(np.int64)[: len(own)],
+        merge=formats.pop().merge,
+    )
+
+
+def _pixels(samples: Sequence[Sample]) -> Tensor | None:
+    own = [sample.images.pixel_values for sample in samples if sample.images is not None]
+    return torch.from_numpy(np.concatenate(own)) if own else None

@@ -87,6 +87,7 @@ def pretrain_gpt(
     prepare_model: Callable[[Any], None],
     datasets_provider: Callable[..., Any],
     forward_step: Callable[..., Any],
+    model_class: Callable[..., Any] | None = None,
 ) -> None:
     """Pretrain a GPT as pretrain_gpt.py of the installed version does.
 
@@ -96,6 +97,7 @@ def pretrain_gpt(
             transformer's configuration.
         datasets_provider: as upstream.
         forward_step: as upstream.
+        model_class: takes the keyword arguments of `GPTModel`, which it stands for; None for that.
     """
     from megatron.core.enums import ModelType
     from megatron.training import training
@@ -108,9 +110,10 @@ def pretrain_gpt(
         model_config = argument_utils.gpt_config_from_args(args)
         prepare_model(model_config)
         container = argument_utils.pretrain_cfg_container_from_args(args, model_config)
-        pretrain(container, datasets_provider, model_type, forward_step)
+        with _built_by(model_class):
+            pretrain(container, datasets_provider, model_type, forward_step)
         return
-    provider = gpt_model_provider(args, prepare_model)
+    provider = gpt_model_provider(args, prepare_model, model_class=model_class)
     positional = [datasets_provider, provider, model_type, forward_step]
     if form is PretrainForm.MODEL_PROVIDER:
         from megatron.training import argument_utils
@@ -163,13 +166,17 @@ def mtp_block_spec(config: Any, transformer_layer_spec: Any, vp_stage: int | Non
 
 
 def gpt_model_provider(
-    args: argparse.Namespace, prepare_model: Callable[[Any], None]
+    args: argparse.Namespace,
+    prepare_model: Callable[[Any], None],
+    *,
+    model_class: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Return a model provider that builds as gpt_builders.py does (0.17.1, 0.18.2).
 
     Args:
         args: from `setup.read_args`.
         prepare_model: see `pretrain_gpt`.
+        model_class: see `pretrain_gpt`.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.training.arguments import core_transformer_config_from_args
@@ -189,7 +196,7 @@ def gpt_model_provider(
     ) -> Any:
         assert config is None, "given where a second model is built, which is refused"
         spec = make_spec(model, vp_stage=vp_stage)
-        return GPTModel(
+        return (model_class or GPTModel)(
             config=model.transformer,
             transformer_layer_spec=spec,
             vocab_size=args.padded_vocab_size,
@@ -209,6 +216,21 @@ def gpt_model_provider(
         )
 
     return model_provider
+
+
+@contextmanager
+def _built_by(model_class: Callable[..., Any] | None) -> Iterator[None]:
+    """Let `GPTModelBuilder` build another class, which it does not offer (gpt.py 252, 0.19.2)."""
+    if model_class is None:
+        yield
+        return
+    from megatron.training.models import gpt
+
+    original, gpt.GPTModel = gpt.GPTModel, model_class
+    try:
+        yield
+    finally:
+        gpt.GPTModel = original
 
 
 def _keep_what_is_sent(transformer: Any) -> None:

@@ -7,7 +7,7 @@ Megatron-LM core_v0.19 (`get_batch`, `loss_func`, `forward_step`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,8 @@ _SPIKY_LOSS_FACTOR = 10
 class Batch:
     """Model inputs on the device; shapes as in `data.thd.MicroBatch`, or [b, s] when padded.
 
-    Middle pipeline stages get none of the four tensors.
+    Middle pipeline stages get none of the four tensors. `model_inputs` are further arguments of the
+    model's `forward`.
     """
 
     tokens: Tensor | None = None
@@ -40,6 +41,7 @@ class Batch:
     position_ids: Tensor | None = None
     packed_seq_params: Any = None
     cu_seqlens: Tensor | None = None
+    model_inputs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +87,11 @@ def packed_batch(item: MicroBatchLayout, *, has_state_layers: bool = False) -> B
     state = {}
     if has_state_layers:  # of the whole pack, also under context parallelism: it is gathered there
         state["seq_idx"] = sample_index(item).to(device, non_blocking=True)
+    tensors: dict[str, Any] = {
+        name: getattr(item, name).to(device, non_blocking=True) for name in used
+    }
     return Batch(
-        **{name: getattr(item, name).to(device, non_blocking=True) for name in used},
+        **tensors,
         cu_seqlens=cu_seqlens,
         packed_seq_params=packed_seq_params(
             qkv_format="thd",
@@ -111,7 +116,7 @@ def padded_batch(item: dict[str, Tensor], *, multiple: int = 1) -> Batch:
     device = torch.cuda.current_device()
     width = padded_length(max(1, int(item["length"].max())), multiple)
     names = ("tokens", "labels", "loss_mask", "position_ids")
-    tensors = {
+    tensors: dict[str, Any] = {
         name: item[name][:, :width].contiguous().to(device, non_blocking=True) for name in names
     }
     return Batch(**tensors)
@@ -175,7 +180,7 @@ def make_forward_step(
             on_batch(item)
             if batch.cu_seqlens is not None and torch.is_grad_enabled():
                 update_seqlen_stats(batch.cu_seqlens)
-        options = {}
+        options = dict(batch.model_inputs)
         if router_mask is not None:
             mask = router_mask.build(item, is_first_stage=_attribute(model, "pre_process"))
             options["padding_mask"] = mask.to(torch.cuda.current_device(), non_blocking=True)

@@ -29,6 +29,7 @@ from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.data.tokenizer import adds_special_tokens, usable_tokenizer
 from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.megatron.multimodal.arguments import image_rules, patch_tokens
 from odb_megatron.megatron.setup import dataset_config, total_samples
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
 from odb_megatron.plan.config import OPEN_TOTAL, PlanConfig, ShardLength
@@ -95,7 +96,9 @@ def build_streams(
         )
     renderer, tokenizer = _renderer(args, tokenizer)
     built = build_datasets(
-        dataset_config(args, rules=rules, tokenizer=tokenizer, renderer=renderer),
+        dataset_config(
+            args, rules=rules, tokenizer=tokenizer, renderer=renderer, images=image_rules(args)
+        ),
         num_samples=[getattr(args, "odb_epoch_samples", total), *sizes[1:]],
         is_built_on_rank=lambda: reads_data,
     )
@@ -210,7 +213,7 @@ def control_group(
 
 
 def model_cost(args: argparse.Namespace, *, token_budget: int) -> CostModel:
-    """Return the cost model that follows from the model's shape."""
+    """Return the cost model that follows from the model's shape, a vision tower's included."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     shape = ModelShape(
         num_layers=args.num_layers,
@@ -221,7 +224,10 @@ def model_cost(args: argparse.Namespace, *, token_budget: int) -> CostModel:
         vocab=args.padded_vocab_size,
         gated_mlp=args.swiglu,
     )
-    return CostModel.from_model_shape(shape, fixed_tokens=_FIXED_SHARE * token_budget)
+    fixed = _FIXED_SHARE * token_budget
+    return CostModel.from_model_shape(
+        shape, fixed_tokens=fixed, patch_tokens=patch_tokens(args, shape)
+    )
 
 
 def _renderer(args: argparse.Namespace, tokenizer: Any) -> tuple[ChatRenderer | None, Any]:

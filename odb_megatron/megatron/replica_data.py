@@ -69,6 +69,7 @@ class ReplicaData:
         plan_ahead: see `StepFeed`.
         patience: of each split's loader, by its name.
         num_chunks: iterators per split; None for one for each virtual pipeline chunk.
+        has_images: samples may have images, which go to the ranks of the first pipeline stage.
 
     Attributes:
         place: see above.
@@ -84,6 +85,7 @@ class ReplicaData:
         plan_ahead: int = 0,
         patience: Mapping[str, Patience] | None = None,
         num_chunks: int | None = None,
+        has_images: bool = False,
     ) -> None:
         self._patience = patience or {}
         self.place = place
@@ -103,6 +105,7 @@ class ReplicaData:
                     name=split.name,
                     timeout_s=60.0 * args.distributed_timeout_minutes,
                     patience=self._patience.get(split.name),
+                    attachment_ranks=place.first_stage if has_images else (),
                 )
                 for split in Split
             ]

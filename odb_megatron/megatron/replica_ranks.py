@@ -23,6 +23,7 @@ class ReplicaRanks:
             rank 0) leads it.
         payload_ranks: those that use tokens, labels or loss masks: the ranks of the first and the
             last pipeline stage, and of stages with multi-token prediction; the leader first.
+        first_stage: the ranks of the first pipeline stage, the leader first: they encode images.
         reporter: the rank of the last pipeline stage (tensor and context rank 0) that knows the
             loss.
         context_size: context-parallel size.
@@ -37,6 +38,7 @@ class ReplicaRanks:
     context_size: int
     context_rank: int
     tensor_rank: int
+    first_stage: tuple[int, ...] = ()
 
     @property
     def is_leader(self) -> bool:
@@ -91,4 +93,5 @@ def replica_ranks(
         context_size=shape["cp"],
         context_rank=group("cp", rank).index(rank),
         tensor_rank=group("tp", rank).index(rank),
+        first_stage=tuple(other for other in ranks if stage_of[other] == 0),
     )

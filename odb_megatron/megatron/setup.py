@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from odb_megatron.data.image_chat import ImageRules
 from odb_megatron.data.megatron_dataset import SampleDatasetConfig, count_epoch
 from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.tokenizer import tokenizer_folder
@@ -130,7 +131,12 @@ def total_samples(args: argparse.Namespace) -> int:
 
 
 def dataset_config(
-    args: argparse.Namespace, *, rules: SampleRules, tokenizer: Any = None, renderer: Any = None
+    args: argparse.Namespace,
+    *,
+    rules: SampleRules,
+    tokenizer: Any = None,
+    renderer: Any = None,
+    images: ImageRules | None = None,
 ) -> SampleDatasetConfig:
     """Build the dataset configuration from `--data-path`, `--split`, `--seed` and their kin."""
     from megatron.training.utils import get_blend_and_blend_per_split
@@ -155,6 +161,7 @@ def dataset_config(
         mid_level_dataset_surplus=getattr(args, "mid_level_dataset_surplus", 0.005),
         rules=rules,
         renderer=renderer,
+        images=images,
     )
 
 

@@ -1,0 +1,125 @@
+"""Opens the picture that a record names, and trusts neither the name nor the file.
+
+Must not fetch anything from a network, follow a name out of the picture folder, or know what
+becomes of the pixels. Whatever is wrong is a ValueError: a bad record.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import stat
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["MAX_FILE_BYTES", "MAX_SOURCE_PIXELS", "check_pillow", "open_picture"]
+
+MAX_FILE_BYTES = 64 << 20
+"""Largest picture file that is read."""
+
+MAX_SOURCE_PIXELS = 1 << 26
+"""Most pixels of a picture that is decoded: 4 bytes each meanwhile."""
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+_DATA = re.compile(r"data:image/[a-zA-Z0-9.+-]+;base64,")
+_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
+_MOST_SHOWN = 200
+
+
+def check_pillow() -> None:
+    """Raise unless PIL can be imported.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"pictures are read by Pillow, which cannot be imported ({error}): pip install pillow"
+        ) from error
+
+
+def open_picture(name: str, *, folder: str) -> Image:
+    """Return the picture in RGB, turned upright as its EXIF says; of an animation the first frame.
+
+    Args:
+        name: path relative to `folder`, or absolute and below it; or a `data:` URI in base64.
+        folder: symbolic links out of it are not followed.
+
+    Raises:
+        ValueError: a web address, a name outside the folder, no file, too large, damaged, or no
+            picture.
+    """
+    from PIL import Image, ImageOps
+
+    data = _decoded(name) if name.startswith("data:") else _read(name, folder)
+    shown = _shown(name)
+    try:
+        with Image.open(BytesIO(data), formats=_FORMATS) as picture:
+            width, height = picture.size
+            if width * height > MAX_SOURCE_PIXELS:
+                raise ValueError(
+                    f"it has {width} x {height} pixels; up to {MAX_SOURCE_PIXELS} are decoded"
+                )
+            upright: Image.Image = ImageOps.exif_transpose(picture)
+            return upright.convert("RGB")
+    except Exception as error:  # of PIL: its readers raise what they come upon
+        raise ValueError(
+            f"{shown} cannot be read as a picture ({type(error).__name__}: {str(error)[:200]}); "
+            f"expected {', '.join(_FORMATS)}"
+        ) from error
+
+
+def _decoded(name: str) -> bytes:
+    found = _DATA.match(name)
+    if found is None:
+        raise ValueError(f"{_shown(name)} is no picture; expected data:image/...;base64,...")
+    if len(name) > MAX_FILE_BYTES * 4 // 3:
+        raise ValueError(
+            f"{_shown(name)} has {len(name)} characters; pictures of up to {MAX_FILE_BYTES} bytes "
+            "are read"
+        )
+    try:
+        return base64.b64decode(name[found.end() :], validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"{_shown(name)} is no base64 ({error})") from error
+
+
+def _read(name: str, folder: str) -> bytes:
+    shown = _shown(name)
+    if _SCHEME.match(name):
+        raise ValueError(
+            f"{shown} is a web address or another URI, and nothing is fetched while training: "
+            "download the picture, and name its path below the picture folder"
+        )
+    root = os.path.realpath(folder)
+    path = os.path.realpath(os.path.join(root, name))
+    if os.path.commonpath([root, path]) != root:
+        raise ValueError(
+            f"{shown} lies outside the picture folder {folder}: move the picture, or name another "
+            "folder by --odb-image-folder"
+        )
+    try:
+        # Not to wait for a pipe's other end, and not through a link put there meanwhile.
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(file, "rb") as stream:
+            found = os.fstat(stream.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError(f"{shown} is no file")
+            if found.st_size > MAX_FILE_BYTES:
+                raise ValueError(
+                    f"{shown} has {found.st_size} bytes; up to {MAX_FILE_BYTES} are read"
+                )
+            return stream.read(MAX_FILE_BYTES)
+    except OSError as error:
+        raise ValueError(f"{shown} in {folder} cannot be opened ({error.strerror})") from error
+
+
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= _MOST_SHOWN else name[:_MOST_SHOWN] + "...")

@@ -1,0 +1,166 @@
+"""Flags of a run whose samples have images, and what they say.
+
+Must not import Megatron. What does not work with images is refused in `refuse_unsupported`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from fractions import Fraction
+
+from odb_megatron.data.image_chat import ImageRules
+from odb_megatron.data.patches import IMAGE_TOKEN, PatchRules
+from odb_megatron.megatron.multimodal.shape import VisionShape
+from odb_megatron.plan.cost import ModelShape
+
+__all__ = ["add_image_arguments", "has_images", "image_rules", "patch_tokens", "refuse_unsupported"]
+__all__ += ["vision_shape"]
+
+_DEFAULTS = PatchRules()
+
+
+def add_image_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags to Megatron's parser (`read_args(extra_args=...)`)."""
+    group = parser.add_argument_group(title="images")
+    group.add_argument(
+        "--odb-image-folder",
+        default="",
+        help="Folder below which pictures lie that a chat file names; nothing outside it is read. "
+        "Default: the folder of the chat file.",
+    )
+    numbers = (
+        ("patch-size", _DEFAULTS.patch, "Side of a patch in pixels."),
+        ("merge", _DEFAULTS.merge, "Side of the squares of patches that become one visual token."),
+        ("min-pixels", _DEFAULTS.min_pixels, "Pictures of fewer pixels are enlarged."),
+        ("max-pixels", _DEFAULTS.max_pixels, "Pictures of more pixels are made smaller."),
+    )
+    for name, default, meaning in numbers:
+        group.add_argument(f"--odb-image-{name}", type=int, default=default, help=meaning)
+    group.add_argument(
+        "--odb-image-token",
+        default=IMAGE_TOKEN,
+        help="The tokenizer's token at visual places.",
+    )
+    sizes = (
+        ("layers", 2, "Layers of the vision tower."),
+        ("hidden-size", 64, "Its hidden size."),
+        ("ffn-hidden-size", 128, "Its MLPs' intermediate size."),
+        ("attention-heads", 4, "Its attention heads; a head's size is a multiple of 4."),
+    )
+    for name, default, meaning in sizes:
+        group.add_argument(f"--odb-vision-{name}", type=int, default=default, help=meaning)
+    return parser
+
+
+def has_images(args: argparse.Namespace) -> bool:
+    """Whether the script has the flags of this module."""
+    return hasattr(args, "odb_image_patch_size")
+
+
+def image_rules(args: argparse.Namespace) -> ImageRules | None:
+    """Return what becomes of pictures; None for a script without images.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
+    """
+    if not has_images(args):
+        return None
+    token = args.odb_image_token
+    return ImageRules(
+        patches=PatchRules(
+            patch=args.odb_image_patch_size,
+            merge=args.odb_image_merge,
+            min_pixels=args.odb_image_min_pixels,
+            max_pixels=args.odb_image_max_pixels,
+        ),
+        folder=args.odb_image_folder,
+        token=token,
+        text=f"<|vision_start|>{token}<|vision_end|>",
+    )
+
+
+def vision_shape(args: argparse.Namespace) -> VisionShape:
+    """Return the vision tower's sizes.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
+    """
+    rules = image_rules(args)
+    assert rules is not None, "the script has image flags"
+    return VisionShape(
+        num_layers=args.odb_vision_layers,
+        hidden=args.odb_vision_hidden_size,
+        ffn_hidden=args.odb_vision_ffn_hidden_size,
+        num_heads=args.odb_vision_attention_heads,
+        patch_width=rules.patches.width,
+        merge=rules.patches.merge,
+        output=args.hidden_size,
+        seed=args.seed,
+    )
+
+
+def patch_tokens(args: argparse.Namespace, language: ModelShape) -> float:
+    """Return the price of a patch in linear costs of a token; 0 for a script without images."""
+    rules = image_rules(args)
+    if rules is None:
+        return 0.0
+    patches = rules.patches.max_patches
+    flops = vision_shape(args).flops_per_patch(num_patches=patches)
+    return float(Fraction(flops, language.linear_flops()))
+
+
+def refuse_unsupported(args: argparse.Namespace) -> None:
+    """Raise for what does not work with images.
+
+    Raises:
+        ValueError: every refusal that applies, one line each.
+    """
+    found = [message for applies, message in _refusals(args) if applies]
+    if not found:
+        vision_shape(args)  # refuses sizes
+    if found:
+        raise ValueError("\n".join(found))
+
+
+def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
+    is_mrope = args.position_embedding_type == "mrope"
+    sections = sum(getattr(args, "mrope_section", None) or ())
+    rotated = round(args.kv_channels * args.rotary_percent) // 2
+    return [
+        (
+            not args.odb,
+            "samples with images are trained packed: add --odb (Megatron's padded loader, which "
+            "runs without it, carries no images)",
+        ),
+        (
+            args.context_parallel_size > 1,
+            "--context-parallel-size above 1 is not supported with images: Megatron cuts the "
+            "positions of --position-embedding-type mrope as one sequence, and packed samples are "
+            "cut one by one",
+        ),
+        (
+            args.position_embedding_type not in ("mrope", "rope"),
+            f"--position-embedding-type {args.position_embedding_type} has no place for images: "
+            "use mrope (positions in time, height and width) or rope",
+        ),
+        (
+            is_mrope and bool(args.apply_rope_fusion),
+            "--position-embedding-type mrope needs --no-rope-fusion: the fused kernel counts "
+            "positions from 0 in each packed sample by itself, and would ignore those of images",
+        ),
+        (
+            is_mrope and sections != rotated,
+            f"--mrope-section sums to {sections}; expected half of the rotated channels of a head, "
+            f"{rotated}",
+        ),
+        (
+            bool(getattr(args, "mtp_num_layers", None)),
+            "multi-token prediction embeds shifted tokens by itself, without images: drop "
+            "--mtp-num-layers",
+        ),
+        (
+            bool(args.odb_warmup_worst_case),
+            "--odb-warmup-worst-case knows no images, so that memory could still run out: drop it, "
+            "and bound images by --odb-max-patches",
+        ),
+    ]

@@ -1,0 +1,65 @@
+"""A run whose samples have images: what differs from `run.OdbRun`.
+
+Holds no policy and prints nothing of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from odb_megatron.data.images import mrope_positions
+from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
+from odb_megatron.megatron.forward_step import Batch, make_forward_step, packed_batch
+from odb_megatron.megatron.multimodal.arguments import vision_shape
+from odb_megatron.megatron.replica_data import ReplicaData
+from odb_megatron.megatron.run import OdbRun
+
+__all__ = ["ImageRun", "image_batch"]
+
+
+class ImageRun(OdbRun):
+    """One run of `pretrain()` on samples with images; see `OdbRun`.
+
+    Attributes:
+        model_class: in the place of Megatron's `GPTModel`, see `compat_pretrain.pretrain_gpt`.
+    """
+
+    @property
+    def model_class(self) -> Callable[..., Any]:
+        """The class of the model's chunks."""
+        from odb_megatron.megatron.multimodal.model import ImageGPT
+
+        return partial(ImageGPT, vision=vision_shape(self._args))
+
+    def _make_forward_step(self) -> Callable[..., Any]:
+        is_mrope = self._args.position_embedding_type == "mrope"
+        return make_forward_step(
+            partial(image_batch, is_mrope=is_mrope),
+            on_batch=self._on_batch,
+            router_mask=self._router_mask(),
+        )
+
+    def _make_replica(self) -> ReplicaData:
+        return ReplicaData(
+            self._args,
+            self._place,
+            plan_ahead=self.config.plan_ahead,
+            patience=self._peers.patience if self._peers else None,
+            has_images=True,
+        )
+
+
+def image_batch(item: MicroBatchLayout, *, is_mrope: bool) -> Batch:
+    """Return `packed_batch` with images, and with positions on every pipeline stage."""
+    batch = packed_batch(item)
+    if is_mrope:
+        positions = mrope_positions(item.cu_seqlens_padded, item.images)
+        device = torch.cuda.current_device()
+        batch = replace(batch, position_ids=positions.to(device, non_blocking=True))
+    pixels = item.pixel_values if isinstance(item, MicroBatch) else None
+    return replace(batch, model_inputs={"images": item.images, "pixel_values": pixels})

@@ -1,0 +1,283 @@
+"""`megatron.multimodal`: the tower and the GPT, packed against one by one; Megatron's own LLaVA."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from image_samples import image_sample
+
+from odb_megatron.data.images import mrope_positions
+from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
+from odb_megatron.megatron.multimodal.shape import VisionShape
+from odb_megatron.megatron.multimodal.tower import VisionTower
+from odb_megatron.plan.padding import SizeRule
+from odb_megatron.testing.gloo import run_replicas
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+SHAPE = VisionShape(
+    num_layers=2, hidden=16, ffn_hidden=24, num_heads=2, patch_width=12, merge=2, output=32
+)
+LAYOUTS: tuple[tuple[Any, ...], ...] = (
+    (3, (4, 6), 5),
+    (7,),
+    ((2, 2), 1, (6, 2), 2, (2, 8), 3),
+    (1, (8, 8), 9),
+)
+
+
+def _config(**options: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=2,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        transformer_impl="local",
+        mrope_section=[2, 3, 3],
+        **options,
+    )
+
+
+def _model() -> Any:
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from odb_megatron.megatron.attention.registry import select
+    from odb_megatron.megatron.attention.spec import layer_spec
+    from odb_megatron.megatron.multimodal.model import ImageGPT
+
+    model_parallel_cuda_manual_seed(3)
+    config = _config()
+    return ImageGPT(
+        vision=SHAPE,
+        config=config,
+        transformer_layer_spec=layer_spec(config, backend=select("auto", device_type="cpu")),
+        vocab_size=320,
+        max_sequence_length=128,
+        position_embedding_type="mrope",
+        share_embeddings_and_output_weights=True,
+    )
+
+
+def _losses(model: Any, item: MicroBatch) -> Any:
+    from odb_megatron.megatron.multimodal.run import image_batch
+
+    batch = image_batch(item, is_mrope=True)
+    losses = model(
+        batch.tokens,
+        batch.position_ids,
+        None,
+        labels=batch.labels,
+        packed_seq_params=batch.packed_seq_params,
+        **batch.model_inputs,
+    )
+    return losses[0] * item.loss_mask[0]
+
+
+def _gradients(model: Any, items: list[MicroBatch]) -> tuple[list[Any], dict[str, Any]]:
+    model.zero_grad(set_to_none=True)
+    losses = []
+    for item in items:
+        own = _losses(model, item)
+        own.sum().backward()
+        losses.append(own.detach())
+    return losses, {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def measure(_rank: int) -> dict[str, Any]:
+    """Differences between a pack and its samples alone, and what else is to be seen there."""
+    model = _model()
+    samples = [image_sample(one, seed=at) for at, one in enumerate(LAYOUTS)]
+    found: dict[str, Any] = {}
+    alone = [assemble([sample], positions=[at]) for at, sample in enumerate(samples)]
+    losses, expected = _gradients(model, alone)
+    for name, options in (("packed", {"multiple": 8}), ("total", {"multiple": 4, "total": 160})):
+        item = assemble(samples, positions=range(4), **options)
+        (got,), gradients = _gradients(model, [item])
+        parts = [
+            got[start : start + len(sample)]
+            for sample, start in zip(samples, item.cu_seqlens_padded.tolist(), strict=False)
+        ]
+        found[name] = (
+            max(float((a - b).abs().max()) for a, b in zip(parts, losses, strict=True)),
+            max(
+                float((gradients[key] - value).abs().max() / value.abs().max().clamp(min=1e-3))
+                for key, value in expected.items()
+            ),
+        )
+    found["vision gradient"] = float(expected["vision.embedding.weight"].abs().max())
+    found["names"] = sorted(expected)
+
+    changed = [*samples]
+    pixels = samples[2].images.pixel_values.copy()  # type: ignore[union-attr]
+    pixels[:8] = 255 - pixels[:8]
+    other = image_sample(LAYOUTS[2], seed=2)
+    other.images.pixel_values[:] = pixels  # type: ignore[union-attr,index]
+    changed[2] = other
+    before, after = (
+        _losses(model, assemble(one, positions=range(4))) for one in (samples, changed)
+    )
+    moved = (before - after).abs() > 0
+    at = assemble(samples, positions=range(4)).cu_seqlens.tolist()
+    found["moved"] = [bool(moved[start:end].any()) for start, end in pairwise(at)]
+
+    for name, item in (
+        ("idle", assemble_idle(rule=SizeRule(multiple=8))),
+        ("text", assemble([samples[1]], positions=[0])),
+    ):
+        _, gradients = _gradients(model, [item])
+        own = {key: value for key, value in gradients.items() if key.startswith("vision.")}
+        found[name] = [
+            all(value is not None and not value.any() for value in own.values()),
+            all(value is not None for value in gradients.values()),
+        ]
+    packed = assemble(samples, positions=range(4), rule=SizeRule(multiple=8))
+    running = packed.position_ids.expand(3, 1, -1)
+    positions = mrope_positions(packed.cu_seqlens_padded, packed.images)
+    found["positions differ"] = not torch.equal(running, positions)
+    found["llava"] = _llava()
+    return found
+
+
+def _llava() -> dict[str, str]:
+    """What Megatron's LLaVA says to two packed samples, in local layers on the CPU."""
+    said = {}
+    for vision, positions in (("clip", "rope"), ("internvit", "rope"), ("internvit", "mrope")):
+        try:
+            _run_llava(vision, positions)
+            said[f"{vision} {positions}"] = "runs"
+        except Exception as error:
+            said[f"{vision} {positions}"] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def _run_llava(vision_type: str, positions: str) -> None:
+    from megatron.core.models.multimodal.llava_model import LLaVAModel
+    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+
+    from odb_megatron.megatron.attention.registry import select
+    from odb_megatron.megatron.attention.spec import layer_spec
+    from odb_megatron.megatron.forward_step import packed_batch
+
+    config, vision = _config(), _config()
+    vision.vision_model_type = vision_type
+    model = LLaVAModel(
+        language_transformer_config=config,
+        language_transformer_layer_spec=layer_spec(
+            config, backend=select("auto", device_type="cpu")
+        ),
+        language_vocab_size=320,
+        language_max_sequence_length=128,
+        vision_transformer_config=vision,
+        vision_transformer_layer_spec=get_vit_layer_with_local_spec(),
+        drop_vision_class_token=True,
+        vision_projection_config=_config(),
+        vision_projection_layer_spec=MLPSubmodules(
+            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
+        ),
+        language_position_embedding_type=positions,
+        img_h=28,
+        img_w=28,
+        patch_dim=14,
+    )
+    ids = torch.tensor([[5, -200, 6, 7, 8, 9, -200, 4]])  # 4 visual tokens for each -200
+    layout = assemble([image_sample([7]), image_sample([7])], positions=[0, 1])
+    model(
+        torch.zeros(2, 3, 28, 28),
+        ids,
+        torch.arange(8)[None],
+        None,
+        labels=ids.clamp(min=0),
+        loss_mask=torch.ones(1, 8),
+        packed_seq_params=packed_batch(layout).packed_seq_params,
+    )
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    (found,) = run_replicas(measure, 1, timeout_s=300, device_layer=True, model_parallel={})
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", ["packed", "total"])
+def test_packed_equals_alone(results: dict[str, Any], name: str) -> None:
+    losses, gradients = results[name]
+    assert losses < 1e-5
+    assert gradients < 1e-5
+    assert results["vision gradient"] > 1e-4
+    assert results["positions differ"]
+    assert "vision.layers.1.qkv.weight" in results["names"]
+
+
+def test_a_picture_moves_its_own_sample_alone(results: dict[str, Any]) -> None:
+    assert results["moved"] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("name", ["idle", "text"])
+def test_the_tower_has_gradients_without_pictures(results: dict[str, Any], name: str) -> None:
+    assert results[name] == [True, True]
+
+
+def test_why_not_llava(results: dict[str, Any]) -> None:
+    """CLIP and SigLIP need Transformer Engine's norms (clip_vit_model.py 22, 0.19.2); InternViT
+    runs with `rope`, but no positions reach the language model (llava_model.py 1269), for `mrope`.
+    """
+    assert results["llava"] == {
+        "clip rope": "TypeError: LayerNorm.__init__() got an unexpected keyword argument 'config' "
+        "when instantiating LayerNorm",
+        "internvit rope": "runs",
+        "internvit mrope": "AttributeError: 'NoneType' object has no attribute 'to'",
+    }
+
+
+def test_the_tower() -> None:
+    tower = VisionTower(replace(SHAPE, init_std=0.3))
+    again = VisionTower(replace(SHAPE, init_std=0.3))
+    assert all(
+        torch.equal(a, b) for a, b in zip(tower.parameters(), again.parameters(), strict=True)
+    )
+    grid = torch.tensor([[1, 4, 6], [2, 2, 2]])
+    pixels = torch.randint(0, 256, (32, 12), dtype=torch.uint8)
+    both = tower(pixels, grid)
+    assert both.shape == (8, 32)
+    first, second = tower(pixels[:24], grid[:1]), tower(pixels[24:], grid[1:])
+    assert torch.allclose(both, torch.cat((first, second)), rtol=1e-5, atol=1e-5)
+    turned = tower(pixels[:24], torch.tensor([[1, 6, 4]]))
+    assert (first - turned).abs().max() > 1e-3  # positions count
+    assert tower(pixels / 255, grid).shape == (8, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": 18}, "hidden size 18 with 2 heads; expected heads of equal size"),
+        ({"num_heads": 0}, "sizes must be at least 1"),
+        ({"num_layers": -1}, "sizes must be at least 1"),
+    ],
+)
+def test_sizes_are_checked(changes: dict[str, int], message: str) -> None:
+    values = {
+        **{"num_layers": 1, "hidden": 16, "ffn_hidden": 8, "num_heads": 2},
+        **{"patch_width": 12, "merge": 2, "output": 8},
+    }
+    with pytest.raises(ValueError, match=message):
+        VisionShape(**{**values, **changes})
+
+
+def test_flops_are_those_of_the_tower() -> None:
+    """As torch counts them, in an image of 16 patches."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    tower = VisionTower(SHAPE)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        tower(torch.zeros(16, 12, dtype=torch.uint8), torch.tensor([[1, 4, 4]]))
+    assert SHAPE.flops_per_patch(num_patches=16) * 16 == counter.get_total_flops()

@@ -1,0 +1,233 @@
+"""Images on their way: to other ranks, to other replicas, and what they count for in memory."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from image_samples import image_sample
+from test_step_wire import TOTALS
+
+from odb_megatron.comm.delivery import ReplicaGroup
+from odb_megatron.data.context_parallel import slice_micro_batch
+from odb_megatron.data.finished_step import FinishedStep, StepHeader
+from odb_megatron.data.held_samples import HeldSamples
+from odb_megatron.data.images import ImageLayout, PixelFormat
+from odb_megatron.data.sample import Sample
+from odb_megatron.data.sample_wire import (
+    SampleWireError,
+    decode_sample,
+    encode_sample,
+    wire_size,
+)
+from odb_megatron.data.step_images import encode_pixels, pixel_bytes, with_pixels
+from odb_megatron.data.step_wire import (
+    StepMetadata,
+    StepWireError,
+    decode_header,
+    decode_payload,
+    encode_header,
+    encode_payload,
+)
+from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
+from odb_megatron.plan.config import PlanConfig
+from odb_megatron.plan.padding import SizeRule
+from odb_megatron.plan.policy import PolicyName
+from odb_megatron.testing.gloo import run_replicas
+
+SIDES = st.sampled_from([2, 4, 6])
+LAYOUTS = st.lists(
+    st.one_of(st.integers(1, 5), st.tuples(SIDES, SIDES)), min_size=1, max_size=4
+).map(lambda parts: [*parts, 2])
+DTYPES = st.sampled_from(["uint8", "float16", "float32"])
+
+
+def same_images(one: ImageLayout | None, other: ImageLayout | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    pairs = [(getattr(one, f.name), getattr(other, f.name)) for f in fields(one)]
+    return all(
+        torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
+        for a, b in pairs
+    )
+
+
+@given(LAYOUTS, st.integers(0, 99), DTYPES)
+def test_a_sample_arrives_with_its_images(layout: list[Any], seed: int, dtype: str) -> None:
+    sent = image_sample(layout, seed=seed, dtype=dtype)
+    data = encode_sample(sent)
+    assert len(data) == wire_size(sent)
+    found = decode_sample(memoryview(data))
+    assert (found.tokens.tolist(), found.num_patches) == (sent.tokens.tolist(), sent.num_patches)
+    if sent.images is None:
+        assert found.images is None
+        return
+    assert found.images is not None
+    assert found.images.format == sent.images.format
+    for name in ("pixel_values", "grid_thw", "starts"):
+        assert np.array_equal(getattr(found.images, name), getattr(sent.images, name))
+    found.images.pixel_values[0] = 0  # its own memory
+    with pytest.raises(SampleWireError):
+        decode_sample(data[:-1])
+
+
+def test_patches_without_images_arrive_too() -> None:
+    sample = replace(image_sample([4]), num_patches=9)
+    assert decode_sample(encode_sample(sample)).num_patches == 9
+
+
+def test_any_damage_to_a_sample_is_an_error() -> None:
+    """Never another sample, nor another exception."""
+    rng = np.random.default_rng(0)
+    data = encode_sample(image_sample([3, (2, 2), 2]))
+    caught = 0
+    for _ in range(300):
+        bad = bytearray(data)
+        bad[int(rng.integers(len(bad)))] ^= int(rng.integers(1, 256))
+        try:
+            decode_sample(bytes(bad))
+        except SampleWireError:
+            caught += 1
+    assert caught > 200  # the source's number and the count of cut tokens may be any
+
+
+STEPS = st.lists(st.lists(LAYOUTS, max_size=3), min_size=1, max_size=4)
+
+
+def build(step: list[list[list[Any]]], *, multiple: int, dtype: str = "uint8") -> list[MicroBatch]:
+    made, position = [], 0
+    for layouts in step:
+        samples = [image_sample(one, seed=len(made), dtype=dtype) for one in layouts]
+        positions = range(position, position + len(samples))
+        position += len(samples)
+        made.append(
+            assemble(samples, positions=positions, rule=SizeRule(multiple=multiple))
+            if samples
+            else assemble_idle(rule=SizeRule(multiple=multiple))
+        )
+    return made
+
+
+@settings(max_examples=40)
+@given(STEPS, st.sampled_from([1, 4, 16]), DTYPES)
+def test_a_step_arrives_with_its_images(step: Any, multiple: int, dtype: str) -> None:
+    sent = build(step, multiple=multiple, dtype=dtype)
+    metadata = StepMetadata.of(TOTALS, sent, rule=SizeRule(multiple=multiple))
+    found = decode_header(encode_header(metadata))
+    assert found == metadata
+    assert isinstance(found, StepMetadata)
+    others = decode_payload(found, encode_payload(sent).copy())
+    for item, other, where in zip(sent, others, found.layouts(), strict=True):
+        assert other.pixel_values is None  # of the last stage
+        assert same_images(item.images, other.images)
+        assert same_images(item.images, where.images)
+    if found.pixels is None:
+        assert all(item.images is None for item in sent)
+        assert found.images == ()
+        return
+    data = encode_pixels(sent)
+    assert data.size == pixel_bytes(found.images, found.pixels)
+    for item, other in zip(sent, with_pixels(others, data, found.pixels), strict=True):
+        if item.pixel_values is None:
+            assert other.pixel_values is None
+            continue
+        assert other.pixel_values is not None
+        assert other.pixel_values.dtype == item.pixel_values.dtype
+        assert torch.equal(other.pixel_values, item.pixel_values)
+    with pytest.raises(ValueError, match="bytes of patches arrived; the header describes"):
+        with_pixels(others, data[:-1], found.pixels)
+
+
+def test_a_header_that_does_not_fit_is_refused() -> None:
+    metadata = StepMetadata.of(
+        TOTALS, build([[[3, (2, 2), 2]]], multiple=1), rule=SizeRule(multiple=1)
+    )
+    assert metadata.pixels == PixelFormat(width=12, dtype="uint8", merge=2)
+    rows: tuple[tuple[Any, ...], ...] = (
+        ((0, 1, 2, 2, 6),),  # behind the sample's end
+        ((1, 1, 2, 2, 3),),  # of no sample
+        ((0, 1, 2, 3, 3),),  # no grid
+        ((0, 0, 2, 2, 3),),
+        ((0, 1, 2, 2, 3), (0, 1, 2, 2, 3)),  # one on top of the other, and too many patches
+        ((0, 1, 2, 4, 3),),  # more patches than the micro-batch has
+        ((0, 1, 2, 2),),
+        ((0, 1, 2, 2, -3),),
+        ((0, 1, 2, 2, 1 << 40),),
+        ((0, 1, 2, 2, "x"),),
+    )
+    changed = [replace(metadata, images=(row,)) for row in rows]
+    changed += [replace(metadata, images=()), replace(metadata, pixels=None)]
+    for bad in changed:
+        with pytest.raises(StepWireError):
+            decode_header(encode_header(bad))
+    wrong = encode_header(metadata).replace(b'"uint8"', b'"int64"')
+    with pytest.raises(StepWireError):
+        decode_header(wrong)
+
+
+def test_patches_of_two_kinds_in_a_step() -> None:
+    items = [assemble([image_sample([(2, 2), 2], width=width)], positions=[0]) for width in (12, 3)]
+    with pytest.raises(ValueError, match="micro-batches of a step have patches of different"):
+        StepMetadata.of(TOTALS, items, rule=SizeRule(multiple=1))
+
+
+def test_bytes_are_counted() -> None:
+    config = PlanConfig(
+        policy=PolicyName.SAMPLES, total=2, global_batch_size=2, num_replicas=1, token_budget=64
+    )
+    held = HeldSamples(config, num_sources=1)
+    plain, seen = image_sample([20]), image_sample([3, (8, 8), 1], dtype="float32")
+    held.add(0, plain)
+    assert held.num_bytes == 20 * 20
+    held.add(1, seen)
+    assert seen.images is not None
+    assert held.num_bytes == 800 + seen.images.nbytes
+    assert seen.images.nbytes == 64 * 12 * 4 + 32
+    item = assemble([seen], positions=[0])
+    header = StepHeader(totals=TOTALS, micro_batches=((0,),))
+    step = FinishedStep(header=header, micro_batches=(item,))
+    assert step.num_bytes == 20 * 28 + 16 + 64 * 12 * 4 + (24 + 8 + 8 + 8)
+
+
+def test_context_parallelism_is_refused() -> None:
+    item = assemble([image_sample([3, (2, 2), 1])], positions=[0], rule=SizeRule(multiple=4))
+    assert slice_micro_batch(item, size=1, rank=0) is item
+    with pytest.raises(ValueError, match="images cannot be cut for context parallelism"):
+        slice_micro_batch(item, size=2, rank=0)
+
+
+def test_a_sample_without_images_is_as_before() -> None:
+    sample = Sample(tokens=np.arange(3), labels=np.arange(3), loss_mask=np.ones(3, np.float32))
+    assert len(encode_sample(sample)) == 32 + 24 + 1
+
+
+def _attachments(rank: int) -> list[Any]:
+    group = ReplicaGroup(
+        [0, 1, 2], payload_ranks=[0, 2], name="train", timeout_s=60, attachment_ranks=[0, 1]
+    )
+    seen: list[Any] = [group.has_payload, group.has_attachment]
+    group.header(b"step" if rank == 0 else None)
+    if group.has_payload:
+        buffer = np.full(5, 7 if rank == 0 else 0, dtype=np.uint8)
+        seen.append(group.payload(buffer).tolist())
+    if group.has_attachment:
+        buffer = np.full(3, 9 if rank == 0 else 0, dtype=np.uint8)
+        seen.append(group.attachment(buffer).tolist())
+    return [*seen, group.num_collectives]
+
+
+def test_attachments_go_to_their_ranks_alone() -> None:
+    leader, first, last = run_replicas(_attachments, 3, timeout_s=240)
+    assert leader == [True, True, [7] * 5, [9] * 3, 3]
+    assert first == [False, True, [9] * 3, 2]
+    assert last == [True, False, [7] * 5, 2]
+
+
+def test_attachment_ranks_are_of_the_replica() -> None:
+    with pytest.raises(ValueError, match=r"attachment ranks \[1\] must begin with the leader 0"):
+        ReplicaGroup([0, 1], payload_ranks=[0], name="t", timeout_s=1, attachment_ranks=[1])
