@@ -34,6 +34,7 @@ from odb_megatron.megatron.data_checkpoint import DataCheckpoint
 from odb_megatron.megatron.data_identity import data_identity
 from odb_megatron.megatron.device_memory import MemoryUse, memory_use
 from odb_megatron.megatron.forward_step import (
+    LossOf,
     RouterMask,
     make_forward_step,
     packed_batch,
@@ -140,7 +141,12 @@ class OdbRun:
             packed_batch if self.config.enabled else partial(padded_batch, multiple=multiple),
             on_batch=self._on_batch,
             router_mask=self._router_mask(),
+            loss=self._loss(),
         )
+
+    def _loss(self) -> LossOf | None:
+        """Return the loss of a micro-batch; None for that of `forward_step`."""
+        return None
 
     def _make_replica(self) -> ReplicaData:
         return ReplicaData(

@@ -1,0 +1,122 @@
+"""ModelOpt's state in Megatron's checkpoints: saved beside the weights, restored before them.
+
+Must not load weights. Megatron saves the state by itself where `megatron.post_training` is there
+(a checkout); megatron-core's wheel is without that package (checkpointing.py 70-76, 0.19.2), and
+gets from here the three names that it lacks, for the time of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FORMATS", "checkpoint_folder", "has_state", "restore_state", "saving_state"]
+
+FORMATS = ("torch_dist", "torch")
+"""Values of `--ckpt-format` that ModelOpt's state goes with."""
+
+_FOLDER = "modelopt_state"
+_KEY = "modelopt_state"
+
+
+@contextmanager
+def saving_state() -> Iterator[None]:
+    """Let Megatron's `save_checkpoint` write ModelOpt's state as well."""
+    from megatron.training import checkpointing
+    from modelopt.torch.opt import plugins
+
+    if checkpointing.has_nvidia_modelopt:
+        yield
+        return
+    added = {
+        "save_modelopt_state": plugins.save_modelopt_state,
+        "save_sharded_modelopt_state": plugins.save_sharded_modelopt_state,
+        "print_distributed_quant_summary": _print_nothing,
+    }
+    for name, value in added.items():
+        setattr(checkpointing, name, value)
+    checkpointing.has_nvidia_modelopt = True
+    try:
+        yield
+    finally:
+        checkpointing.has_nvidia_modelopt = False
+        for name in added:
+            delattr(checkpointing, name)
+
+
+def checkpoint_folder(args: argparse.Namespace, name: str = "load") -> Path | None:
+    """Return the folder of the iteration that will be loaded; None where there is none.
+
+    Args:
+        args: Megatron's.
+        name: attribute that holds the folder of checkpoints.
+    """
+    from megatron.training import checkpointing
+
+    folder = getattr(args, name)
+    if not checkpointing.checkpoint_exists(folder):
+        folder = getattr(args, "pretrained_checkpoint", None) if name == "load" else None
+        if not checkpointing.checkpoint_exists(folder):
+            return None
+    iteration, release = checkpointing.read_metadata(
+        checkpointing.get_checkpoint_tracker_filename(folder)
+    )
+    if name == "load" and getattr(args, "ckpt_step", None):
+        iteration, release = args.ckpt_step, False
+    found = checkpointing.get_checkpoint_name(folder, iteration, release, return_base_dir=True)
+    return Path(found)
+
+
+def has_state(args: argparse.Namespace) -> bool:
+    """Whether the checkpoint that will be loaded holds ModelOpt's state."""
+    folder = checkpoint_folder(args)
+    if folder is None:
+        return False
+    return (folder / _FOLDER).is_dir() or _unsharded_state(args, folder) is not None
+
+
+def restore_state(models: Sequence[Any], args: argparse.Namespace) -> bool:
+    """Convert a model as the loaded checkpoint's was; return whether that one was.
+
+    Call it on a model as it was built, before DDP and optimizer: conversions can add parameters.
+
+    Raises:
+        ValueError: several model chunks, which ModelOpt's state does not know.
+    """
+    import modelopt.torch.opt as mto
+    from modelopt.torch.opt.plugins import restore_sharded_modelopt_state
+
+    folder = checkpoint_folder(args)
+    if folder is None:
+        return False
+    if len(models) > 1:
+        raise ValueError(
+            "ModelOpt's state does not know virtual pipeline stages: drop "
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
+        )
+    if (folder / _FOLDER).is_dir():
+        restore_sharded_modelopt_state(list(models), folder)
+        return True
+    state = _unsharded_state(args, folder)
+    if state is None:
+        return False
+    mto.restore_from_modelopt_state(models[0], state)
+    return True
+
+
+def _unsharded_state(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
+    """Return the state in this rank's file of a checkpoint in format `torch`."""
+    if args.ckpt_format != "torch" or not any(folder.glob("mp_rank_*")):
+        return None
+    from megatron.training import checkpointing
+
+    loaded, *_ = checkpointing._load_base_checkpoint(str(folder.parent), args, rank0=False)
+    state: dict[str, Any] | None = None if loaded is None else loaded.get(_KEY)
+    return state
+
+
+def _print_nothing(_model: Any, msg: str = "") -> None:
+    """In place of Megatron's list of every quantizer after a load: `OdbRun` says one line."""
