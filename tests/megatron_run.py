@@ -63,6 +63,7 @@ class Case:
         terminated_in: iteration in whose first micro-batch the last rank gets a SIGTERM.
         nan_in: ("once" or "always", iteration): the last rank's loss of that iteration's first
             micro-batch is NaN, in the first attempt or in every one.
+        stage: function of `odb_megatron.megatron.modelopt.stages` to run instead of `pretrain()`.
         out_of_memory_in: micro-batch of this process, counted from 1, that runs out of memory.
         save_fails: ("before" or "after", iteration): Megatron's own save of that iteration raises
             before it has begun, or after it has ended.
@@ -77,6 +78,7 @@ class Case:
     terminated_in: int | None = None
     save_fails: tuple[str, int] | None = None
     nan_in: tuple[str, int] | None = None
+    stage: str = ""
     out_of_memory_in: int | None = None
 
 
@@ -187,6 +189,11 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
     from odb_megatron.megatron.run import OdbRun
     from odb_megatron.megatron.setup import read_args
 
+    if case.stage:
+        from odb_megatron.megatron.modelopt import stages
+
+        getattr(stages, case.stage)()
+        return
     args = read_args({"tokenizer_type": "HuggingFaceTokenizer"})
     datasets = None if case.items is None else _datasets(case.items)
     with _observed(training, outcome, save_fails=case.save_fails):

@@ -1,4 +1,4 @@
-"""Writes a ModelOpt model as a plain one, ready for pruning; docs/modelopt.md has the command lines."""
+"""Writes a ModelOpt model as a plain one, ready for pruning; see docs/modelopt.md."""
 
 from __future__ import annotations
 

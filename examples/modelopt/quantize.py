@@ -1,4 +1,4 @@
-"""Calibrates and quantizes a trained GPT on packed micro-batches; docs/modelopt.md has the command lines."""
+"""Calibrates and quantizes a trained GPT on packed micro-batches; see docs/modelopt.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains a quantized GPT, or distils a teacher, on packed micro-batches; docs/modelopt.md has the command lines."""
+"""Trains a quantized GPT, or distils a teacher, on packed micro-batches; see docs/modelopt.md."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from odb_megatron.data.finished_step import StepHeader
 from odb_megatron.data.thd import MicroBatchLayout
 from odb_megatron.megatron.forward_step import packed_batch
 
-__all__ = ["Calibrated", "CalibrationLoop", "quantize", "quantization_config"]
+__all__ = ["Calibrated", "CalibrationLoop", "quantization_config", "quantize"]
 
 _SUFFIX = "_CFG"
 

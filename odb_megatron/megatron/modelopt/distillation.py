@@ -5,7 +5,7 @@ depend on how its samples are packed. Must not build or load the teacher (`teach
 
 ModelOpt's own balancer (`LogitsAndIntermediatesLossBalancer`, 0.47.0) scales the losses by their
 ratio in each micro-batch, which a sum of micro-batches does not commute with; here weights are
-fixed. `distillation_loss` follows `megatron/post_training/loss_func.py` of Megatron-LM core_v0.19.0,
+fixed. `distillation_loss` follows `megatron/post_training/loss_func.py` (Megatron-LM core_v0.19.0),
 to which `--modelopt-enabled` leads there.
 """
 

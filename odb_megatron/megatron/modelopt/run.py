@@ -17,8 +17,9 @@ from odb_megatron.megatron.forward_step import LossOf
 from odb_megatron.megatron.modelopt.arguments import refuse_unsupported
 from odb_megatron.megatron.modelopt.checkpoint import has_state, restore_state, saving_state
 from odb_megatron.megatron.run import OdbRun
+from odb_megatron.megatron.run_report import RunReport
 
-__all__ = ["ModelOptRun"]
+__all__ = ["CalibrationRun", "ModelOptRun"]
 
 _ADJUST = "get_tensor_shapes_adjust_fn_for_distillation"
 
@@ -124,3 +125,15 @@ class ModelOptRun(OdbRun):
             return
         self._undo.callback(setattr, training, _ADJUST, getattr(training, _ADJUST))
         setattr(training, _ADJUST, lambda *_args, **_kwargs: None)
+
+
+class CalibrationRun(ModelOptRun):
+    """A `ModelOptRun` that trains nothing, so that there are no steps to record or sum up."""
+
+    def _make_report(self) -> RunReport:
+        return _NoSteps(self._args, self.config, backend=self._backend)
+
+
+class _NoSteps(RunReport):
+    def open(self, stream: Any, exchange: Any) -> None:
+        """Begin nothing."""

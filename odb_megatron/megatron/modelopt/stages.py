@@ -19,6 +19,7 @@ __all__ = ["export_gpt", "quantize_gpt", "train_gpt"]
 Datasets = Callable[[Sequence[int | None]], Sequence[Any]]
 
 _DEFAULTS = {"tokenizer_type": "HuggingFaceTokenizer"}
+_SAVES_ONCE = {**_DEFAULTS, "save_interval": 1}  # Megatron wants an interval beside --save
 
 
 def train_gpt(*, datasets: Datasets | None = None) -> None:
@@ -35,7 +36,7 @@ def train_gpt(*, datasets: Datasets | None = None) -> None:
     from odb_megatron.megatron.modelopt.run import ModelOptRun
     from odb_megatron.megatron.usage import usage_errors
 
-    args = _parse(add_distillation_arguments)
+    args = _parse(add_distillation_arguments, _DEFAULTS)
     with usage_errors():
         run = ModelOptRun(args, datasets=datasets)
     with run:
@@ -60,7 +61,7 @@ def quantize_gpt(*, datasets: Datasets | None = None) -> None:
         SystemExit: flags that cannot be used (2).
     """
     from odb_megatron.megatron.modelopt.arguments import add_quantization_arguments
-    from odb_megatron.megatron.modelopt.run import ModelOptRun
+    from odb_megatron.megatron.modelopt.run import CalibrationRun
     from odb_megatron.megatron.setup import total_samples
     from odb_megatron.megatron.usage import usage_errors
 
@@ -71,7 +72,7 @@ def quantize_gpt(*, datasets: Datasets | None = None) -> None:
         from odb_megatron.megatron.modelopt.calibration import quantization_config
 
         config = quantization_config(args.modelopt_quant_cfg)
-        run = ModelOptRun(args, datasets=datasets, needs_conversion=False)
+        run = CalibrationRun(args, datasets=datasets, needs_conversion=False)
     with run:
         models = _build(args, run)
         from odb_megatron.megatron.modelopt.calibration import CalibrationLoop, quantize
@@ -131,14 +132,16 @@ def export_gpt() -> None:
         _write_shape(args)
 
 
-def _parse(add_arguments: Callable[[Any], Any]) -> argparse.Namespace:
+def _parse(
+    add_arguments: Callable[[Any], Any], defaults: dict[str, Any] = _SAVES_ONCE
+) -> argparse.Namespace:
     from odb_megatron.megatron.modelopt.arguments import require_modelopt
     from odb_megatron.megatron.setup import parse_and_validate_args
     from odb_megatron.megatron.usage import usage_errors
 
     with usage_errors():
         require_modelopt()
-    return parse_and_validate_args(_DEFAULTS, add_arguments)
+    return parse_and_validate_args(defaults, add_arguments)
 
 
 def _check_stage(args: argparse.Namespace) -> None:
@@ -147,6 +150,7 @@ def _check_stage(args: argparse.Namespace) -> None:
             raise ValueError(f"this stage reads a model and writes another: give --{name} DIR")
     if Path(args.load).resolve() == Path(args.save).resolve():
         raise ValueError(f"--load and --save are both {args.save}: give --save another folder")
+    args.iteration = 0
     args.finetune = True  # weights alone: no iteration, samples, optimizer or generators
     args.no_load_optim = args.no_load_rng = args.no_save_optim = args.no_save_rng = True
     args.eval_iters = 0

@@ -68,8 +68,8 @@ def build_teacher(
     )
     metadata = dist_checkpointing.load_content_metadata(str(folder))
     wanted = teacher.sharded_state_dict(metadata=metadata)
-    loaded = dist_checkpointing.load(wanted, str(folder))
-    teacher.load_state_dict(loaded)
+    loaded = dist_checkpointing.load(wanted, str(folder))  # with all that is common to ranks
+    teacher.load_state_dict({name: loaded[name] for name in wanted})
     return teacher
 
 
