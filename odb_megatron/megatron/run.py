@@ -48,6 +48,7 @@ from odb_megatron.megatron.providers import (
     build_streams,
     control_group,
 )
+from odb_megatron.megatron.recorder import logged_loss
 from odb_megatron.megatron.replica_data import ReplicaData, require_agreement
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.resume import resume_data
@@ -456,7 +457,7 @@ class OdbRun:
         own = memory_use()
         if self._replica is None or self._args.pipeline_model_parallel_size == 1:
             return values, own
-        loss = values["loss_dict"].get("lm loss")
+        loss = logged_loss(values["loss_dict"])
         known = math.nan if loss is None else float(loss)
         found, peak, reserved = self._replica.report([known, own.peak, own.reserved])
         own = replace(own, peak=max(own.peak, int(peak)), reserved=max(own.reserved, int(reserved)))
