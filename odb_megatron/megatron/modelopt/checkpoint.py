@@ -13,7 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FORMATS", "checkpoint_folder", "has_state", "restore_state", "saving_state"]
+__all__ = [
+    "FORMATS",
+    "checkpoint_folder",
+    "has_state",
+    "is_converted",
+    "refuse_other_layout",
+    "restore_state",
+    "saving_state",
+]
 
 FORMATS = ("torch_dist", "torch")
 """Values of `--ckpt-format` that ModelOpt's state goes with."""
@@ -75,7 +83,12 @@ def has_state(args: argparse.Namespace) -> bool:
     folder = checkpoint_folder(args)
     if folder is None:
         return False
-    return (folder / _FOLDER).is_dir() or _unsharded_state(args, folder) is not None
+    return is_converted(folder) or _unsharded_state(args, folder) is not None
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether a checkpoint in format torch_dist holds ModelOpt's state."""
+    return (folder / _FOLDER).is_dir()
 
 
 def restore_state(models: Sequence[Any], args: argparse.Namespace) -> bool:
@@ -97,7 +110,7 @@ def restore_state(models: Sequence[Any], args: argparse.Namespace) -> bool:
             "ModelOpt's state does not know virtual pipeline stages: drop "
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
         )
-    if (folder / _FOLDER).is_dir():
+    if is_converted(folder):
         restore_sharded_modelopt_state(list(models), folder)
         return True
     state = _unsharded_state(args, folder)
@@ -105,6 +118,40 @@ def restore_state(models: Sequence[Any], args: argparse.Namespace) -> bool:
         return False
     mto.restore_from_modelopt_state(models[0], state)
     return True
+
+
+def refuse_other_layout(model: Any, args: argparse.Namespace) -> None:
+    """Check that a restored model's ranges will be loaded where they belong.
+
+    A gated linear unit's first layer keeps its two halves in one weight, which Megatron cuts half
+    by half over tensor-parallel ranks. ModelOpt 0.47.0 means to cut a range per channel likewise,
+    but looks for its name at the start of the whole key (`_QuantMegatronMLP._modelopt_state_keys`
+    and `re.match`), never finds it, and cuts the ranges straight through.
+
+    Raises:
+        ValueError: such ranges, saved with another tensor-parallel size.
+    """
+    from megatron.core import dist_checkpointing
+
+    folder = checkpoint_folder(args)
+    if folder is None or not is_converted(folder) or not model.config.gated_linear_unit:
+        return
+    saved = dist_checkpointing.load_common_state_dict(str(folder)).get("args")
+    then, now = getattr(saved, "tensor_model_parallel_size", None), args.tensor_model_parallel_size
+    if then in (None, now):
+        return
+    mixed = [
+        name
+        for name, module in model.named_modules()
+        if name.endswith("linear_fc1")
+        and getattr(getattr(module, "weight_quantizer", None), "axis", None) is not None
+    ]
+    if mixed:
+        raise ValueError(
+            f"--load {args.load} was quantized with --tensor-model-parallel-size {then}, and this "
+            f"run has {now}: ModelOpt 0.47 would give the channels of {mixed[0]} (--swiglu) each "
+            f"other's ranges. Quantize with {now}, or with one range per weight (FP8_DEFAULT_CFG)"
+        )
 
 
 def _unsharded_state(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:

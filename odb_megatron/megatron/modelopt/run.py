@@ -15,9 +15,15 @@ from typing import Any
 from odb_megatron.megatron.compat_pretrain import PretrainForm, pretrain_form
 from odb_megatron.megatron.forward_step import LossOf
 from odb_megatron.megatron.modelopt.arguments import refuse_unsupported
-from odb_megatron.megatron.modelopt.checkpoint import has_state, restore_state, saving_state
+from odb_megatron.megatron.modelopt.checkpoint import (
+    has_state,
+    refuse_other_layout,
+    restore_state,
+    saving_state,
+)
 from odb_megatron.megatron.run import OdbRun
 from odb_megatron.megatron.run_report import RunReport
+from odb_megatron.megatron.usage import usage_errors
 
 __all__ = ["CalibrationRun", "ModelOptRun"]
 
@@ -89,9 +95,12 @@ class ModelOptRun(OdbRun):
 
     def _convert(self, models: list[Any]) -> list[Any]:
         args = self._args
-        restored = restore_state(models, args)
-        if self._teacher_given:
-            models = [self._teach(models[0])]
+        with usage_errors():
+            restored = restore_state(models, args)
+            if restored:
+                refuse_other_layout(models[0], args)
+            if self._teacher_given:
+                models = [self._teach(models[0])]
         if args.rank == 0:
             what = ["restored from the checkpoint"] if restored else []
             what += [f"student of {args.modelopt_teacher}"] if self._teacher_given else []

@@ -75,6 +75,8 @@ def quantize_gpt(*, datasets: Datasets | None = None) -> None:
         run = CalibrationRun(args, datasets=datasets, needs_conversion=False)
     with run:
         models = _build(args, run)
+        with usage_errors():
+            _refuse_quantized(args, models)
         from odb_megatron.megatron.modelopt.calibration import CalibrationLoop, quantize
         from odb_megatron.megatron.topology import padding_multiple
 
@@ -166,6 +168,17 @@ def _check_calibration(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--train-samples {total_samples(args)} is below --global-batch-size "
             f"{args.global_batch_size}, so that a replica may get none: raise it"
+        )
+
+
+def _refuse_quantized(args: argparse.Namespace, models: list[Any]) -> None:
+    from megatron.core.utils import unwrap_model
+    from modelopt.torch.quantization.utils import is_quantized
+
+    if is_quantized(unwrap_model(models[0])):
+        raise ValueError(
+            f"--load {args.load} is quantized already: give the model it was made of, or export it "
+            "first (examples/modelopt/export.py)"
         )
 
 

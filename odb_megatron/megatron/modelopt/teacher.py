@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from odb_megatron.megatron.modelopt.checkpoint import checkpoint_folder
+from odb_megatron.megatron.modelopt.checkpoint import checkpoint_folder, is_converted
 
 __all__ = ["SHAPE", "build_teacher", "shape_of"]
 
@@ -97,7 +97,7 @@ def _check(saved: argparse.Namespace, args: argparse.Namespace, folder: Path) ->
             f"--modelopt-teacher: the model in {folder} has {', '.join(found)}, which this version "
             "does not build beside a student: give a dense GPT"
         )
-    if (folder / "modelopt_state").is_dir():
+    if is_converted(folder):
         raise ValueError(
             f"--modelopt-teacher: {folder} is a model that ModelOpt has converted: give the one it "
             "was made of, or export it first (examples/modelopt/export.py)"
