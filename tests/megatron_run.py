@@ -192,7 +192,11 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
     if case.stage:
         from odb_megatron.megatron.modelopt import stages
 
-        getattr(stages, case.stage)()
+        before = _replaced_names(training)[:-1]  # the last one is made by the stage
+        try:
+            getattr(stages, case.stage)()
+        finally:
+            outcome.restored = _replaced_names(training)[:-1] == before
         return
     args = read_args({"tokenizer_type": "HuggingFaceTokenizer"})
     datasets = None if case.items is None else _datasets(case.items)

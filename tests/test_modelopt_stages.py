@@ -33,6 +33,7 @@ BIG = (
 )
 TENSOR = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "32")
 """The vocabulary is padded to the same size as with one rank."""
+PADDED = ("--odb-pad-to-budget",)
 PIPELINE = ("--pipeline-model-parallel-size", "2", "--num-layers", "2")
 
 
@@ -116,19 +117,17 @@ def test_quantized_training(stages: Stages, config: str) -> None:
     assert close(packed, small)
     counts = [[step.record["num_micro_batches"] for step in run.steps] for run in (packed, small)]
     assert counts[0] != counts[1], "the budgets must pack differently"
-    assert all(max(run) < 4 for run in counts), "of 4 samples each replica has in a step"
     assert abs(packed.losses[0] - plain.losses[0]) > 1e-5, "nothing was quantized"
     assert abs(packed.losses[0] - plain.losses[0]) < 0.05
 
 
 def test_ranges_do_not_depend_on_packing(stages: Stages) -> None:
-    """Nor on how many replicas calibrate: the largest value of all tokens is the same."""
+    """The largest value of all tokens is the same, whatever micro-batch each is in."""
     start = ("--train-samples", "8", "--lr-decay-samples", "8", "--finetune", "--load")
     first = stages("train_gpt", *ODB, *start, stages.quantized(INT8))
     other = stages.folder / "other"
-    small = ("--odb-token-budget", "64", "--global-batch-size", "16", "--odb-pad-to-budget")
-    run = stages.calibrated(other, INT8, *small, of=stages.trained("float"))
-    assert "left out 0 idle" in run.replicas[-1].output
+    small = ("--odb-token-budget", "64", "--global-batch-size", "16")
+    stages.calibrated(other, INT8, *small, of=stages.trained("float"))
     assert close(first, stages("train_gpt", *ODB, *start, other), tolerance=1e-6)
 
 
@@ -150,7 +149,8 @@ def _calibration(output: str) -> str:
 def test_resume(stages: Stages, form: str) -> None:
     folder = stages.folder / f"resumed-{form}"
     flags = (*ODB, "--ckpt-format", form, "--save", folder, "--save-interval", "2")
-    load = stages.quantized(INT8, "--ckpt-format", form)
+    of = stages.trained(f"float-{form}", "--ckpt-format", form)
+    load = stages.quantized(INT8, "--ckpt-format", form, of=of)
     whole = stages("train_gpt", *flags, "--load", load, "--finetune")
     resumed = stages("train_gpt", *flags, "--load", folder, "--ckpt-step", "2")
     assert resumed.losses == whole.losses[2:]
@@ -229,9 +229,8 @@ def test_evaluation_of_a_student_is_of_the_labels(stages: Stages, taught: tuple[
     once = ("--train-samples", "8", "--lr-decay-samples", "8", "--lr", "0", "--min-lr", "0")
     student = stages("train_gpt", *ODB, *of, *once, *taught)
     plain = stages("", *ODB, *of, *once)
-    assert student.evaluations == []  # its line begins with another loss
-    (_, loss) = plain.evaluations[0]
-    assert f"lm loss value: {loss:.6E}" in student.replicas[-1].output
+    assert student.evaluations == plain.evaluations
+    assert len(student.evaluations) == 2, "of validation and test, or twice of validation"
 
 
 def test_a_quantized_student_resumes(stages: Stages, taught: tuple[Any, ...]) -> None:
@@ -244,7 +243,7 @@ def test_a_quantized_student_resumes(stages: Stages, taught: tuple[Any, ...]) ->
     assert resumed.losses == whole.losses[2:]
     assert "restored from the checkpoint and student of" in resumed.replicas[0].output
     alone = stages("train_gpt", *ODB, "--load", folder, "--finetune")
-    assert alone.losses[0] == pytest.approx(whole.losses[-1], abs=1.0)
+    assert falls(alone)
 
 
 # --- export ----------------------------------------------------------------------------------
@@ -307,6 +306,11 @@ REFUSED: tuple[tuple[str, Callable[[Stages], tuple[Any, ...]], str], ...] = (
             *("--train-samples", "7"),
         ),
         "--train-samples 7 is below --global-batch-size 8",
+    ),
+    (
+        "quantize_gpt",
+        lambda s: (*ODB, "--load", s.trained("float"), "--save", s.folder / "x", *PADDED),
+        "padding would count in the quantizers' ranges",
     ),
     (
         "train_gpt",

@@ -1,7 +1,7 @@
 """Calibrates a model's quantizers on ODB's micro-batches, through Megatron's own schedule.
 
-Must not train, and must not let a token count that no sample has: quantizers see real samples only.
-Runs under tensor, pipeline and context parallelism as a step of training does.
+Must not train. Quantizers see real samples only: idle micro-batches are left out here, and padding
+is not asked for (`stages`). Runs under tensor and pipeline parallelism as a step of training does.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CalibrationLoop:
         models: model chunks as Megatron built them, wrappers included; ModelOpt's own argument, the
             model inside, is the same one.
         items: step headers and micro-batches of one split, as `OdbRun.datasets_provider` returns.
-        seq_length: `--seq-length`, or what every micro-batch is padded to.
+        seq_length: `--seq-length`.
 
     Attributes:
         result: what the last run has seen.

@@ -83,7 +83,7 @@ def has_state(args: argparse.Namespace) -> bool:
     folder = checkpoint_folder(args)
     if folder is None:
         return False
-    return is_converted(folder) or _unsharded_state(args, folder) is not None
+    return is_converted(folder) or _unsharded_state(args, folder, "mp_rank_*") is not None
 
 
 def is_converted(folder: Path) -> bool:
@@ -113,7 +113,10 @@ def restore_state(models: Sequence[Any], args: argparse.Namespace) -> bool:
     if is_converted(folder):
         restore_sharded_modelopt_state(list(models), folder)
         return True
-    state = _unsharded_state(args, folder)
+    from megatron.training import checkpointing
+
+    own = Path(checkpointing.get_checkpoint_name(str(folder.parent), 0)).parent.name
+    state = _unsharded_state(args, folder, own)
     if state is None:
         return False
     mto.restore_from_modelopt_state(models[0], state)
@@ -154,14 +157,22 @@ def refuse_other_layout(model: Any, args: argparse.Namespace) -> None:
         )
 
 
-def _unsharded_state(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
-    """Return the state in this rank's file of a checkpoint in format `torch`."""
-    if args.ckpt_format != "torch" or not any(folder.glob("mp_rank_*")):
-        return None
-    from megatron.training import checkpointing
+def _unsharded_state(args: argparse.Namespace, folder: Path, name: str) -> dict[str, Any] | None:
+    """Return the state in one rank's file of a checkpoint in format `torch`; None without any.
 
-    loaded, *_ = checkpointing._load_base_checkpoint(str(folder.parent), args, rank0=False)
-    state: dict[str, Any] | None = None if loaded is None else loaded.get(_KEY)
+    Args:
+        args: Megatron's.
+        folder: of the iteration.
+        name: pattern of the rank's folder within.
+    """
+    import torch
+
+    found = sorted(folder.glob(f"{name}/model_optim_rng.pt"))
+    if args.ckpt_format != "torch" or not found:
+        return None
+    # As Megatron loads it: its arguments are in there, which are more than weights.
+    loaded = torch.load(found[0], map_location="cpu", mmap=True, weights_only=False)
+    state: dict[str, Any] | None = loaded.get(_KEY)
     return state
 
 

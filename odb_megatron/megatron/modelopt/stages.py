@@ -78,11 +78,9 @@ def quantize_gpt(*, datasets: Datasets | None = None) -> None:
         with usage_errors():
             _refuse_quantized(args, models)
         from odb_megatron.megatron.modelopt.calibration import CalibrationLoop, quantize
-        from odb_megatron.megatron.topology import padding_multiple
 
         items, *_ = run.datasets_provider([total_samples(args), 0, 0])
-        length = run.config.micro_batch_length(padding_multiple(args)) or args.seq_length
-        loop = CalibrationLoop(models, items, seq_length=length)
+        loop = CalibrationLoop(models, items, seq_length=args.seq_length)
         quantize(models, config, forward_loop=loop)
         assert loop.result is not None, "every algorithm runs its forward loop"
         seen = loop.result
@@ -161,9 +159,15 @@ def _check_stage(args: argparse.Namespace) -> None:
 
 def _check_calibration(args: argparse.Namespace) -> None:
     from odb_megatron.megatron.setup import total_samples
+    from odb_megatron.megatron.topology import padding_multiple
 
     if not args.odb:
         raise ValueError("calibration runs on packed micro-batches: add --odb")
+    if args.odb_pad_to_budget or padding_multiple(args) > 1:
+        raise ValueError(
+            "padding would count in the quantizers' ranges: calibrate without --odb-pad-to-budget, "
+            "--context-parallel-size and --sequence-parallel (training can have them)"
+        )
     if total_samples(args) < args.global_batch_size:
         raise ValueError(
             f"--train-samples {total_samples(args)} is below --global-batch-size "
