@@ -230,7 +230,7 @@ def test_evaluation_of_a_student_is_of_the_labels(stages: Stages, taught: tuple[
     student = stages("train_gpt", *ODB, *of, *once, *taught)
     plain = stages("", *ODB, *of, *once)
     assert student.evaluations == plain.evaluations
-    assert len(student.evaluations) == 2, "of validation and test, or twice of validation"
+    assert plain.evaluations, "nothing was evaluated"
 
 
 def test_a_quantized_student_resumes(stages: Stages, taught: tuple[Any, ...]) -> None:
