@@ -305,3 +305,26 @@ def test_what_the_wheel_lacks_is_there_for_a_run_alone() -> None:
         assert callable(checkpointing.save_sharded_modelopt_state)
     assert not checkpointing.has_nvidia_modelopt
     assert not hasattr(checkpointing, "save_sharded_modelopt_state")
+
+
+def test_the_folder_that_is_loaded(tmp_path: Path) -> None:
+    from odb_megatron.megatron.modelopt.checkpoint import checkpoint_folder, has_state
+
+    def folder(load: Path | None, **values: Any) -> Path | None:
+        return checkpoint_folder(argparse.Namespace(load=load, **values))
+
+    pretrained = tmp_path / "pretrained"
+    pretrained.mkdir()
+    (pretrained / "latest_checkpointed_iteration.txt").write_text("release\n")
+    trained = tmp_path / "trained"
+    (trained / "iter_0000012" / "modelopt_state").mkdir(parents=True)
+    assert folder(None) is None
+    assert folder(trained) is None, "without a tracker it is no checkpoint"
+    assert folder(trained, pretrained_checkpoint=pretrained) == pretrained / "release"
+    (trained / "latest_checkpointed_iteration.txt").write_text("12")
+    assert folder(trained, pretrained_checkpoint=pretrained) == trained / "iter_0000012"
+    assert folder(trained, ckpt_step=4) == trained / "iter_0000004"
+    args = argparse.Namespace(load=trained, ckpt_format="torch_dist", ckpt_step=None)
+    assert has_state(args)
+    args.ckpt_step = 4
+    assert not has_state(args)

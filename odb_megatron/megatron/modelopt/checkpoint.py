@@ -58,24 +58,22 @@ def saving_state() -> Iterator[None]:
 def checkpoint_folder(args: argparse.Namespace, name: str = "load") -> Path | None:
     """Return the folder of the iteration that will be loaded; None where there is none.
 
+    Megatron's own way to ask is a collective.
+
     Args:
         args: Megatron's.
         name: attribute that holds the folder of checkpoints.
     """
-    from megatron.training import checkpointing
-
-    folder = getattr(args, name)
-    if not checkpointing.checkpoint_exists(folder):
-        folder = getattr(args, "pretrained_checkpoint", None) if name == "load" else None
-        if not checkpointing.checkpoint_exists(folder):
-            return None
-    iteration, release = checkpointing.read_metadata(
-        checkpointing.get_checkpoint_tracker_filename(folder)
-    )
-    if name == "load" and getattr(args, "ckpt_step", None):
-        iteration, release = args.ckpt_step, False
-    found = checkpointing.get_checkpoint_name(folder, iteration, release, return_base_dir=True)
-    return Path(found)
+    step = getattr(args, "ckpt_step", None) if name == "load" else None
+    others = ("pretrained_checkpoint",) if name == "load" else ()
+    for folder in (getattr(args, each, None) for each in (name, *others)):
+        tracker = Path(folder or "") / "latest_checkpointed_iteration.txt"
+        if folder and tracker.is_file():
+            said = tracker.read_text(encoding="utf-8").strip()
+            iteration = str(step) if step else said
+            found = f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration
+            return tracker.parent / found
+    return None
 
 
 def has_state(args: argparse.Namespace) -> bool:
