@@ -13,8 +13,6 @@ from pathlib import Path
 
 from odb_megatron.megatron.compat import repeats_full_validation
 from odb_megatron.megatron.config import CostSource, OdbConfig
-from odb_megatron.megatron.modelopt.arguments import STAGE_NAMES
-from odb_megatron.megatron.modelopt.checkpoint import checkpoint_folder, is_converted
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
 from odb_megatron.plan.batch_size import check_batch_size
 from odb_megatron.plan.config import PlanConfig
@@ -265,7 +263,6 @@ def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
         ValueError: every refusal that applies, one line each.
     """
     messages = [refusal.message for refusal in _REFUSALS_ALWAYS if refusal.applies(args)]
-    messages += _load_messages(args)
     if config.enabled:
         messages += [refusal.message for refusal in _REFUSALS if refusal.applies(args)]
         messages += _planning_messages(args, config)
@@ -273,20 +270,6 @@ def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
         messages += _save_messages(args)
     if messages:
         raise ValueError("\n".join(messages))
-
-
-def _load_messages(args: argparse.Namespace) -> list[str]:
-    """Say that a model's quantizers would be left out: Megatron drops what it does not expect."""
-    is_stage = any(hasattr(args, name) for name in STAGE_NAMES)
-    if is_stage or not getattr(args, "load", None):
-        return []
-    folder = checkpoint_folder(args)
-    if folder is None or not is_converted(folder):
-        return []
-    return [
-        f"--load {args.load} is a model that ModelOpt has converted, and this script would load "
-        "its weights alone: train it with examples/modelopt/train.py, or export it first"
-    ]
 
 
 def _save_messages(args: argparse.Namespace) -> list[str]:

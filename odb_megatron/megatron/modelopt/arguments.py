@@ -12,16 +12,12 @@ import importlib.util
 from odb_megatron.megatron.modelopt.checkpoint import FORMATS
 
 __all__ = [
-    "STAGE_NAMES",
     "add_distillation_arguments",
     "add_export_arguments",
     "add_quantization_arguments",
     "refuse_unsupported",
     "require_modelopt",
 ]
-
-STAGE_NAMES = ("modelopt_quant_cfg", "modelopt_teacher", "modelopt_fold_weights")
-"""Arguments of which each stage has one, and nothing else has any."""
 
 
 def add_quantization_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

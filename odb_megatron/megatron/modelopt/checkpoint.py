@@ -15,13 +15,18 @@ from typing import Any
 
 __all__ = [
     "FORMATS",
+    "STAGE_NAMES",
     "checkpoint_folder",
     "has_state",
     "is_converted",
+    "refuse_converted",
     "refuse_other_layout",
     "restore_state",
     "saving_state",
 ]
+
+STAGE_NAMES = ("modelopt_quant_cfg", "modelopt_teacher", "modelopt_fold_weights")
+"""Arguments of which each stage has one, and no other script has any."""
 
 FORMATS = ("torch_dist", "torch")
 """Values of `--ckpt-format` that ModelOpt's state goes with."""
@@ -119,6 +124,22 @@ def restore_state(models: Sequence[Any], args: argparse.Namespace) -> bool:
         return False
     mto.restore_from_modelopt_state(models[0], state)
     return True
+
+
+def refuse_converted(args: argparse.Namespace) -> None:
+    """Check that a script without ModelOpt loads no converted model.
+
+    Megatron drops what it does not expect, and so quantizers without a word.
+
+    Raises:
+        ValueError: it would.
+    """
+    folder = None if any(hasattr(args, name) for name in STAGE_NAMES) else checkpoint_folder(args)
+    if folder is not None and is_converted(folder):
+        raise ValueError(
+            f"--load {args.load} is a model that ModelOpt has converted, and this script would "
+            "load its weights alone: train it with examples/modelopt/train.py, or export it first"
+        )
 
 
 def refuse_other_layout(model: Any, args: argparse.Namespace) -> None:
