@@ -1,4 +1,4 @@
-"""ModelOpt's stages with ODB on a CPU: quantize, train (with a teacher), resume, export.
+"""The scripts of examples/modelopt on a CPU: quantize, train (with a teacher), resume, export.
 
 Each is compared with the padded run of the same samples, with other packings and with other
 layouts of ranks. Needs nvidia-modelopt: `make test-modelopt`.
@@ -74,7 +74,7 @@ class Stages:
     def calibrated(self, folder: Path, config: str, *flags: Any, of: Path) -> Run:
         """As `quantized`, return the run."""
         given = ("--train-samples", "16", "--load", of, "--save", folder)
-        return self("quantize_gpt", *ODB, *given, "--modelopt-quant-cfg", config, *flags)
+        return self("quantize", *ODB, *given, "--modelopt-quant-cfg", config, *flags)
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +108,9 @@ def falls(run: Run) -> bool:
 @pytest.mark.parametrize("config", [INT8, FP8])
 def test_quantized_training(stages: Stages, config: str) -> None:
     start = ("--load", stages.quantized(config), "--finetune")
-    packed = stages("train_gpt", *ODB, *start)
-    padded = stages("train_gpt", *start)
-    wide = stages("train_gpt", *WIDE, *start)
+    packed = stages("train", *ODB, *start)
+    padded = stages("train", *start)
+    wide = stages("train", *WIDE, *start)
     plain = stages("", *ODB, "--load", stages.trained("float"), "--finetune")
     assert falls(packed)
     assert packed.losses[0] == pytest.approx(padded.losses[0], abs=1e-4)
@@ -125,11 +125,11 @@ def test_quantized_training(stages: Stages, config: str) -> None:
 def test_ranges_do_not_depend_on_packing(stages: Stages) -> None:
     """The largest value of all tokens is the same, whatever micro-batch each is in."""
     start = ("--train-samples", "8", "--lr-decay-samples", "8", "--finetune", "--load")
-    first = stages("train_gpt", *ODB, *start, stages.quantized(INT8))
+    first = stages("train", *ODB, *start, stages.quantized(INT8))
     other = stages.folder / "other"
     wide = ("--odb-token-budget", "512", "--global-batch-size", "16")
     stages.calibrated(other, INT8, *wide, of=stages.trained("float"))
-    assert close(first, stages("train_gpt", *ODB, *start, other), tolerance=1e-6)
+    assert close(first, stages("train", *ODB, *start, other), tolerance=1e-6)
 
 
 def test_idle_micro_batches_are_left_out(stages: Stages) -> None:
@@ -152,8 +152,8 @@ def test_resume(stages: Stages, form: str) -> None:
     flags = (*ODB, "--ckpt-format", form, "--save", folder, "--save-interval", "2")
     of = stages.trained(f"float-{form}", "--ckpt-format", form)
     load = stages.quantized(INT8, "--ckpt-format", form, of=of)
-    whole = stages("train_gpt", *flags, "--load", load, "--finetune")
-    resumed = stages("train_gpt", *flags, "--load", folder, "--ckpt-step", "2")
+    whole = stages("train", *flags, "--load", load, "--finetune")
+    resumed = stages("train", *flags, "--load", folder, "--ckpt-step", "2")
     assert resumed.losses == whole.losses[2:]
     assert [step.ids for step in resumed.steps] == [step.ids for step in whole.steps[2:]]
     assert "model restored from the checkpoint" in resumed.replicas[0].output
@@ -163,22 +163,22 @@ def test_pipeline(stages: Stages) -> None:
     """Quantized and trained in two stages, or trained by replicas after that."""
     of = stages.trained("teacher", *BIG)
     start = ("--finetune", "--load", stages.quantized(INT8, *BIG, *PIPELINE, of=of), *BIG)
-    staged = stages("train_gpt", *ODB, *start, *PIPELINE)
-    assert close(staged, stages("train_gpt", *ODB, *start))
-    assert close(staged, stages("train_gpt", *start))
+    staged = stages("train", *ODB, *start, *PIPELINE)
+    assert close(staged, stages("train", *ODB, *start))
+    assert close(staged, stages("train", *start))
 
 
 def test_tensor_parallel(stages: Stages) -> None:
     flags = (*ODB, "--finetune", "--load")
-    replicated = stages("train_gpt", *flags, stages.quantized(FP8))
+    replicated = stages("train", *flags, stages.quantized(FP8))
     for more in ((), ("--sequence-parallel",)):
-        assert close(stages("train_gpt", *flags, stages.quantized(FP8), *TENSOR, *more), replicated)
-    own = stages("train_gpt", *flags, stages.quantized(INT8, *TENSOR), *TENSOR)
-    assert close(own, stages("train_gpt", *flags, stages.quantized(INT8)))
+        assert close(stages("train", *flags, stages.quantized(FP8), *TENSOR, *more), replicated)
+    own = stages("train", *flags, stages.quantized(INT8, *TENSOR), *TENSOR)
+    assert close(own, stages("train", *flags, stages.quantized(INT8)))
 
 
 def test_ranges_of_channels_stay_with_their_tensor_parallel_size(stages: Stages) -> None:
-    said = stages.refused("train_gpt", *ODB, "--load", stages.quantized(INT8), *TENSOR)
+    said = stages.refused("train", *ODB, "--load", stages.quantized(INT8), *TENSOR)
     assert "was quantized with --tensor-model-parallel-size 1, and this run has 2" in said
 
 
@@ -193,10 +193,10 @@ intermediate_layer_pairs: [["decoder.final_layernorm", "decoder.final_layernorm"
 
 
 def test_distillation(stages: Stages, taught: tuple[Any, ...]) -> None:
-    packed = stages("train_gpt", *ODB, *taught)
+    packed = stages("train", *ODB, *taught)
     assert falls(packed)
-    assert close(packed, stages("train_gpt", *taught))
-    assert close(packed, stages("train_gpt", *WIDE, *taught))
+    assert close(packed, stages("train", *taught))
+    assert close(packed, stages("train", *WIDE, *taught))
     assert "| total loss: " in packed.replicas[-1].output
     assert "| lm loss: " not in packed.replicas[-1].output
 
@@ -206,8 +206,8 @@ def test_distillation_of_hidden_states(stages: Stages, taught: tuple[Any, ...]) 
     path = stages.folder / "kd.yaml"
     path.write_text(KD)
     flags = (*taught, "--modelopt-kd-cfg", path, "--modelopt-intermediate-weight", "0.1")
-    packed = stages("train_gpt", *ODB, *flags)
-    padded = stages("train_gpt", *flags)
+    packed = stages("train", *ODB, *flags)
+    padded = stages("train", *flags)
     assert falls(packed)
     assert close(packed, padded)
     norms = [[step.record["grad_norm"] for step in run.steps] for run in (packed, padded)]
@@ -222,13 +222,13 @@ def test_distillation_in_other_layouts(
 ) -> None:
     of = stages.trained("student", "--num-layers", "2")
     start = ("--load", of, "--finetune", *taught, "--num-layers", "2")
-    assert close(stages("train_gpt", *ODB, *start, *layout), stages("train_gpt", *ODB, *start))
+    assert close(stages("train", *ODB, *start, *layout), stages("train", *ODB, *start))
 
 
 def test_evaluation_of_a_student_is_of_the_labels(stages: Stages, taught: tuple[Any, ...]) -> None:
     of = ("--load", stages.trained("float"), "--finetune", "--eval-iters", "1")
     once = ("--train-samples", "8", "--lr-decay-samples", "8", "--lr", "0", "--min-lr", "0")
-    student = stages("train_gpt", *ODB, *of, *once, *taught)
+    student = stages("train", *ODB, *of, *once, *taught)
     plain = stages("", *ODB, *of, *once)
     assert student.evaluations == plain.evaluations
     assert plain.evaluations, "nothing was evaluated"
@@ -238,12 +238,12 @@ def test_a_quantized_student_resumes(stages: Stages, taught: tuple[Any, ...]) ->
     """The teacher's weights are in no checkpoint of the student's."""
     folder = stages.folder / "quantized-student"
     flags = (*ODB, *taught, "--save", folder, "--save-interval", "2")
-    whole = stages("train_gpt", *flags, "--load", stages.quantized(INT8), "--finetune")
+    whole = stages("train", *flags, "--load", stages.quantized(INT8), "--finetune")
     assert falls(whole)
-    resumed = stages("train_gpt", *flags, "--load", folder, "--ckpt-step", "2")
+    resumed = stages("train", *flags, "--load", folder, "--ckpt-step", "2")
     assert resumed.losses == whole.losses[2:]
     assert "restored from the checkpoint and student of" in resumed.replicas[0].output
-    alone = stages("train_gpt", *ODB, "--load", folder, "--finetune")
+    alone = stages("train", *ODB, "--load", folder, "--finetune")
     assert falls(alone)
 
 
@@ -256,7 +256,7 @@ def test_export(stages: Stages, fold: tuple[str, ...]) -> None:
     import yaml
 
     folder = stages.folder / f"plain{len(fold)}"
-    run = stages("export_gpt", "--load", stages.quantized(INT8), "--save", folder, *fold)
+    run = stages("export", "--load", stages.quantized(INT8), "--save", folder, *fold)
     assert "model restored from the checkpoint" in run.replicas[0].output
     assert not (folder / "release" / "modelopt_state").exists()
     shape = yaml.safe_load((folder / "model_config.yaml").read_text())
@@ -267,41 +267,41 @@ def test_export(stages: Stages, fold: tuple[str, ...]) -> None:
         assert 1e-6 < abs(exported.losses[0] - plain.losses[0]) < 0.05
     else:
         assert exported.losses == plain.losses
-    student = stages("train_gpt", *ODB, "--modelopt-teacher", folder)
+    student = stages("train", *ODB, "--modelopt-teacher", folder)
     assert falls(student)
 
 
 # --- refusals --------------------------------------------------------------------------------
 
 REFUSED: tuple[tuple[str, Callable[[Stages], tuple[Any, ...]], str], ...] = (
-    ("train_gpt", lambda s: (*ODB, "--load", s.trained("float")), "nothing for ModelOpt to do"),
+    ("train", lambda s: (*ODB, "--load", s.trained("float")), "nothing for ModelOpt to do"),
     (
         "",
         lambda s: (*ODB, "--load", s.quantized(INT8)),
         "is a model that ModelOpt has converted, and this script would load its weights alone",
     ),
     (
-        "quantize_gpt",
+        "quantize",
         lambda s: (*ODB, "--load", s.quantized(INT8), "--save", s.folder / "twice"),
         "is quantized already",
     ),
     (
-        "quantize_gpt",
+        "quantize",
         lambda s: ("--load", s.trained("float"), "--save", s.folder / "x"),
         "calibration runs on packed micro-batches: add --odb",
     ),
     (
-        "quantize_gpt",
+        "quantize",
         lambda s: (*ODB, "--load", s.trained("float")),
         "this stage reads a model and writes another: give --save DIR",
     ),
     (
-        "quantize_gpt",
+        "quantize",
         lambda s: (*ODB, "--load", s.trained("float"), "--save", s.trained("float")),
         "give --save another folder",
     ),
     (
-        "quantize_gpt",
+        "quantize",
         lambda s: (
             *(*ODB, "--load", s.trained("float"), "--save", s.folder / "x"),
             *("--train-samples", "7"),
@@ -309,22 +309,22 @@ REFUSED: tuple[tuple[str, Callable[[Stages], tuple[Any, ...]], str], ...] = (
         "--train-samples 7 is below --global-batch-size 8",
     ),
     (
-        "quantize_gpt",
+        "quantize",
         lambda s: (*ODB, "--load", s.trained("float"), "--save", s.folder / "x", *PADDED),
         "padding would count in the quantizers' ranges",
     ),
     (
-        "train_gpt",
+        "train",
         lambda s: (*ODB, "--modelopt-teacher", s.folder / "nowhere"),
         "holds no checkpoint",
     ),
     (
-        "train_gpt",
+        "train",
         lambda s: (*ODB, "--modelopt-teacher", s.quantized(INT8)),
         "is a model that ModelOpt has converted: give the one it was made of",
     ),
     (
-        "train_gpt",
+        "train",
         lambda s: (*ODB, "--modelopt-teacher", s.trained("teacher", *BIG), *TENSOR[:2]),
         "the teacher's vocabulary has 320 entries after padding, the student's 384",
     ),
