@@ -18,7 +18,7 @@ JOBS ?= 2
 # Megatron versions of test-matrix; all when empty.
 VERSIONS ?=
 
-.PHONY: help venv train test test-bridge test-matrix test-slurm lint format typecheck verify bench wheel clean distclean
+.PHONY: help venv venv-modelopt train test test-bridge test-modelopt test-matrix test-slurm lint format typecheck verify bench wheel clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -40,9 +40,16 @@ test-matrix: venv ## Megatron tests on each supported version (VERSIONS="0.16.1 
 	$(PYTHON) tools/test_matrix.py --jobs $(JOBS) $(VERSIONS)
 
 test-bridge: venv ## run the tests on Megatron-Bridge (NeMo), in an environment of its own
-	@tools/bridge_venv.sh
+	@tools/overlay_venv.sh bridge
 	CUDA_VISIBLE_DEVICES= .venv-bridge/bin/python -m pytest tests/test_bridge_config.py \
 	    tests/test_bridge_run.py $(ARGS)
+
+venv-modelopt: venv ## .venv with NVIDIA ModelOpt on top, in .venv-modelopt
+	@tools/overlay_venv.sh modelopt
+
+test-modelopt: venv-modelopt ## run the tests of quantization and distillation, in that environment
+	CUDA_VISIBLE_DEVICES= .venv-modelopt/bin/python -m pytest tests/test_modelopt_losses.py \
+	    tests/test_modelopt_stages.py $(ARGS)
 
 lint: venv ## ruff: rules and format
 	$(PYTHON) -m ruff check .
@@ -73,4 +80,4 @@ clean: ## remove build output and caches
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments as well
-	rm -rf .venv .venv.lock .venvs .venv-bridge .venv-bridge.lock
+	rm -rf .venv .venv.lock .venvs .venv-bridge .venv-bridge.lock .venv-modelopt .venv-modelopt.lock

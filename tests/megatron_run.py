@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -63,6 +64,7 @@ class Case:
         terminated_in: iteration in whose first micro-batch the last rank gets a SIGTERM.
         nan_in: ("once" or "always", iteration): the last rank's loss of that iteration's first
             micro-batch is NaN, in the first attempt or in every one.
+        stage: script of examples/modelopt to run instead of `pretrain()`.
         out_of_memory_in: micro-batch of this process, counted from 1, that runs out of memory.
         save_fails: ("before" or "after", iteration): Megatron's own save of that iteration raises
             before it has begun, or after it has ended.
@@ -78,6 +80,7 @@ class Case:
     terminated_in: int | None = None
     save_fails: tuple[str, int] | None = None
     nan_in: tuple[str, int] | None = None
+    stage: str = ""
     out_of_memory_in: int | None = None
     has_images: bool = False
 
@@ -189,6 +192,14 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
     from odb_megatron.megatron.run import OdbRun
     from odb_megatron.megatron.setup import read_args
 
+    if case.stage:
+        script = Path(__file__).parents[1] / "examples" / "modelopt" / f"{case.stage}.py"
+        before = _replaced_names(training)[:-1]  # the last one is made by the stage
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        finally:
+            outcome.restored = _replaced_names(training)[:-1] == before
+        return
     kind: type[OdbRun] = OdbRun
     extra = None
     if case.has_images:

@@ -88,13 +88,14 @@ def test_a_sample_does_not_learn_visual_tokens() -> None:
         )
 
 
-def pack(*samples: Sample, **options: int) -> MicroBatch:
-    return assemble(samples, positions=range(len(samples)), **options)
+def pack(*samples: Sample, multiple: int = 1, sizes: tuple[int, ...] = ()) -> MicroBatch:
+    rule = SizeRule(multiple=multiple, sizes=sizes)
+    return assemble(samples, positions=range(len(samples)), rule=rule)
 
 
 def test_offsets_of_a_micro_batch() -> None:
     samples = [image_sample([3, (4, 2), 1]), image_sample([5]), image_sample([(2, 2), 1, (2, 4)])]
-    item = pack(*samples, multiple=4, total=32)
+    item = pack(*samples, multiple=4, sizes=(32,))
     images, pixels = item.images, item.pixel_values
     assert images is not None
     assert pixels is not None

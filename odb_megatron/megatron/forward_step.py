@@ -20,7 +20,24 @@ from odb_megatron.megatron.compat import packed_seq_params
 from odb_megatron.megatron.compat_metrics import seqlen_stats_updater
 from odb_megatron.plan.padding import padded_length
 
-__all__ = ["Batch", "RouterMask", "loss_func", "make_forward_step", "packed_batch", "padded_batch"]
+__all__ = [
+    "Batch",
+    "Loss",
+    "LossOf",
+    "RouterMask",
+    "loss_func",
+    "make_forward_step",
+    "packed_batch",
+    "padded_batch",
+    "reported",
+    "validate_loss",
+]
+
+Loss = tuple[Tensor, Tensor, dict[str, Tensor]]
+"""Sum of token losses, number of loss tokens, and what is reported."""
+
+LossOf = Callable[[Any, Tensor | None, Tensor], Loss]
+"""A loss of the model chunk, the loss mask and the chunk's output."""
 
 _SMALLEST_COUNT = 1e-30
 _SPIKY_LOSS_FACTOR = 10
@@ -122,13 +139,10 @@ def padded_batch(item: dict[str, Tensor], *, multiple: int = 1) -> Batch:
     return Batch(**tensors)
 
 
-def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss_func(loss_mask: Tensor | None, output: Tensor) -> Loss:
     """Sum of token losses, number of loss tokens, and both for reporting.
 
-    Three values, so that the schedule does not divide by the number of micro-batches. The reported
-    count is at least 1e-30: Megatron divides the sums of a step, or of an evaluation, by it, which
-    leaves every real count unchanged in float32 and gives 0 instead of NaN where nothing carries
-    loss.
+    Three values, so that the schedule does not divide by the number of micro-batches.
 
     Args:
         loss_mask: float32, shape of `output`.
@@ -139,9 +153,18 @@ def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor,
     loss_mask_T = loss_mask.view(-1).float()
     loss = torch.sum(losses_T * loss_mask_T)
     count = loss_mask_T.sum().clone().detach()
-    _validate(loss)
-    report = torch.cat([loss.clone().detach().view(1), count.clamp(min=_SMALLEST_COUNT).view(1)])
-    return loss, count.to(torch.int), {"lm loss": report}
+    validate_loss(loss)
+    return loss, count.to(torch.int), {"lm loss": reported(loss, count)}
+
+
+def reported(loss: Tensor, count: Tensor) -> Tensor:
+    """Return a sum of token losses and their number as Megatron takes a report.
+
+    The count is at least 1e-30: Megatron divides the sums of a step, or of an evaluation, by it,
+    which leaves every real count unchanged in float32 and gives 0 instead of NaN where nothing
+    carries loss.
+    """
+    return torch.cat([loss.clone().detach().view(1), count.clamp(min=_SMALLEST_COUNT).view(1)])
 
 
 def make_forward_step(
@@ -149,6 +172,7 @@ def make_forward_step(
     *,
     on_batch: Callable[[Any], None],
     router_mask: RouterMask | None = None,
+    loss: LossOf | None = None,
 ) -> Callable[..., tuple[Tensor, Callable[[Tensor], Any]]]:
     """Return the forward step function for `pretrain()`.
 
@@ -156,6 +180,7 @@ def make_forward_step(
         build_batch: `packed_batch` or `padded_batch`.
         on_batch: called once with every micro-batch, for logging.
         router_mask: for packed mixtures of experts; None for dense models.
+        loss: None for `loss_func`.
     """
     from megatron.core.utils import StragglerDetector
     from megatron.training import get_timers
@@ -195,6 +220,8 @@ def make_forward_step(
                 packed_seq_params=batch.packed_seq_params,
                 **options,
             )
+        if loss is not None:
+            return output, partial(loss, model, batch.loss_mask)
         return output, partial(loss_func, batch.loss_mask)
 
     return forward_step
@@ -212,7 +239,8 @@ def _attribute(model: Any, name: str) -> Any:
     return getattr(model, name, None)
 
 
-def _validate(loss: Tensor) -> None:
+def validate_loss(loss: Tensor) -> None:
+    """Let Megatron's rerun machine look at a micro-batch's loss, as pretrain_gpt.py does."""
     from megatron.core.rerun_state_machine import get_rerun_state_machine
     from megatron.training import get_args
 

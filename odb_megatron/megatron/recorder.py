@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,15 @@ from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.step import StepTotals
 from odb_megatron.report.step_record import StepRecord
 
-__all__ = ["StepRecorder"]
+__all__ = ["StepRecorder", "logged_loss"]
+
+
+def logged_loss(losses: Mapping[str, Any]) -> Any:
+    """Return the loss of what Megatron logs; None on ranks that do not have it.
+
+    Where a student is trained by its teacher alone, that is the distillation's.
+    """
+    return losses.get("lm loss", losses.get("total loss"))
 
 
 class StepRecorder:
@@ -116,7 +125,7 @@ class StepRecorder:
         """
         handed_out = handed_out or HandedOut()
         elapsed = time.perf_counter() - (self._started or time.perf_counter())
-        loss, grad_norm = values["loss_dict"].get("lm loss"), values["grad_norm"]
+        loss, grad_norm = logged_loss(values["loss_dict"]), values["grad_norm"]
         record = StepRecord(
             iteration=int(values["iteration"]),
             loss=None if loss is None else float(loss),

@@ -33,6 +33,7 @@ from odb_megatron.megatron.data_checkpoint import DataCheckpoint
 from odb_megatron.megatron.data_identity import data_identity
 from odb_megatron.megatron.device_memory import MemoryUse, memory_use
 from odb_megatron.megatron.forward_step import (
+    LossOf,
     RouterMask,
     make_forward_step,
     packed_batch,
@@ -46,6 +47,7 @@ from odb_megatron.megatron.providers import (
     build_streams,
     control_group,
 )
+from odb_megatron.megatron.recorder import logged_loss
 from odb_megatron.megatron.replica_data import ReplicaData, require_agreement
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.resume import resume_data
@@ -141,7 +143,12 @@ class OdbRun:
             packed if self.config.enabled else padded,
             on_batch=self._on_batch,
             router_mask=self._router_mask(),
+            loss=self._loss(),
         )
+
+    def _loss(self) -> LossOf | None:
+        """Return the loss of a micro-batch; None for that of `forward_step`."""
+        return None
 
     def _make_replica(self) -> ReplicaData:
         return ReplicaData(
@@ -453,7 +460,7 @@ class OdbRun:
         own = memory_use()
         if self._replica is None or self._args.pipeline_model_parallel_size == 1:
             return values, own
-        loss = values["loss_dict"].get("lm loss")
+        loss = logged_loss(values["loss_dict"])
         known = math.nan if loss is None else float(loss)
         found, peak, reserved = self._replica.report([known, own.peak, own.reserved])
         own = replace(own, peak=max(own.peak, int(peak)), reserved=max(own.reserved, int(reserved)))

@@ -21,6 +21,7 @@ from odb_megatron.megatron.arguments import add_odb_arguments
 from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.attention.needs import need_of
 from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.megatron.modelopt.checkpoint import refuse_converted
 from odb_megatron.megatron.usage import raise_usage_errors, usage_errors
 from odb_megatron.megatron.validation import refuse_unsupported
 from odb_megatron.plan.config import OPEN_TOTAL
@@ -97,6 +98,7 @@ def read_args(
         args.eval_interval = _NEVER
     config = odb_config(args)
     refuse_unsupported(args, config)
+    refuse_converted(args)
     choose_backend(args)
     set_global_variables(args)
     return args
