@@ -32,9 +32,10 @@ from gpu_measure import (
     summarize_arm,
     summarize_ratios,
 )
-from gpu_model import ModelSize, Positions, Trainer, start_device
+from gpu_model import ModelSize, Positions, Trainer, parameter_dtype, start_device
 
 from odb_megatron.megatron.attention import registry
+from odb_megatron.megatron.attention.needs import Need
 from odb_megatron.megatron.compat import megatron_version
 from odb_megatron.plan.calibration import MicroBatchTime
 from odb_megatron.plan.cost import COST_UNIT, CostModel
@@ -166,9 +167,14 @@ class Benchmark:
 
     def _backend(self, name: str) -> registry.AttentionBackend:
         """Choose the packed arms' backend; where `auto` finds none, the reference runs."""
-        device = self._options.device
+        device, size = self._options.device, self._size
+        need = Need(
+            dtype=str(parameter_dtype(device)).removeprefix("torch."),
+            head_size=size.hidden // size.num_heads,
+            capability=torch.cuda.get_device_capability() if device == "cuda" else None,
+        )
         try:
-            return registry.select(name, device_type=device)
+            return registry.select(name, device_type=device, need=need)
         except ValueError as error:
             if name != "auto":
                 raise
