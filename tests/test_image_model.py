@@ -97,8 +97,9 @@ def measure(_rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     alone = [assemble([sample], positions=[at]) for at, sample in enumerate(samples)]
     losses, expected = _gradients(model, alone)
-    for name, options in (("packed", {"multiple": 8}), ("total", {"multiple": 4, "total": 160})):
-        item = assemble(samples, positions=range(4), **options)
+    rules = {"packed": SizeRule(multiple=8), "total": SizeRule(multiple=4, sizes=(160,))}
+    for name, rule in rules.items():
+        item = assemble(samples, positions=range(4), rule=rule)
         (got,), gradients = _gradients(model, [item])
         parts = [
             got[start : start + len(sample)]
