@@ -154,7 +154,8 @@ def build(version: Version) -> Path:
     folder = VENVS / version.number
     python, stamp = folder / "bin" / "python", folder / ".lock.sha256"
     base = find_python(version)
-    digest = hashlib.sha256(version.lock.read_bytes() + base.encode()).hexdigest()
+    made_of = f"{base} {BASE}"  # a moved folder is built anew
+    digest = hashlib.sha256(version.lock.read_bytes() + made_of.encode()).hexdigest()
     if python.exists() and stamp.exists() and stamp.read_text() == digest:
         return python
     print(f"building {folder.relative_to(ROOT)} with {base}", flush=True)
