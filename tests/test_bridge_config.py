@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
 
 from bridge_run import Bridge
 from megatron_world import WORDS, ChatFile
-from readme import command, printed_by
+from readme import README, command, printed_by
 
 pytest_plugins = ["megatron_fixtures", "bridge_fixtures"]
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
@@ -59,6 +60,7 @@ def test_the_command_of_the_readme(chats: ChatFile, tmp_path: Path) -> None:
         text=True,
         timeout=300,
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(README.parent)},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -219,7 +221,7 @@ def test_recipe_that_cannot_be_used(
         (["train.decrease_batch_size_if_needed=true"], "dataset.odb keeps the batch size"),
         (["validation.multiple_validation_sets=true"], "drop validation.multiple_validation_sets"),
         (["checkpoint.non_persistent_ckpt_type=local"], "checkpoint.non_persistent_ckpt_type"),
-        (["dataset.eod_mask_loss=true"], "dataset.eod_mask_loss do nothing with dataset.odb"),
+        (["dataset.eod_mask_loss=true"], "dataset.eod_mask_loss and "),
         (["dataset.odb.window=16"], "dataset.odb.window would do nothing with dataset.odb.policy"),
         (["dataset.odb.token_budget=32"], "dataset.odb.token_budget 32 is below model.seq_length"),
         (["validation.eval_micro_batch_size=2", "train.global_batch_size=8"], ""),
