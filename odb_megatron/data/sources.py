@@ -38,6 +38,7 @@ __all__ = [
     "SampleSource",
     "count_records",
     "open_source",
+    "require_indexed",
 ]
 
 
@@ -90,6 +91,15 @@ def open_source(
                 "--tokenizer-model with a folder or a tokenizer.json"
             )
         return ChatSource(path, rules=rules, renderer=renderer)
+    return IndexedSource(require_indexed(path), rules=rules, mmap=mmap)
+
+
+def require_indexed(path: str) -> str:
+    """Return the prefix of a Megatron `.bin`/`.idx` pair.
+
+    Raises:
+        ValueError: one of the two is not there.
+    """
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     missing = [prefix + end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
     if missing:
@@ -97,7 +107,7 @@ def open_source(
             f"no data at {path!r}: expected a file ending in {', '.join(JSON_ENDINGS)}, or a "
             f"Megatron prefix with .bin and .idx (missing: {', '.join(missing)})"
         )
-    return IndexedSource(prefix, rules=rules, mmap=mmap)
+    return prefix
 
 
 class _RuledSource:
