@@ -148,7 +148,6 @@ def test_data_set_of_a_fine_tuning_recipe(bridge: Bridge, tmp_path: Path) -> Non
         (["dataset=null"], "dataset is a section of the configuration and cannot be None"),
         (["train=null"], "train is a section of the configuration and cannot be None"),
         (["+dataset._target_=somewhere.Nothing"], "Bridge would drop a part of it: Failed to ins"),
-        (["+profiling.use_pytorch_profiler=true"], "profiling"),
         (["dataset.odb.token_budget=-5"], "dataset.odb.token_budget"),
         (["dataset.odb.window=16"], "dataset.odb.window would do nothing with dataset.odb.policy"),
         (["dataset.odb.train_data_path=/nope.jsonl"], "no data at '/nope.jsonl'"),
@@ -176,7 +175,6 @@ def test_override_that_cannot_be_used(bridge: Bridge, overrides: list[str], text
         ),
         ("dataset: null\n", "dataset is a section of the configuration and cannot be None"),
         ("dataset: mock\n", "dataset is a section of the configuration and cannot be 'mock'"),
-        ("profiling:\n  use_pytorch_profiler: true\n", "profiling is None in this recipe"),
         ("model:\n  num_layers:\n    one: 1\n", "no model.num_layers.one"),
     ],
 )
