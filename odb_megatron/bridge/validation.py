@@ -5,15 +5,17 @@ Must not change a value. What Megatron refuses as well is in `odb_megatron.megat
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
-from odb_megatron.bridge.arguments import BridgeArgs, transformer_of
-from odb_megatron.bridge.settings import in_bridge_words
+from odb_megatron.bridge.arguments import BridgeArgs, data_files, transformer_of
+from odb_megatron.bridge.settings import flag_values, in_bridge_words
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.validation import refuse_unsupported
 
-__all__ = ["UnusableError", "has_data", "recipe_errors", "refuse"]
+__all__ = ["UnusableError", "has_data", "recipe_errors", "refuse", "refuse_early"]
 
 
 class UnusableError(ValueError):
@@ -139,6 +141,29 @@ def refuse(cfg: Any, args: BridgeArgs, config: OdbConfig) -> None:
         refuse_unsupported(args, config)
     except ValueError as error:
         messages += in_bridge_words(str(error)).split("\n")
+    if messages:
+        raise UnusableError("\n".join(messages))
+
+
+def refuse_early(cfg: Any) -> None:
+    """Check what can be checked without ranks: settings, the recipe, and that the files are there.
+
+    Raises:
+        UnusableError: every refusal that applies, one line each.
+    """
+    settings = cfg.dataset.odb
+    messages = recipe_errors(cfg.dataset.recipe, has_own_data=has_data(settings))
+    messages += [message for applies, message in _REFUSALS if applies(cfg)]
+    try:
+        args = argparse.Namespace(
+            **flag_values(settings),
+            seq_length=cfg.model.seq_length,
+            global_batch_size=cfg.train.global_batch_size or 1,
+        )
+        OdbConfig.from_args(args, num_replicas=1)
+    except ValueError as error:
+        messages.append(in_bridge_words(str(error)))
+    messages += [f"no data at {path!r}" for path in data_files(cfg) if not os.path.isfile(path)]
     if messages:
         raise UnusableError("\n".join(messages))
 
