@@ -96,8 +96,10 @@ def _warnings() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             found.append(record.getMessage())
 
-    collector, level = Collector(logging.WARNING), logger.level
+    collector = Collector(logging.WARNING)
+    level, disabled = logger.level, logger.disabled  # logging.config disables loggers
     logger.addHandler(collector)
+    logger.disabled = False
     if not logger.isEnabledFor(logging.WARNING):
         logger.setLevel(logging.WARNING)
     try:
@@ -105,3 +107,4 @@ def _warnings() -> Iterator[list[str]]:
     finally:
         logger.removeHandler(collector)
         logger.setLevel(level)
+        logger.disabled = disabled

@@ -116,6 +116,12 @@ def configured(recipe: str, *, overlays: Sequence[str] = (), overrides: Sequence
             OmegaConf.save(OmegaConf.create(overlay), rest)
             cfg = applied(cfg, where=path, overlay=str(rest))
     if others:
+        for text in others:
+            if "_target_" in text:
+                raise ValueError(
+                    f"{text}: _target_ would make another object of this section, or do nothing "
+                    "where Bridge cannot: use a recipe that has it (--recipe MODULE:FUNCTION)"
+                )
         cfg = applied(cfg, where=" ".join(others), overrides=others)
         _require_applied(cfg, others)
     for text in own:
@@ -264,11 +270,6 @@ def _require_applied(cfg: Any, overrides: Sequence[str]) -> None:
     """Raise on an override that added a key of no attribute: Bridge only warns."""
     for text in overrides:
         name = text.partition("=")[0]
-        if "_target_" in text:
-            raise ValueError(
-                f"{text}: _target_ would make another object of this section, or do nothing where "
-                "Bridge cannot: use a recipe that has it (--recipe MODULE:FUNCTION)"
-            )
         if not name.startswith("+"):
             continue  # Hydra refuses what is not there
         name = name.lstrip("+")

@@ -22,6 +22,7 @@ class UnusableError(ValueError):
     """A configuration that cannot be used, found when the run starts."""
 
 
+_PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 _SFT = "GPTSFTDatasetConfig"
 _PRETRAINING = ("GPTDatasetConfig", "MockGPTDatasetConfig", "GPTFIMDatasetConfig")
 
@@ -154,6 +155,12 @@ def refuse_early(cfg: Any) -> None:
     settings = cfg.dataset.odb
     messages = recipe_errors(cfg.dataset.recipe, has_own_data=has_data(settings))
     messages += [message for applies, message in _REFUSALS if applies(cfg)]
+    per_split = [name for name in _PER_SPLIT if getattr(settings, name) is not None]
+    if settings.data_path is not None and per_split:
+        messages.append(
+            f"dataset.odb.data_path is for all splits, and dataset.odb.{per_split[0]} for one: "
+            "give the one (with dataset.odb.split), or a file for each split"
+        )
     try:
         args = argparse.Namespace(
             **flag_values(settings),
@@ -170,5 +177,4 @@ def refuse_early(cfg: Any) -> None:
 
 def has_data(settings: Any) -> bool:
     """Whether settings name data of their own."""
-    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-    return any(getattr(settings, name) is not None for name in names)
+    return any(getattr(settings, name) is not None for name in ("data_path", *_PER_SPLIT))
