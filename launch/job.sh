@@ -22,10 +22,10 @@ odb_interface() {
     command -v ip >/dev/null || return 0
     if [[ ! $address =~ ^[0-9.]+$ ]]; then
         # /etc/hosts often has 127.0.1.1 for a host's own name: no other host reaches that.
-        address=$(getent ahostsv4 "$address" | awk '$1 !~ /^127\./ { print $1; exit }')
+        address=$(getent ahostsv4 "$address" | awk '$1 !~ /^127\./ && !n++ { print $1 }')
         [[ -n $address ]] || return 0
     fi
-    found=$(ip -oneline -4 address show to "$address" | awk '{ print $2; exit }')
+    found=$(ip -oneline -4 address show to "$address" | awk 'NR == 1 { print $2 }')
     [[ -z $found ]] || echo "$found"
 }
 
@@ -53,7 +53,8 @@ odb_capability() {
 # Exports what the ranks need to find each other and to use their GPUs; $@ are the training flags.
 odb_prepare() {
     local first interface
-    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    # Not head: it leaves a long list's writer with a broken pipe, which would end this script.
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
     MASTER_ADDR=${MASTER_ADDR:-$(odb_address "$first")}
     MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
     export MASTER_ADDR MASTER_PORT
@@ -75,34 +76,80 @@ odb_prepare() {
         "rank 0 at $MASTER_ADDR:$MASTER_PORT, interface ${GLOO_SOCKET_IFNAME:-not chosen}"
 }
 
+# Ends the script if flags $2... set where checkpoints are, in the form of extended regular expression $1:
+# ODB_CHECKPOINTS does, and of two the last would win.
+odb_refuse_checkpoint_flags() {
+    local flag form=$1 pretrained
+    shift
+    for flag in "$@"; do
+        if [[ $flag =~ $form ]]; then
+            pretrained=--pretrained-checkpoint
+            if [[ $flag == *checkpoint.* ]]; then pretrained=checkpoint.pretrained_checkpoint; fi
+            odb_say "error: $flag: the job saves to and goes on from ODB_CHECKPOINTS=$ODB_CHECKPOINTS: set that" \
+                "instead (a model to start from is given as $pretrained), or set ODB_CHECKPOINTS= to" \
+                "give all flags yourself; the job is then not requeued"
+            exit 2
+        fi
+    done
+}
+
 # Sets odb_flags to the training flags: $@, and those that make a stopped job save and go on.
 odb_resume_flags() {
     odb_flags=("$@")
     if [[ -n $ODB_CHECKPOINTS ]]; then
+        odb_refuse_checkpoint_flags '^--(save|load)(=|$)' "$@"
         mkdir -p -- "$ODB_CHECKPOINTS"
         odb_flags+=(--save "$ODB_CHECKPOINTS" --load "$ODB_CHECKPOINTS")
         odb_flags+=(--exit-signal-handler --exit-signal SIGUSR1)
     fi
 }
 
+# Prints $1 as a quoted value of Hydra's grammar.
+odb_hydra_value() {
+    local value=${1//\\/\\\\}
+    echo "'${value//\'/\\\'}'"
+}
+
+# Takes SIGUSR1: the ranks get it. The controller of a large cluster does not always answer at once.
+odb_stop() {
+    odb_interrupted=1
+    local try
+    for try in 1 2 3 4 5; do
+        if scancel --signal=USR1 "$SLURM_JOB_ID"; then
+            if [[ -n $ODB_CHECKPOINTS ]]; then
+                odb_stopped=1
+                odb_say "SIGUSR1: the ranks save and end"
+            else
+                odb_say "SIGUSR1: passed on to the ranks; ODB_CHECKPOINTS is empty: the job is not requeued"
+            fi
+            return 0 # without a number it is that of the interrupted wait
+        fi
+        sleep "$try"
+    done
+    odb_say "SIGUSR1: scancel failed, see above: the ranks go on"
+}
+
 # Runs `srun ...`, ends the script with its exit code. On SIGUSR1 (--signal=B:USR1@300, or
 # `scancel --batch --signal=USR1 JOB`) the ranks save and end, and the job goes back into the queue.
 odb_run() {
-    local step status=0 stopped='' folder reader
+    local step status=0 before='' folder reader
+    odb_interrupted='' odb_stopped=''
     folder=$(mktemp -d)
     mkfifo "$folder/errors"
     odb_note_first_failure "$folder/first" <"$folder/errors" &
     reader=$!
     # Not SIGTERM: torch's launcher would kill its ranks 30 s later, in the middle of a save.
-    trap 'stopped=1; odb_say "SIGUSR1: the ranks save and end"
-        scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
+    trap odb_stop USR1
     "$@" 2>"$folder/errors" &
     step=$!
     while true; do
-        status=0
+        odb_interrupted='' status=0
         wait "$step" || status=$?
-        # A trapped signal interrupts wait; the step is still there.
-        kill -0 "$step" 2>/dev/null || break
+        # Waited for before: the signal came when the step had ended already.
+        if ((status == 127)) && [[ -n $before ]]; then status=$before; fi
+        # A trapped signal interrupts wait, with a status of its own; the step's is still to come.
+        [[ -n $odb_interrupted ]] || break
+        before=$status
     done
     trap '' USR1
     wait "$reader" || true
@@ -114,16 +161,16 @@ odb_run() {
             "the first failure is above"
         exit "$status"
     fi
-    if [[ -z $stopped ]]; then exit 0; fi
+    if [[ -z $odb_stopped ]]; then exit 0; fi
     if ((${SLURM_RESTART_COUNT:-0} >= ODB_MAX_REQUEUES)); then
         odb_say "job $SLURM_JOB_ID has saved, and has been requeued ODB_MAX_REQUEUES=$ODB_MAX_REQUEUES times: it ends"
         exit 0
     fi
     odb_say "job $SLURM_JOB_ID has saved, and goes back into the queue"
-    scontrol requeue "$SLURM_JOB_ID"
-    # Slurm ends this script; an end of its own before that would count as the job's.
-    sleep 60
-    odb_say "job $SLURM_JOB_ID was not requeued: does the cluster allow it (JobRequeue, --requeue)?"
+    # Slurm ends this script then; an end of its own before that would count as the job's.
+    if scontrol requeue "$SLURM_JOB_ID"; then sleep 60; fi
+    odb_say "job $SLURM_JOB_ID was not requeued: does the cluster allow it (JobRequeue, --requeue)?" \
+        "Submitted again under its name, it goes on from $ODB_CHECKPOINTS"
     exit 1
 }
 
@@ -134,7 +181,13 @@ odb_note_first_failure() {
         printf '%s\n' "$line" >&2
         if [[ -z $noted && $line =~ ^srun:\ error:\ .*:\ tasks?\ [-0-9,]+:\ (.*) ]]; then
             noted=${BASH_REMATCH[1]}
-            if [[ $noted =~ ^Exited\ with\ exit\ code\ ([0-9]+) ]]; then echo "${BASH_REMATCH[1]}" >"$1"; fi
+            case $noted in
+            "Exited with exit code "[0-9]*) echo "${noted//[^0-9]/}" >"$1" ;;
+            Killed* | "Out Of Memory"*) echo 137 >"$1" ;;
+            Aborted*) echo 134 >"$1" ;;
+            "Bus error"*) echo 135 >"$1" ;;
+            "Segmentation fault"*) echo 139 >"$1" ;;
+            esac
         fi
     done
 }
@@ -144,7 +197,10 @@ odb_meaning() {
     case $1 in
     2) echo " (flags that cannot be used)" ;;
     75) echo " (another rank is gone or does not answer)" ;;
+    134) echo " (SIGABRT: NCCL or a library gave up)" ;;
+    135) echo " (SIGBUS: often a full /dev/shm)" ;;
     137) echo " (SIGKILL: killed by hand, by Slurm, or for its memory)" ;;
+    139) echo " (SIGSEGV: a crash in native code)" ;;
     143) echo " (SIGTERM: cancelled, or at its time limit)" ;;
     esac
 }

@@ -38,6 +38,7 @@ class Case:
         argv: of the launcher.
         settings: for `enable`, in place of the launcher: `argv` are Bridge's overrides then.
         after: with `settings`: overrides applied after `enable`.
+        statement: with `settings`: Python run on `cfg` after that.
         log: folder of the step log.
         merged: whether this process takes all samples of a micro-batch for one.
     """
@@ -45,6 +46,7 @@ class Case:
     argv: tuple[str, ...]
     settings: dict[str, Any] | None = None
     after: tuple[str, ...] = ()
+    statement: str = ""
     log: str = ""
     merged: bool = False
 
@@ -138,6 +140,7 @@ def _call(case: Case, outcome: Outcome) -> None:
     enable(cfg, **case.settings)
     if case.after:
         cfg = process_config_with_overrides(cfg, cli_overrides=list(case.after))
+    exec(case.statement, {"cfg": cfg})
     outcome.dataset = type(cfg.dataset).__name__
     pretrain(cfg, bridge_recipe.forward_step)
 
@@ -259,6 +262,7 @@ class Bridge:
         options: Sequence[str] = (),
         settings: dict[str, Any] | None = None,
         after: Sequence[str] = (),
+        statement: str = "",
         own_data: bool = True,
         merged_on: Sequence[int] = (),
     ) -> Run:
@@ -270,6 +274,7 @@ class Bridge:
             options: of the launcher.
             settings: see `Case`.
             after: see `Case`.
+            statement: see `Case`.
             own_data: name the tests' data.
             merged_on: ranks that take all samples of a micro-batch for one.
         """
@@ -290,6 +295,7 @@ class Bridge:
                 argv=argv,
                 settings=settings,
                 after=tuple(after),
+                statement=statement,
                 log=log,
                 merged=rank in merged_on,
             )

@@ -241,14 +241,18 @@ def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ({"odb_epochs": 0}, "--odb-epochs must be at least 1, got 0"),
         ({"train_samples": -4}, "--train-samples must be at least 1, got -4"),
+        ({"train_iters": 0}, "--train-iters must be at least 1, got 0"),
+        ({}, "--odb-epochs"),
+        ({"train_samples": 4, "train_iters": 4}, "--train-samples"),
     ],
 )
 def test_the_length_is_checked_before_it_is_used(values: dict[str, int], text: str) -> None:
     pytest.importorskip("megatron.core")
     from odb_megatron.megatron.setup import _check_length
 
-    _check_length(argparse.Namespace(odb_epochs=None, train_samples=None))
-    given = {"odb_epochs": None, "train_samples": None, **values}
+    nothing = {"odb_epochs": None, "train_samples": None, "train_iters": None}
+    _check_length(argparse.Namespace(**{**nothing, "train_samples": 4}))
+    given = {**nothing, **values}
     with pytest.raises(ValueError, match=text):
         _check_length(argparse.Namespace(**given))
 

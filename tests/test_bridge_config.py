@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
 
 from bridge_run import Bridge
 from megatron_world import WORDS, ChatFile
-from readme import command, printed_by
+from readme import README, command, printed_by
 
 pytest_plugins = ["megatron_fixtures", "bridge_fixtures"]
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
@@ -59,6 +60,7 @@ def test_the_command_of_the_readme(chats: ChatFile, tmp_path: Path) -> None:
         text=True,
         timeout=300,
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(README.parent)},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -131,7 +133,10 @@ def test_data_set_of_a_fine_tuning_recipe(bridge: Bridge, tmp_path: Path) -> Non
     ("overrides", "text"),
     [
         (["dataset.odb.token_budgt=96"], "did you mean dataset.odb.token_budget?"),
-        (["dataset.odb.nothing=1"], "there is no dataset.odb.nothing; there are token_budget, "),
+        (
+            ["dataset.odb.nothing=1"],
+            "there is no dataset.odb.nothing: the settings are token_budget, ",
+        ),
         (["+dataset.odb.token_budget=1"], "write dataset.odb.NAME=VALUE"),
         (["dataset.odb.token_budget=many"], "argument dataset.odb.token_budget: invalid int"),
         (["dataset.odb.policy=fifo"], "argument dataset.odb.policy: invalid choice: 'fifo'"),
@@ -140,6 +145,17 @@ def test_data_set_of_a_fine_tuning_recipe(bridge: Bridge, tmp_path: Path) -> Non
         (["+dataset.nothing=1"], "the configuration has no dataset.nothing"),
         (["dataset.nothing=1"], "Could not override 'dataset.nothing'"),
         (["dataset.odb.window=[1"], "dataset.odb.window=[1 is no override"),
+        (["~dataset"], "~dataset: a deletion would do nothing"),
+        (["~dataset.num_workers"], "~dataset.num_workers: a deletion would do nothing"),
+        (["dataset=null"], "dataset is a section of the configuration and cannot be None"),
+        (["train=null"], "train is a section of the configuration and cannot be None"),
+        (["+dataset._target_=somewhere.Nothing"], "_target_ would make another object of this"),
+        (["dataset.odb.token_budget=-5"], "dataset.odb.token_budget"),
+        (["dataset.odb.window=16"], "dataset.odb.window would do nothing with dataset.odb.policy"),
+        (["dataset.odb.train_data_path=/nope.jsonl"], "no data at '/nope.jsonl'"),
+        (["dataset.odb.valid_data_path=[1,/nope/some]"], "no data at '/nope/some.idx'"),
+        (["model.num_moe_experts=4"], "routers of a mixture of experts no padding mask"),
+        (["validation.full_validation=true"], "Bridge does not read validation.full_validation"),
     ],
 )
 def test_override_that_cannot_be_used(bridge: Bridge, overrides: list[str], text: str) -> None:
@@ -153,6 +169,15 @@ def test_override_that_cannot_be_used(bridge: Bridge, overrides: list[str], text
         ("dataset:\n  odb:\n    nothing: 1\n", "there is no dataset.odb.nothing"),
         ("dataset:\n  odb: 16384\n", "dataset.odb is 16384: it holds settings"),
         ("- 1\n", "holds no mapping"),
+        ("dataset: [1\n", "is no YAML: while parsing"),
+        ("train:\n  train_iters: ${nothing}\n", "nothing"),
+        (
+            "dataset:\n  _target_: megatron.bridge.training.config.MockGPTDatasetConfig\n",
+            "dataset._target_ would make another object",
+        ),
+        ("dataset: null\n", "dataset is a section of the configuration and cannot be None"),
+        ("dataset: mock\n", "dataset is a section of the configuration and cannot be 'mock'"),
+        ("model:\n  num_layers:\n    one: 1\n", "no model.num_layers.one"),
     ],
 )
 def test_overlay_that_cannot_be_used(
@@ -171,6 +196,7 @@ def test_overlay_that_cannot_be_used(
         (["--step", "bridge_recipe:nothing"], "bridge_recipe has no function nothing"),
         (["--config", "/no/such.yaml"], "the overlay /no/such.yaml cannot be read"),
         (["--nothing"], "there is no option --nothing"),
+        (["--mode", "finetune"], "finetune() starts from weights: give checkpoint.pretrained_ch"),
         (["nothing"], "an override has the form KEY=VALUE, got 'nothing'"),
     ],
 )
@@ -219,8 +245,10 @@ def test_recipe_that_cannot_be_used(
         (["train.decrease_batch_size_if_needed=true"], "dataset.odb keeps the batch size"),
         (["validation.multiple_validation_sets=true"], "drop validation.multiple_validation_sets"),
         (["checkpoint.non_persistent_ckpt_type=local"], "checkpoint.non_persistent_ckpt_type"),
-        (["dataset.eod_mask_loss=true"], "dataset.eod_mask_loss do nothing with dataset.odb"),
+        (["dataset.eod_mask_loss=true"], "dataset.eod_mask_loss and "),
         (["dataset.odb.window=16"], "dataset.odb.window would do nothing with dataset.odb.policy"),
+        (["train.train_iters=0"], "SystemExit: 2"),
+        (["dataset.odb.data_path=x.jsonl"], "dataset.odb.data_path is for all splits, and"),
         (["dataset.odb.token_budget=32"], "dataset.odb.token_budget 32 is below model.seq_length"),
         (["validation.eval_micro_batch_size=2", "train.global_batch_size=8"], ""),
     ],
@@ -249,3 +277,25 @@ def test_enable_refuses(
 ) -> None:
     given = {"data_path": chats.path, **settings}
     assert text in bridge.refused(*SHORT, settings=given, after=after)
+
+
+@pytest.mark.parametrize(
+    ("statement", "text"),
+    [
+        ("cfg.dataset = cfg.dataset.recipe", "assignment to cfg.dataset replaced it"),
+        (
+            "import copy; cfg.dataset = copy.deepcopy(cfg.dataset.recipe)",
+            "UnusableError: the dataset is a GPTDatasetConfig, not ODB's",
+        ),
+        ("cfg.dataset.odb.token_budgt = 128", "did you mean dataset.odb.token_budget?"),
+        ("cfg.dataset.odb.poliy = 'cost'", "did you mean dataset.odb.policy?"),
+        ("cfg.dataset.token_budget = 128", "set cfg.dataset.odb.token_budget"),
+        ("cfg.dataset.blend = None", "set cfg.dataset.recipe.blend"),
+        ("cfg.dataset.odb.token_budget = -5", "dataset.odb.token_budget"),
+    ],
+)
+def test_change_after_enable_that_cannot_be_used(
+    bridge: Bridge, chats: ChatFile, statement: str, text: str
+) -> None:
+    settings = {"token_budget": 96, "data_path": chats.path}
+    assert text in bridge.refused(*SHORT, settings=settings, statement=statement)

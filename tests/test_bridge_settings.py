@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from dataclasses import fields
 from types import SimpleNamespace
@@ -46,6 +47,23 @@ def test_every_setting_is_a_flag_or_names_data() -> None:
 )
 def test_values(settings: dict[str, object], name: str, value: object) -> None:
     assert flag_values(OdbSettings(**settings))[name] == value  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("token_budgt", "there is no dataset.odb.token_budgt: did you mean dataset.odb.token_budg"),
+        ("poliy", "did you mean dataset.odb.policy?"),
+        ("nothing", "there is no dataset.odb.nothing: the settings are token_budget, policy, "),
+    ],
+)
+def test_attribute_that_is_no_setting(name: str, text: str) -> None:
+    settings = OdbSettings()
+    with pytest.raises(AttributeError) as refused:
+        setattr(settings, name, 1)
+    assert text in str(refused.value)
+    settings.token_budget = 128
+    assert copy.deepcopy(settings) == OdbSettings(token_budget=128)
 
 
 def test_described() -> None:

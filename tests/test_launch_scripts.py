@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,17 +19,27 @@ SCRIPTS = sorted(path.name for path in LAUNCH.glob("*.sbatch"))
 
 # Prints its arguments and environment as the job's srun would get them.
 SRUN = f"""#!{sys.executable}
-import json, os, sys
+import json, os, sys, time
 with open(os.environ["CALL"], "w") as file:
     json.dump([sys.argv[1:], dict(os.environ)], file)
 print(os.environ.get("SAYS", ""), file=sys.stderr)
+while os.environ.get("STOPS_AT") and not os.path.exists(os.environ["STOPS_AT"]):
+    time.sleep(0.05)
 sys.exit(int(os.environ.get("STATUS", "0")))
 """
 SCONTROL = """#!/bin/sh
 case "$*" in
-*hostnames*) printf 'node7\\nnode8\\n' ;;
+*hostnames*) seq --format=node%g 7 "${LAST_NODE:-8}" ;;
 *"node node7"*) echo "NodeName=node7 NodeAddr=127.0.0.1 Port=6818" ;;
+requeue*) [ "${REQUEUES:-yes}" = yes ] || exit 1; kill "$PPID" ;;
 esac
+"""
+# Fails FAILS times; the step ends at once when it was reached, and it takes its time.
+SCANCEL = """#!/bin/sh
+echo >>"$STOPS_AT.tries"
+[ "$(wc -l <"$STOPS_AT.tries")" -gt "${FAILS:-0}" ] || exit 1
+touch "$STOPS_AT"
+sleep 0.5
 """
 
 
@@ -35,13 +47,30 @@ def _run_job(
     script: str, folder: Path, *flags: str, **settings: str
 ) -> tuple[subprocess.CompletedProcess[str], list[str], dict[str, str]]:
     """Run a job script; return it, srun's arguments, srun's environment."""
+    call = folder / "call.json"
+    done = subprocess.run(
+        ["bash", LAUNCH / script, *flags],
+        env=_environment(folder) | settings,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if not call.exists():
+        return done, [], {}
+    arguments, seen = json.loads(call.read_text())
+    return done, arguments, seen
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """A job's environment, with stand-ins for Slurm's commands."""
     tools = folder / "tools"
     tools.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     call = folder / "call.json"
-    environment = {
+    return {
         "PATH": f"{tools}:/usr/bin:/bin:/usr/sbin:/sbin",
         "HOME": str(folder),
         "CALL": str(call),
@@ -53,19 +82,7 @@ def _run_job(
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_GPUS_ON_NODE": "4",
         "ODB_PYTHON": "python3.12",
-    } | settings
-    done = subprocess.run(
-        ["bash", LAUNCH / script, *flags],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    if not call.exists():
-        return done, [], {}
-    arguments, seen = json.loads(call.read_text())
-    return done, arguments, seen
+    }
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
@@ -155,7 +172,88 @@ def test_bridge(tmp_path: Path) -> None:
         *("-m", "odb_megatron.bridge.run_recipe", "--recipe", "some_recipe"),
         override,
     ]
-    assert f"checkpoint.load={tmp_path}/with space" in arguments
+    assert f"checkpoint.load='{tmp_path}/with space'" in arguments
+
+
+def test_a_value_of_hydra() -> None:
+    code = 'source "$1"; odb_hydra_value "$2"'
+    for value, quoted in (("/a/lr=3(1),b", "'/a/lr=3(1),b'"), ("it's\\", "'it\\'s\\\\'")):
+        command = ["bash", "-euc", code, "_", str(LAUNCH / "job.sh"), value]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == quoted
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("odb_pretrain.sbatch", ["--odb", "--save", "/my/run"]),
+        ("odb_pretrain_srun.sbatch", ["--load=/my/run"]),
+        ("odb_bridge.sbatch", ["checkpoint.load=/my/run"]),
+        ("odb_bridge.sbatch", ["++checkpoint.save=/my/run"]),
+    ],
+)
+def test_checkpoints_of_the_users_are_not_overridden(
+    script: str, flags: list[str], tmp_path: Path
+) -> None:
+    done, arguments, _ = _run_job(script, tmp_path, *flags)
+    assert (done.returncode, arguments) == (2, [])
+    assert re.search(r"^odb: error: (--save|--load=|\+*checkpoint\.)", done.stderr, re.MULTILINE)
+    assert f"goes on from ODB_CHECKPOINTS={tmp_path}/with space: set that instead" in done.stderr
+    (tmp_path / "again").mkdir()
+    done, arguments, _ = _run_job(script, tmp_path / "again", *flags, ODB_CHECKPOINTS="")
+    assert done.returncode == 0
+    assert arguments[-len(flags) :] == flags
+
+
+def test_a_long_list_of_nodes(tmp_path: Path) -> None:
+    done, arguments, _ = _run_job("odb_pretrain.sbatch", tmp_path, "--odb", LAST_NODE="9000")
+    assert done.returncode == 0, done.stderr
+    assert "--master-addr=127.0.0.1" in arguments
+
+
+def _signal(folder: Path, **settings: str) -> tuple[int, str]:
+    """Send SIGUSR1 to a job whose step runs; return the exit code and what it said."""
+    stop = {"STOPS_AT": str(folder / "stop")}
+    with subprocess.Popen(
+        ["bash", LAUNCH / "odb_pretrain.sbatch", "--odb"],
+        env=_environment(folder) | stop | settings,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        deadline = time.monotonic() + 30
+        while not (folder / "call.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        job.send_signal(signal.SIGUSR1)
+        _, said = job.communicate(timeout=60)
+    return job.returncode, said
+
+
+def test_a_signalled_job_is_requeued(tmp_path: Path) -> None:
+    """Also where the step ends before `scancel` does, and the controller did not answer at once."""
+    code, said = _signal(tmp_path, FAILS="2")
+    assert code == -signal.SIGTERM  # as Slurm ends it
+    assert "odb: SIGUSR1: the ranks save and end" in said
+    assert "odb: job 123456 has saved, and goes back into the queue" in said
+
+
+def test_a_signalled_job_without_checkpoints_ends(tmp_path: Path) -> None:
+    code, said = _signal(tmp_path, ODB_CHECKPOINTS="")
+    assert code == 0
+    assert "SIGUSR1: passed on to the ranks; ODB_CHECKPOINTS is empty: the job is not req" in said
+    assert "into the queue" not in said
+
+
+def test_a_cluster_that_does_not_requeue(tmp_path: Path) -> None:
+    code, said = _signal(tmp_path, REQUEUES="no")
+    assert code == 1
+    assert "was not requeued: does the cluster allow it (JobRequeue, --requeue)? Submitted" in said
+
+
+def test_a_signalled_job_that_fails(tmp_path: Path) -> None:
+    code, said = _signal(tmp_path, STATUS="75")
+    assert code == 75
+    assert "the step ended with exit code 75 (another rank is gone" in said
 
 
 def test_container(tmp_path: Path) -> None:
@@ -211,8 +309,11 @@ def test_a_failed_step_is_the_jobs_failure(status: int, meaning: str, tmp_path: 
         ("srun: error: node7: tasks 0-1,3: Exited with exit code 75", 75),
         (
             "srun: error: a: task 0: Killed\nsrun: error: b: task 1: Exited with exit code 1",
-            143,
+            137,
         ),
+        ("srun: error: a: task 0: Out Of Memory", 137),
+        ("srun: error: a: task 0: Segmentation fault (core dumped)", 139),
+        ("srun: error: a: tasks 0-3: Aborted (core dumped)", 134),
         ("0: srun: error: node7: task 0: Exited with exit code 2", 143),
         ("srun: error: Unable to create step", 143),
     ],

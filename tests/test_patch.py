@@ -215,15 +215,72 @@ def test_a_folder_without_git(
     _write_tree(unpacked)
     assert examine(unpacked).changed is None
     assert "(no git work tree: only this file was compared)" in _run(capsys, unpacked)[1]
-    assert _run(capsys, unpacked, "--apply")[0] == 0
+    code, printed, error = _run(capsys, unpacked, "--apply")
+    assert (code, error) == (0, "")
+    assert "2 lines inserted (no git work tree: only this file was compared)\n" in printed
     assert (unpacked / SCRIPT).read_text() == AFTER
 
 
 def test_without_the_git_command(
-    tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tree: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A work tree is not touched, whether it has changes or not; a folder without git can be."""
+    unpacked = tmp_path / "unpacked"
+    _write_tree(unpacked)
+    main([str(tree), "--apply"])
+    capsys.readouterr()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert examine(tree).changed is None
+    assert _run(capsys, tree, "--check")[0] == 0  # patched
+    assert _run(capsys, tree, "--revert")[0] == 0
+    _change_other(tree)
+    for action in ("--check", "--apply"):
+        code, printed, error = _run(capsys, tree, action)
+        assert (code, printed) == (1, "")
+        assert error.startswith("odb-megatron patch: git was not found, or cannot be run: ")
+        assert "put git on PATH, or run it without a patch" in error
+        assert (tree / SCRIPT).read_text() == BEFORE
+    code, printed, _ = _run(capsys, unpacked, "--apply")
+    assert code == 0
+    assert "(git was not found, or cannot be run: only this file was compared)" in printed
+
+
+@pytest.mark.parametrize(
+    ("names", "script", "text"),
+    [
+        (["core_v0.18.1"], "core_v0.18.1", ""),
+        (["core_v0.17.1"], "core_v0.17.1", "is the one of core_v0.17.1"),
+        (["main_d98e8a64", "core_v0.17.1"], "main_d98e8a64", ""),
+        (
+            ["main_d98e8a64", "core_v0.18.2"],
+            "main_d98e8a64",
+            "megatron-core 0.18.1rc2, whose script is known as core_v0.18.2",
+        ),
+    ],
+)
+def test_a_script_in_a_tree_of_another_version_is_told_of(
+    tree: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    names: list[str],
+    script: str,
+    text: str,
+) -> None:
+    (known,) = checkout_module.known_patches()
+    others = read_patch(_diff(tree.parent, b"a\n", b"a\nb\n"))
+    patches = tuple(
+        VersionPatch(name=name, text="", patch=known.patch if name == script else others)
+        for name in names
+    )
+    monkeypatch.setattr(checkout_module, "known_patches", lambda: patches)
+    code, printed, error = _run(capsys, tree, "--apply")
+    assert code == 0
+    assert "2 lines inserted" in printed
+    assert text in error
+    assert bool(error) is bool(text)
 
 
 def test_a_checkout_inside_another_repository(

@@ -202,12 +202,25 @@ def test_it_trains_patched_and_is_reverted(
     assert patch([str(checkout), "--apply"]) == 0
     try:
         ended = _launch(str(checkout / SCRIPT), *flags, *odb, cwd=tmp_path)
+        both = _launch("-m", "odb_megatron.run", SCRIPT, *flags, *odb, cwd=checkout)
     finally:
         assert patch([str(checkout), "--revert"]) == 0
     assert (checkout / SCRIPT).read_bytes() == before
     assert examine(checkout).changed in ((), None)
+    for run in (ended, both):
+        assert run.code == 0, run.output[-3000:]
+        assert run.losses == package_losses
+        assert run.output.count("odb: in place of pretrain_gpt.py's own data sets") == 1
+
+
+def test_a_script_with_odb_in_it_is_left_as_it_is(
+    flags: list[str], odb: list[str], package_losses: list[str], tmp_path: Path
+) -> None:
+    script = str(ROOT / "examples" / "pretrain_gpt_odb.py")
+    ended = _launch("-m", "odb_megatron.run", script, *flags, *odb, cwd=tmp_path)
     assert ended.code == 0, ended.output[-3000:]
     assert ended.losses == package_losses
+    assert "odb: in place of" not in ended.output
 
 
 def test_without_the_flag_it_is_itself(checkout: Path, flags: list[str], tmp_path: Path) -> None:

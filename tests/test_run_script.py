@@ -6,12 +6,14 @@ is in test_patch_checkout.py.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import pytest
 
 from odb_megatron.megatron import host_script
+from odb_megatron.megatron.compat_pretrain import PretrainForm, pretrain_form
 from odb_megatron.megatron.host_script import HostScript, wants_odb, with_odb
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -196,6 +199,16 @@ def test_with_odb_replaces_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse.__self__ is pretrain.__self__  # type: ignore[attr-defined]
 
 
+def test_with_odb_leaves_what_was_replaced_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a patched script that `odb_megatron.run` runs."""
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--odb"])
+    first = with_odb(_config_form, _parse)
+    assert with_odb(*first) == first
+    assert pretrain_form(first[0]) is PretrainForm.MODEL_CONFIG
+    older = with_odb(_parsing_form)
+    assert with_odb(older[0]) == (older[0], None)
+
+
 def test_with_odb_refuses_flags_that_do_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,6 +326,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     seen: list[tuple[Any, Any]] = []
     CALLS.clear()
     modules = {
+        "paths": SimpleNamespace(require_paths=lambda args: None),
         "run": SimpleNamespace(OdbRun=_Run),
         "setup": SimpleNamespace(
             parse_and_validate_args=lambda *given: (seen.append(given), ARGS)[1]
@@ -363,6 +377,30 @@ def test_a_pretrain_that_parses_gets_what_was_parsed(parsed: list[tuple[Any, Any
     assert parsed == [({"a": 1}, extra)]
     assert CALLS[0]["model_provider"][:2] == ("ODB's model", ARGS)
     assert CALLS[0]["train_valid_test_dataset_provider"] == "ODB's data sets"
+
+
+@pytest.mark.parametrize("pretrain", [_config_form, _provider_form, _parsing_form])
+def test_a_script_that_gives_odbs_data_sets_itself_is_left_as_it_is(
+    parsed: list[tuple[Any, Any]], pretrain: Callable[..., Any]
+) -> None:
+    def provider() -> None:
+        raise AssertionError("called by Megatron only")
+
+    provider.__module__ = "odb_megatron.megatron.run"
+    names = list(signature(pretrain).parameters)
+    given = {name: name for name in names if name != "skip_model_parallel_init"}
+    given["train_valid_test_dataset_provider"] = provider  # type: ignore[assignment]
+    script = HostScript(pretrain)
+    assert script.pretrain(**given) == "trained"
+    assert script.has_trained
+    assert {name: CALLS[0][name] for name in given} == given
+    assert parsed == []
+
+
+def test_the_data_sets_of_a_run_are_known_by_their_module() -> None:
+    run = importlib.util.find_spec(host_script._RUN)
+    assert run is not None
+    assert "def _make_provider" in Path(str(run.origin)).read_text()
 
 
 def _config(model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

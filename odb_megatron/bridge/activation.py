@@ -13,10 +13,13 @@ from odb_megatron.bridge.arguments import transformer_of
 from odb_megatron.bridge.hooks import install_entry, require_names
 from odb_megatron.bridge.provider import OdbDatasetConfig
 from odb_megatron.bridge.run import BridgeRun
-from odb_megatron.bridge.settings import OdbSettings, flag_values
-from odb_megatron.bridge.validation import has_data, recipe_errors
+from odb_megatron.bridge.settings import OdbSettings, flag_values, unknown_setting
+from odb_megatron.bridge.validation import UnusableError, has_data, recipe_errors
 
 __all__ = ["enable", "require_active"]
+
+_MARK = "_has_odb"
+"""Attribute of a configuration in which ODB was switched on; no field, and copied with it."""
 
 _LOADER_FIELDS = (
     "num_workers",
@@ -48,9 +51,7 @@ def enable(cfg: Any, *, token_budget: int | None = None, **settings: Any) -> Non
     known = [field.name for field in fields(OdbSettings)]
     unknown = sorted(set(settings) - set(known))
     if unknown:
-        raise ValueError(
-            f"there is no dataset.odb.{unknown[0]}: the settings are {', '.join(known)}"
-        )
+        raise ValueError(unknown_setting(unknown[0]))
     require_names()
     odb = OdbSettings(token_budget=token_budget, **settings)
     flag_values(odb)  # checks types and choices
@@ -71,6 +72,7 @@ def enable(cfg: Any, *, token_budget: int | None = None, **settings: Any) -> Non
             setattr(owner, name, value)
             if before is not None:
                 _tell(f"odb: {where}.{name}={value} (was {before})")
+    setattr(cfg, _MARK, True)
     install_entry(_make_run)
 
 
@@ -82,8 +84,10 @@ def require_active(cfg: Any) -> None:
     """
     if not isinstance(cfg.dataset, OdbDatasetConfig):
         raise ValueError(
-            f"the dataset is a {type(cfg.dataset).__name__}, not ODB's: an override replaced it; "
-            "apply overrides first and call odb_megatron.bridge.enable(cfg) last"
+            f"the dataset is a {type(cfg.dataset).__name__}, not ODB's: an override or an "
+            "assignment to cfg.dataset replaced it; make other changes first and call "
+            "odb_megatron.bridge.enable(cfg) last (to train without ODB, take the recipe's "
+            "configuration anew)"
         )
     if cfg.dataset.dataloader_type != "external" or not isinstance(cfg.dataset.odb, OdbSettings):
         raise ValueError(
@@ -94,9 +98,13 @@ def require_active(cfg: Any) -> None:
 
 
 def _make_run(state: Any) -> BridgeRun | None:
-    if not isinstance(state.cfg.dataset, OdbDatasetConfig):
+    cfg = state.cfg
+    if not isinstance(cfg.dataset, OdbDatasetConfig) and not getattr(cfg, _MARK, False):
         return None
-    require_active(state.cfg)
+    try:
+        require_active(cfg)
+    except ValueError as error:
+        raise UnusableError(str(error)) from error
     return BridgeRun(state)
 
 

@@ -10,8 +10,9 @@ import argparse
 from typing import Any
 
 from odb_megatron.bridge.settings import OdbSettings, flag_values
+from odb_megatron.data.json_records import is_json_path
 
-__all__ = ["BridgeArgs", "transformer_of"]
+__all__ = ["BridgeArgs", "data_files", "transformer_of"]
 
 _NO_SPLIT = "969, 30, 1"  # Megatron's own default (validate_args 654, 0.19.2)
 
@@ -195,6 +196,22 @@ def _of_data(cfg: Any, settings: OdbSettings) -> dict[str, Any]:
         "reset_attention_mask": getattr(recipe, "reset_attention_mask", False),
         "eod_mask_loss": getattr(recipe, "eod_mask_loss", False),
     }
+
+
+def data_files(cfg: Any) -> list[str]:
+    """Return the files that a run of this configuration reads its samples from."""
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    blend, per_split = _blends(cfg.dataset.recipe, cfg.dataset.odb)
+    files = []
+    for words in (blend, *(per_split or ())):
+        for path in (get_blend_from_list(words) or ([],))[0]:
+            if is_json_path(path):
+                files.append(path)
+            else:
+                prefix = path.removesuffix(".bin").removesuffix(".idx")
+                files += [prefix + ".idx", prefix + ".bin"]
+    return files
 
 
 def _blends(

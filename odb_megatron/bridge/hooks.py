@@ -1,7 +1,8 @@
 """The names of Bridge that ODB replaces during a run, and the one that begins it.
 
 Each replacement wraps the original and is undone by `BridgeHooks.remove`; `install_entry` stays,
-and does nothing for runs without ODB. Must not plan or print. Of `megatron.bridge.training` 0.6.2:
+and leaves runs alone whose configuration never had ODB. Must not plan or print. Of
+`megatron.bridge.training` 0.6.2:
 
 | name | why |
 |---|---|

@@ -18,7 +18,7 @@ __all__ = ["OdbDatasetConfig"]
 
 @dataclass
 class OdbDatasetConfig(DatasetProvider):
-    """`cfg.dataset` of a run with ODB.
+    """`cfg.dataset` of a run with ODB. It has no other attributes than these and its base's.
 
     Attributes:
         odb: the settings.
@@ -35,6 +35,17 @@ class OdbDatasetConfig(DatasetProvider):
     dataloader_type: Literal["single", "cyclic", "batch", "external"] | None = "external"
 
     _run: ClassVar[Any] = None  # no part of the configuration, so no field
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in type(self).__dataclass_fields__ and not name.startswith("_"):
+            raise AttributeError(f"cfg.dataset is ODB's and has no {name}{self._place_of(name)}")
+        object.__setattr__(self, name, value)
+
+    def _place_of(self, name: str) -> str:
+        for owner in ("odb", "recipe"):
+            if hasattr(getattr(self, owner), name):
+                return f": set cfg.dataset.{owner}.{name}"
+        return ": settings are in cfg.dataset.odb, the recipe's own in cfg.dataset.recipe"
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, Any, Any]:
         """Return the iterators of the three splits; see the base class.

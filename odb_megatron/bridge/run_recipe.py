@@ -14,13 +14,14 @@ import argparse
 import difflib
 import importlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from odb_megatron import bridge
-from odb_megatron.bridge.settings import OdbSettings
+from odb_megatron.bridge.settings import OdbSettings, unknown_setting
 from odb_megatron.megatron.usage import usage_errors
 
 __all__ = ["configured", "main"]
@@ -41,16 +42,46 @@ def main(argv: Sequence[str] | None = None) -> None:
         cfg = configured(args.recipe, overlays=args.config, overrides=args.overrides)
         step = _found(args.step)
         mode = args.mode or _mode_of(args.recipe)
+        _require_weights(cfg, mode)
+        from odb_megatron.bridge.validation import UnusableError, refuse_early
+
+        refuse_early(cfg)
     if args.dry_run:
         return
-    from odb_megatron.bridge.validation import UnusableError
-
     train = getattr(importlib.import_module(f"megatron.bridge.training.{mode}"), mode)
     try:
-        train(cfg, step)
+        with _checked_by_bridge():
+            train(cfg, step)
     except UnusableError as error:
         with usage_errors():
             raise ValueError(str(error)) from error
+
+
+def _require_weights(cfg: Any, mode: str) -> None:
+    """Say what Bridge's `finetune()` asserts."""
+    checkpoint = cfg.checkpoint
+    if mode == "finetune" and checkpoint.pretrained_checkpoint is checkpoint.load is None:
+        raise ValueError(
+            "finetune() starts from weights: give checkpoint.pretrained_checkpoint=FOLDER (or "
+            "checkpoint.load=FOLDER), or --mode pretrain"
+        )
+
+
+@contextmanager
+def _checked_by_bridge() -> Iterator[None]:
+    """End the process in one message where Bridge refuses the configuration, before it starts."""
+    module = importlib.import_module("megatron.bridge.training.pretrain")
+    original = module.runtime_config_update
+
+    def runtime_config_update(cfg: Any) -> None:
+        with usage_errors():
+            original(cfg)
+
+    setattr(module, "runtime_config_update", runtime_config_update)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(module, "runtime_config_update", original)  # noqa: B010
 
 
 def configured(recipe: str, *, overlays: Sequence[str] = (), overrides: Sequence[str] = ()) -> Any:
@@ -65,13 +96,10 @@ def configured(recipe: str, *, overlays: Sequence[str] = (), overrides: Sequence
         ValueError: an override that is not known, or see `enable`.
     """
     enable = bridge.enable  # first: says it where there is no Bridge
-    from megatron.bridge.training.utils.omegaconf_utils import (
-        OverridesError,
-        process_config_with_overrides,
-    )
     from omegaconf import OmegaConf
 
     from odb_megatron.bridge.activation import require_active
+    from odb_megatron.bridge.applied import applied
 
     own = [text for text in overrides if text.lstrip("+~").startswith(_ODB)]
     others = [text for text in overrides if text not in own]
@@ -86,12 +114,15 @@ def configured(recipe: str, *, overlays: Sequence[str] = (), overrides: Sequence
             _refuse_unknown(cfg, overlay, where=path)
             rest = Path(folder) / f"{at}.yaml"
             OmegaConf.save(OmegaConf.create(overlay), rest)
-            cfg = process_config_with_overrides(cfg, config_filepath=str(rest))
+            cfg = applied(cfg, where=path, overlay=str(rest))
     if others:
-        try:
-            cfg = process_config_with_overrides(cfg, cli_overrides=others)
-        except OverridesError as error:
-            raise ValueError(str(error)) from error
+        for text in others:
+            if "_target_" in text:
+                raise ValueError(
+                    f"{text}: _target_ would make another object of this section, or do nothing "
+                    "where Bridge cannot: use a recipe that has it (--recipe MODULE:FUNCTION)"
+                )
+        cfg = applied(cfg, where=" ".join(others), overrides=others)
         _require_applied(cfg, others)
     for text in own:
         settings = _overridden(settings, text)
@@ -165,11 +196,15 @@ def _mode_of(recipe: str) -> str:
 
 def _loaded(path: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
+    yaml_error: type[Exception] = importlib.import_module("yaml").YAMLError  # comes without types
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(path))
     except OSError as error:
         raise ValueError(f"the overlay {path} cannot be read: {error}") from error
+    except (yaml_error, OmegaConfBaseException) as error:
+        raise ValueError(f"the overlay {path} is no YAML: {error}") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"the overlay {path} holds no mapping: its top level is KEY: VALUE")
     return loaded
@@ -210,13 +245,8 @@ def _overridden(settings: Any, text: str) -> Any:
 
 
 def _require_setting(name: str, *, where: str) -> None:
-    known = list(asdict(OdbSettings()))
-    if name not in known:
-        similar = difflib.get_close_matches(name, known, n=1)
-        hint = (
-            f": did you mean {_ODB}{similar[0]}?" if similar else f"; there are {', '.join(known)}"
-        )
-        raise ValueError(f"{where}: there is no {_ODB}{name}{hint}")
+    if name not in asdict(OdbSettings()):
+        raise ValueError(f"{where}: {unknown_setting(name)}")
 
 
 def _refuse_unknown(cfg: Any, overlay: dict[str, Any], *, where: str, prefix: str = "") -> None:
@@ -224,7 +254,10 @@ def _refuse_unknown(cfg: Any, overlay: dict[str, Any], *, where: str, prefix: st
     for key, value in overlay.items():
         name = f"{prefix}{key}"
         if key == "_target_":
-            return
+            raise ValueError(
+                f"{where}: {name} would make another object of this section, or do nothing where "
+                "Bridge cannot: use a recipe that has it (--recipe MODULE:FUNCTION)"
+            )
         has_key = key in cfg if isinstance(cfg, dict) else hasattr(cfg, str(key))
         if not has_key and not isinstance(cfg, dict):
             raise ValueError(f"{where}: the configuration has no {name}, so it would do nothing")
@@ -239,7 +272,7 @@ def _require_applied(cfg: Any, overrides: Sequence[str]) -> None:
         name = text.partition("=")[0]
         if not name.startswith("+"):
             continue  # Hydra refuses what is not there
-        name = name.lstrip("+").partition("._target_")[0]
+        name = name.lstrip("+")
         owner = cfg
         for part in name.split("."):
             is_mapping = isinstance(owner, dict)

@@ -7,6 +7,7 @@ looking at types: the flags' own parser checks them, when the run starts.
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from odb_megatron.megatron.arguments import add_odb_arguments
 from odb_megatron.megatron.usage import raise_usage_errors
 
-__all__ = ["OdbSettings", "described", "flag_values", "in_bridge_words"]
+__all__ = ["OdbSettings", "described", "flag_values", "in_bridge_words", "unknown_setting"]
 
 _DATA_FIELDS = {
     "data_path",
@@ -26,9 +27,9 @@ _DATA_FIELDS = {
 }
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class OdbSettings:
-    """Values of `dataset.odb`; None leaves the flag's default.
+    """Values of `dataset.odb`; None leaves the flag's default. There are no other attributes.
 
     Attributes:
         token_budget: `--odb-token-budget`; so do all that are not named below.
@@ -69,6 +70,20 @@ class OdbSettings:
     test_data_path: Any = None
     split: str | None = None
     order: str = "single"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in type(self).__dataclass_fields__:
+            raise AttributeError(unknown_setting(name))
+        object.__setattr__(self, name, value)
+
+
+def unknown_setting(name: str) -> str:
+    """Return what to say of a setting that is not there."""
+    known = [field.name for field in fields(OdbSettings)]
+    similar = difflib.get_close_matches(name, known, n=1)
+    if similar:
+        return f"there is no dataset.odb.{name}: did you mean dataset.odb.{similar[0]}?"
+    return f"there is no dataset.odb.{name}: the settings are {', '.join(known)}"
 
 
 def flag_values(settings: OdbSettings) -> dict[str, Any]:

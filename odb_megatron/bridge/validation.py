@@ -5,21 +5,24 @@ Must not change a value. What Megatron refuses as well is in `odb_megatron.megat
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
-from odb_megatron.bridge.arguments import BridgeArgs, transformer_of
-from odb_megatron.bridge.settings import in_bridge_words
+from odb_megatron.bridge.arguments import BridgeArgs, data_files, transformer_of
+from odb_megatron.bridge.settings import flag_values, in_bridge_words
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.validation import refuse_unsupported
 
-__all__ = ["UnusableError", "has_data", "recipe_errors", "refuse"]
+__all__ = ["UnusableError", "has_data", "recipe_errors", "refuse", "refuse_early"]
 
 
 class UnusableError(ValueError):
     """A configuration that cannot be used, found when the run starts."""
 
 
+_PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 _SFT = "GPTSFTDatasetConfig"
 _PRETRAINING = ("GPTDatasetConfig", "MockGPTDatasetConfig", "GPTFIMDatasetConfig")
 
@@ -148,7 +151,35 @@ def refuse(cfg: Any, args: BridgeArgs, config: OdbConfig) -> None:
         raise UnusableError("\n".join(messages))
 
 
+def refuse_early(cfg: Any) -> None:
+    """Check what can be checked without ranks: settings, the recipe, and that the files are there.
+
+    Raises:
+        UnusableError: every refusal that applies, one line each.
+    """
+    settings = cfg.dataset.odb
+    messages = recipe_errors(cfg.dataset.recipe, has_own_data=has_data(settings))
+    messages += [message for applies, message in _REFUSALS if applies(cfg)]
+    per_split = [name for name in _PER_SPLIT if getattr(settings, name) is not None]
+    if settings.data_path is not None and per_split:
+        messages.append(
+            f"dataset.odb.data_path is for all splits, and dataset.odb.{per_split[0]} for one: "
+            "give the one (with dataset.odb.split), or a file for each split"
+        )
+    try:
+        args = argparse.Namespace(
+            **flag_values(settings),
+            seq_length=cfg.model.seq_length,
+            global_batch_size=cfg.train.global_batch_size or 1,
+        )
+        OdbConfig.from_args(args, num_replicas=1)
+    except ValueError as error:
+        messages.append(in_bridge_words(str(error)))
+    messages += [f"no data at {path!r}" for path in data_files(cfg) if not os.path.isfile(path)]
+    if messages:
+        raise UnusableError("\n".join(messages))
+
+
 def has_data(settings: Any) -> bool:
     """Whether settings name data of their own."""
-    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-    return any(getattr(settings, name) is not None for name in names)
+    return any(getattr(settings, name) is not None for name in ("data_path", *_PER_SPLIT))

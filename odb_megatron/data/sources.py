@@ -42,6 +42,7 @@ __all__ = [
     "SampleSource",
     "count_records",
     "open_source",
+    "require_indexed",
 ]
 
 
@@ -104,6 +105,15 @@ def open_source(
 
             return ImageChatSource(path, rules=rules, renderer=renderer, images=images)
         return ChatSource(path, rules=rules, renderer=renderer)
+    return IndexedSource(require_indexed(path), rules=rules, mmap=mmap)
+
+
+def require_indexed(path: str) -> str:
+    """Return the prefix of a Megatron `.bin`/`.idx` pair.
+
+    Raises:
+        ValueError: one of the two is not there.
+    """
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     missing = [prefix + end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
     if missing:
@@ -111,7 +121,7 @@ def open_source(
             f"no data at {path!r}: expected a file ending in {', '.join(JSON_ENDINGS)}, or a "
             f"Megatron prefix with .bin and .idx (missing: {', '.join(missing)})"
         )
-    return IndexedSource(prefix, rules=rules, mmap=mmap)
+    return prefix
 
 
 class _RuledSource:

@@ -66,8 +66,8 @@ def pretrain_form(pretrain: Callable[..., Any] | None = None) -> PretrainForm:
         from megatron.training import training
 
         pretrain = training.pretrain
-    parameters = inspect.signature(pretrain).parameters
-    names = list(parameters)
+    stands_for = getattr(getattr(pretrain, "__self__", None), "original", pretrain)
+    names = list(inspect.signature(stands_for).parameters)
     first = "train_valid_test_dataset_provider"
     if names[:4] == [first, "model_provider", "model_type", "forward_step_func"]:
         return PretrainForm.PARSES

@@ -36,6 +36,9 @@ _EXTRA_ARGS, _DEFAULTS = "extra_args_provider", "args_defaults"
 _PASSED_ON = ("model_type", "store", "get_embedding_ranks", "get_position_embedding_ranks")
 """Arguments of `pretrain()` that ODB leaves to the script."""
 
+_RUN = "odb_megatron.megatron.run"
+"""Where the data sets come from that a script with ODB in it gives."""
+
 _READ = {
     PretrainForm.PARSES: (_PROVIDER, _FORWARD_STEP, _MODEL_PROVIDER, _EXTRA_ARGS, _DEFAULTS),
     PretrainForm.MODEL_PROVIDER: (_PROVIDER, _FORWARD_STEP, _MODEL_PROVIDER, _CONFIG),
@@ -80,7 +83,8 @@ def with_odb(
             `pretrain()` parses.
 
     Returns:
-        Both as they are without `--odb`. (`--help` never gets here: Megatron's in-process restart
+        Both as they are without `--odb`, and where `odb_megatron.run` has replaced them already.
+        (`--help` never gets here: Megatron's in-process restart
         parses the command line first, and prints the flags that it knows.)
 
     Raises:
@@ -90,7 +94,7 @@ def with_odb(
 
     with usage_errors():
         asked = wants_odb(sys.argv[1:])
-    if not asked:
+    if not asked or isinstance(getattr(pretrain, "__self__", None), HostScript):
         return pretrain, parse_and_validate_args
     script = HostScript(pretrain)
     return script.pretrain, script.parse_and_validate_args
@@ -104,11 +108,12 @@ class HostScript:
 
     Attributes:
         has_trained: whether `pretrain` was called.
+        original: Megatron's own `pretrain()`, whose form this one has.
     """
 
     def __init__(self, pretrain: Function) -> None:
         self.has_trained = False
-        self._pretrain = pretrain
+        self.original = pretrain
         self._args: argparse.Namespace | None = None
 
     def parse_and_validate_args(
@@ -137,6 +142,8 @@ class HostScript:
     def pretrain(self, *args: Any, **kwargs: Any) -> Any:
         """Call Megatron's `pretrain()` with ODB's data sets, forward step and layer spec.
 
+        A script that gives those itself, as the package's own does, is left as it is.
+
         Raises:
             SystemExit: a call that ODB cannot stand in for, or flags that cannot be used (2).
         """
@@ -144,9 +151,11 @@ class HostScript:
 
         self.has_trained = True
         with usage_errors():
-            form = pretrain_form(self._pretrain)
-            call = _bind(self._pretrain, args, kwargs)
+            form = pretrain_form(self.original)
+            call = _bind(self.original, args, kwargs)
             given = call.arguments
+            if getattr(given[_PROVIDER], "__module__", None) == _RUN:
+                return self.original(*args, **kwargs)
             _refuse_unknown(given, form)
         if form is PretrainForm.PARSES:
             self.parse_and_validate_args(given.get(_EXTRA_ARGS), args_defaults=given.get(_DEFAULTS))
@@ -161,8 +170,10 @@ class HostScript:
     def _train(
         self, call: inspect.BoundArguments, form: PretrainForm, args: argparse.Namespace
     ) -> Any:
+        from odb_megatron.megatron.paths import require_paths
         from odb_megatron.megatron.run import OdbRun
 
+        require_paths(args)
         with OdbRun(args) as run:
             if form is PretrainForm.MODEL_CONFIG:
                 run.prepare_model(call.arguments[_CONFIG].model)
@@ -175,7 +186,7 @@ class HostScript:
                 name = os.path.basename(sys.argv[0])
                 print(f"odb: in place of {name}'s own data sets, forward step and layer spec")
             with already_parsed(args) if form is PretrainForm.PARSES else nullcontext():
-                return self._pretrain(*call.args, **call.kwargs)
+                return self.original(*call.args, **call.kwargs)
 
 
 def _bind(

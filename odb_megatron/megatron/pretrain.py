@@ -28,10 +28,12 @@ def pretrain_gpt(
         SystemExit: flags that cannot be used (2), `--help`, or Megatron's own exits.
     """
     from odb_megatron.megatron.compat_pretrain import pretrain_gpt as pretrain
+    from odb_megatron.megatron.paths import require_paths
     from odb_megatron.megatron.run import OdbRun
     from odb_megatron.megatron.setup import parse_and_validate_args
 
     args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
+    require_paths(args, has_datasets=datasets is not None)
     with OdbRun(args, datasets=datasets) as run:
         pretrain(
             args,

@@ -23,7 +23,7 @@ from odb_megatron.megatron.attention.needs import need_of
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.modelopt.checkpoint import refuse_converted
 from odb_megatron.megatron.usage import raise_usage_errors, usage_errors
-from odb_megatron.megatron.validation import refuse_unsupported
+from odb_megatron.megatron.validation import refuse_flags, refuse_unsupported
 from odb_megatron.plan.config import OPEN_TOTAL
 
 __all__ = [
@@ -93,7 +93,11 @@ def read_args(
     _resolve_tokenizer(args)
     _check_length(args)
     _resolve_epochs(args)
-    megatron_arguments.validate_args(args, args_defaults or {})
+    try:
+        megatron_arguments.validate_args(args, args_defaults or {})
+    except Exception:
+        refuse_flags(args)  # Megatron names what else a flag needs, which would not help
+        raise
     if args.eval_interval is None:  # 0.19.2 divides by it all the same (training.py 4481)
         args.eval_interval = _NEVER
     config = odb_config(args)
@@ -183,11 +187,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _check_length(args: argparse.Namespace) -> None:
-    for name in ("odb_epochs", "train_samples"):
+    for name in ("odb_epochs", "train_samples", "train_iters"):
         value = getattr(args, name)
         if value is not None and value < 1:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} must be at least 1, got {value}")
+    if args.train_samples is not None and args.train_iters is not None:
+        raise ValueError("--train-samples and --train-iters each give the run's length: keep one")
+    if args.odb_epochs is args.train_samples is args.train_iters is None:
+        raise ValueError(
+            "the run has no length: give --train-samples N, --train-iters N or (with --odb) "
+            "--odb-epochs N"
+        )
 
 
 def _resolve_tokenizer(args: argparse.Namespace) -> None:

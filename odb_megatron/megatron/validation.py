@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.plan.policies import build_policy
 from odb_megatron.plan.policy import PolicyName
 
-__all__ = ["refuse_unsupported"]
+__all__ = ["refuse_flags", "refuse_unsupported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,21 +247,36 @@ _REFUSALS_ALWAYS = (
 """What the script cannot do with or without `--odb`: its layers and data are the same."""
 
 
+def refuse_flags(args: argparse.Namespace) -> None:
+    """Check arguments that Megatron has refused, or not validated: what ODB refuses says why.
+
+    Raises:
+        ValueError: every refusal of a flag that applies, one line each.
+    """
+    messages = _flag_messages(args, enabled=args.odb)
+    if messages:
+        raise ValueError("\n".join(messages))
+
+
 def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
     """Check parsed and validated Megatron arguments.
 
     Raises:
         ValueError: every refusal that applies, one line each.
     """
-    messages = [refusal.message for refusal in _REFUSALS_ALWAYS if refusal.applies(args)]
+    messages = _flag_messages(args, enabled=config.enabled)
     if config.enabled:
-        messages += [refusal.message for refusal in _REFUSALS if refusal.applies(args)]
         messages += kernel_messages(args, config)
         messages += _planning_messages(args, config)
         messages += _topology_messages(args, config)
         messages += _save_messages(args)
     if messages:
         raise ValueError("\n".join(messages))
+
+
+def _flag_messages(args: argparse.Namespace, *, enabled: bool) -> list[str]:
+    refusals = (*_REFUSALS_ALWAYS, *(_REFUSALS if enabled else ()))
+    return [refusal.message for refusal in refusals if refusal.applies(args)]
 
 
 def _save_messages(args: argparse.Namespace) -> list[str]:
@@ -275,6 +291,12 @@ def _save_messages(args: argparse.Namespace) -> list[str]:
         return [f"--save {save}: {found} is no folder"]
     if not os.access(found, os.W_OK | os.X_OK):
         return [f"--save {save}: no permission to write to {found}"]
+    if getattr(args, "rank", 0) == 0:
+        try:
+            with tempfile.TemporaryDirectory(prefix=".odb-", dir=found):
+                pass
+        except OSError as error:
+            return [f"--save {save}: {found} cannot be written ({error.strerror})"]
     return []
 
 

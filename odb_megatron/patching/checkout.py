@@ -50,7 +50,8 @@ class Checkout:
         version_patch: the patch of its script.
         is_patched: whether the script has the lines.
         changed: tracked files that differ from the last commit, the patched script aside; None
-            where this is no git work tree.
+            where nothing can tell.
+        unseen: why nothing can tell; empty where git can.
     """
 
     root: Path
@@ -58,6 +59,20 @@ class Checkout:
     version_patch: VersionPatch
     is_patched: bool
     changed: tuple[str, ...] | None
+    unseen: str = ""
+
+    @property
+    def foreign(self) -> str:
+        """What does not fit where the script is another version's than the tree; else empty."""
+        own = [known.name for known in known_patches() if _is_of(known.name, self.version)]
+        name = self.version_patch.name
+        if name in own or (not own and not _is_release(name)):
+            return ""
+        known = f", whose script is known as {' and '.join(own)}" if own else ""
+        return (
+            f"{self.script.name} is the one of {name}, and the tree around it is megatron-core "
+            f"{self.version}{known}: they may not fit together"
+        )
 
     @property
     def script(self) -> Path:
@@ -84,8 +99,13 @@ class Checkout:
         """Check that no tracked file has changes.
 
         Raises:
-            ValueError: some have.
+            ValueError: some have, or git is needed to tell.
         """
+        if self.changed is None and _in_work_tree(self.root):
+            raise ValueError(
+                f"{self.unseen}: expected to find out whether {self.root} has uncommitted changes; "
+                f"put git on PATH, or {_WITHOUT_PATCH}"
+            )
         if self.changed:
             raise ValueError(
                 f"{self.root} has uncommitted changes ({_list(self.changed)}); expected a clean "
@@ -119,7 +139,7 @@ def examine(root: Path) -> Checkout:
                 "pip's megatron-core alone, train with 'odb-megatron pretrain')"
             )
     version = _read_version(info)
-    changed = _changed_files(root)
+    changed, unseen = _changed_files(root)
     found = blob_id(script.read_bytes())
     patches = known_patches()
     for known in patches:
@@ -131,6 +151,7 @@ def examine(root: Path) -> Checkout:
                 version_patch=known,
                 is_patched=is_patched,
                 changed=_others(changed, script.name) if is_patched else changed,
+                unseen=unseen,
             )
     if changed is not None and _SCRIPT in changed:
         raise ValueError(
@@ -157,8 +178,25 @@ def _read_version(info: Path) -> str:
     return ".".join(number[1] for number in numbers if number) + (before[1] if before else "")
 
 
-def _changed_files(root: Path) -> tuple[str, ...] | None:
-    """Return tracked files that differ from the last commit; None outside a git work tree.
+def _is_release(name: str) -> bool:
+    return name.startswith("core_v")
+
+
+def _is_of(name: str, version: str) -> bool:
+    """Whether a patch is for a release with the first two numbers of a version."""
+    return (
+        _is_release(name) and name.removeprefix("core_v").split(".")[:2] == version.split(".")[:2]
+    )
+
+
+def _in_work_tree(root: Path) -> bool:
+    """Whether a folder looks to be in a git work tree, which is told without git."""
+    path = root.resolve()
+    return any((folder / ".git").exists() for folder in (path, *path.parents))
+
+
+def _changed_files(root: Path) -> tuple[tuple[str, ...] | None, str]:
+    """Return tracked files that differ from the last commit, or None and why nothing can tell.
 
     Raises:
         ValueError: git cannot tell.
@@ -168,14 +206,15 @@ def _changed_files(root: Path) -> tuple[str, ...] | None:
         done = subprocess.run(
             [*command, "--no-renames", "--", "."], capture_output=True, text=True, check=False
         )
-    except FileNotFoundError:
-        return None
+    except OSError:
+        return None, "git was not found, or cannot be run"
     if done.returncode == 0:
         prefix = _prefix(root)
-        return tuple(entry[3:].removeprefix(prefix) for entry in done.stdout.split("\0") if entry)
+        entries = [entry for entry in done.stdout.split("\0") if entry]
+        return tuple(entry[3:].removeprefix(prefix) for entry in entries), ""
     if (root / ".git").exists():
         raise ValueError(f"git cannot say whether {root} is clean: {done.stderr.strip()}")
-    return None
+    return None, "no git work tree"
 
 
 def _prefix(root: Path) -> str:

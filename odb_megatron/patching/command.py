@@ -31,7 +31,10 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parse(argv)
     try:
-        print(_run(options.action, examine(Path(options.checkout))), end="")
+        checkout = examine(Path(options.checkout))
+        print(_run(options.action, checkout), end="")
+        if checkout.foreign:
+            print(f"odb-megatron patch: warning: {checkout.foreign}", file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"odb-megatron patch: {error}", file=sys.stderr)
         return _REFUSED
@@ -42,12 +45,14 @@ def _run(action: str, checkout: Checkout) -> str:
     patch = checkout.version_patch.patch
     what = f"{patch.path} of {checkout.version_patch.name} (megatron-core {checkout.version})"
     added = f"{patch.num_lines} lines"
+    unseen = f" ({checkout.unseen}: only this file was compared)" if checkout.unseen else ""
     if action == "diff":
         return checkout.version_patch.text
     if action == "apply":
         had = checkout.is_patched
         checkout.apply()
-        return f"{what} {'has the patch already' if had else f'is patched: {added} inserted'}\n"
+        done = "has the patch already" if had else f"is patched: {added} inserted{unseen}"
+        return f"{what} {done}\n"
     if action == "revert":
         had = checkout.is_patched
         checkout.revert()
@@ -55,7 +60,6 @@ def _run(action: str, checkout: Checkout) -> str:
     if checkout.is_patched:
         return f"{what} is patched; --revert removes {added}\n"
     checkout.require_clean()
-    unseen = " (no git work tree: only this file was compared)" if checkout.changed is None else ""
     return f"{what} can be patched; --apply inserts {added}{unseen}\n"
 
 

@@ -1,0 +1,70 @@
+"""Refuses data and folders that a run cannot use, before Megatron starts.
+
+Must not open a data file: what it holds shows when its samples are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Iterator
+
+from odb_megatron.data.json_records import is_json_path
+from odb_megatron.data.preprocess import SampleRules
+from odb_megatron.data.sources import require_indexed
+from odb_megatron.megatron.replica_ranks import replica_ranks
+from odb_megatron.megatron.setup import dataset_config, odb_config
+from odb_megatron.megatron.usage import usage_errors
+
+__all__ = ["require_paths"]
+
+
+def require_paths(args: argparse.Namespace, *, has_datasets: bool = False) -> None:
+    """Check the paths that this rank reads and writes; called by a script that is about to train.
+
+    Args:
+        args: from `setup.parse_and_validate_args`.
+        has_datasets: the script gives datasets of its own, so that no data flags are read.
+
+    Raises:
+        SystemExit: no data flags, or a path that cannot be used (2).
+    """
+    config = odb_config(args)
+    is_leader = replica_ranks(args, rank=args.rank).is_leader
+    with usage_errors():
+        if not has_datasets:
+            for path in _data_paths(args):
+                if is_leader or not config.enabled:  # the padded baseline reads on every rank
+                    _require_data(path)
+        if config.log_dir is not None and is_leader:
+            _require_folder(config.log_dir)
+
+
+def _data_paths(args: argparse.Namespace) -> Iterator[str]:
+    rules = SampleRules(context=args.seq_length, token_budget=args.seq_length)
+    data = dataset_config(args, rules=rules)
+    for blend in (data.blend, *(data.blend_per_split or ())):
+        if blend is not None:
+            yield from blend[0]
+
+
+def _require_data(path: str) -> None:
+    if not is_json_path(path):
+        require_indexed(path)
+    elif not os.path.exists(path):
+        raise ValueError(
+            f"{path} does not exist; check the path (it must be readable on every node)"
+        )
+
+
+def _require_folder(folder: str) -> None:
+    """Make the folder of the step logs, and write to it: permissions do not tell all."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--odb-log-dir {folder} cannot be written ({error}): give a folder that can"
+        ) from error
