@@ -99,6 +99,14 @@ def test_enable(bridge: Bridge, chats: ChatFile) -> None:
     assert [record["samples"] for record in run.records] == [8, 8]
 
 
+def test_one_file_beside_those_of_splits_is_refused_in_python_too(
+    bridge: Bridge, chats: ChatFile
+) -> None:
+    settings = {"token_budget": 96, "data_path": chats.path, "valid_data_path": chats.path}
+    text = "dataset.odb.data_path is for all splits, and dataset.odb.valid_data_path for one"
+    assert text in bridge.refused(*SHORT, settings=settings)
+
+
 def test_data_set_of_a_fine_tuning_recipe(bridge: Bridge, tmp_path: Path) -> None:
     """Bridge's own text SFT data set: its templates and its loss masks."""
     generator = random.Random(3)

@@ -135,9 +135,7 @@ def refuse(cfg: Any, args: BridgeArgs, config: OdbConfig) -> None:
     Raises:
         UnusableError: every refusal that applies, one line each.
     """
-    has_own_data = has_data(cfg.dataset.odb)
-    messages = recipe_errors(cfg.dataset.recipe, has_own_data=has_own_data)
-    messages += [message for applies, message in _REFUSALS if applies(cfg)]
+    messages = _configuration_errors(cfg)
     if (getattr(args, "cuda_graph_impl", None) or "none") != "none":
         messages.append(
             "dataset.odb makes micro-batches whose number of samples varies, which CUDA graphs "
@@ -158,14 +156,7 @@ def refuse_early(cfg: Any) -> None:
         UnusableError: every refusal that applies, one line each.
     """
     settings = cfg.dataset.odb
-    messages = recipe_errors(cfg.dataset.recipe, has_own_data=has_data(settings))
-    messages += [message for applies, message in _REFUSALS if applies(cfg)]
-    per_split = [name for name in _PER_SPLIT if getattr(settings, name) is not None]
-    if settings.data_path is not None and per_split:
-        messages.append(
-            f"dataset.odb.data_path is for all splits, and dataset.odb.{per_split[0]} for one: "
-            "give the one (with dataset.odb.split), or a file for each split"
-        )
+    messages = _configuration_errors(cfg)
     try:
         args = argparse.Namespace(
             **flag_values(settings),
@@ -178,6 +169,19 @@ def refuse_early(cfg: Any) -> None:
     messages += [f"no data at {path!r}" for path in data_files(cfg) if not os.path.isfile(path)]
     if messages:
         raise UnusableError("\n".join(messages))
+
+
+def _configuration_errors(cfg: Any) -> list[str]:
+    settings = cfg.dataset.odb
+    messages = recipe_errors(cfg.dataset.recipe, has_own_data=has_data(settings))
+    messages += [message for applies, message in _REFUSALS if applies(cfg)]
+    per_split = [name for name in _PER_SPLIT if getattr(settings, name) is not None]
+    if settings.data_path is not None and per_split:
+        messages.append(
+            f"dataset.odb.data_path is for all splits, and dataset.odb.{per_split[0]} for one: "
+            "give the one (with dataset.odb.split), or a file for each split"
+        )
+    return messages
 
 
 def has_data(settings: Any) -> bool:
