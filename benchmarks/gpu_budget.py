@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["RoundLimits", "RowPlan", "fits", "plan_rows"]
+__all__ = ["ArmClock", "RoundLimits", "RowPlan", "fits", "plan_rows"]
 
 _MARGIN = 1.15
 """A round may take so much longer than the slowest one before it."""
@@ -71,3 +71,27 @@ def plan_rows(round_s: Mapping[str, float], *, left_s: float, limits: RoundLimit
 def fits(seconds: float, *, left_s: float) -> bool:
     """Whether something that took `seconds` last time can be begun."""
     return seconds * _MARGIN <= left_s
+
+
+class ArmClock:
+    """Says how long an arm's next step will take.
+
+    As long as its last one; if the arm before took longer than its own last one, by as much longer.
+
+    Args:
+        arm_s: what each arm's step is predicted to take.
+    """
+
+    def __init__(self, arm_s: Mapping[str, float]) -> None:
+        self._last_s = dict(arm_s)
+        self._running: tuple[str, float] | None = None
+
+    def begin(self, name: str, now: float) -> float:
+        """A step of this arm is about to begin, and the one before has ended."""
+        slower = 1.0
+        if self._running is not None:
+            arm, since = self._running
+            slower = max(1.0, (now - since) / max(1e-9, self._last_s[arm]))
+            self._last_s[arm] = now - since
+        self._running = (name, now)
+        return self._last_s[name] * slower

@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from gpu_arms import ARMS, ArmSteps, arm_steps, num_samples_needed
 from gpu_backends import REFERENCE, BackendCheck, check_backends
-from gpu_budget import RoundLimits, fits, plan_rows
-from gpu_cost import CostCheck, calibrate, check_cost, shape_cost, varied_micro_batches
+from gpu_budget import ArmClock, RoundLimits, fits, plan_rows
+from gpu_cost import calibrate, shape_cost, varied_micro_batches
 from gpu_lengths import CHAT, LengthChoice, LengthMix, draw_lengths
 from gpu_measure import (
     ArmResult,
@@ -33,6 +33,7 @@ from gpu_measure import (
     summarize_ratios,
 )
 from gpu_model import ModelSize, Positions, Trainer, parameter_dtype, start_device
+from gpu_report import backend_line, cost_checks, cost_json, peak_flops, row_text
 
 from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.attention.needs import Need
@@ -42,25 +43,12 @@ from odb_megatron.plan.cost import COST_UNIT, CostModel
 from odb_megatron.plan.policy import ExchangeMode
 from odb_megatron.simulation.setting import Setting, Stream
 
-__all__ = ["PEAK_TFLOPS", "Benchmark", "peak_flops"]
-
-PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4, "GH200": 989.4, "A100": 312.0}
-"""Dense bf16, from the vendor's data sheets (SXM parts), by a part of the device's name."""
+__all__ = ["Benchmark"]
 
 _NUM_CALIBRATION = 48
 _NUM_CALIBRATION_SAMPLES = 2000
 _NUM_COMPARED = 8
 _END_S = 3.0  # kept for the end of the process
-
-
-def peak_flops(device_name: str, given_tflops: float | None) -> tuple[float | None, str]:
-    """Return the assumed peak of a device in FLOP/s and where it comes from."""
-    if given_tflops is not None:
-        return given_tflops * 1e12, "given with --peak-tflops"
-    for part, tflops in PEAK_TFLOPS.items():
-        if part in device_name:
-            return tflops * 1e12, f"assumed for {part}: {tflops:g} TFLOP/s dense bf16"
-    return None, f"not known for {device_name!r}: pass --peak-tflops to have MFU"
 
 
 class Benchmark:
@@ -195,7 +183,7 @@ class Benchmark:
         )
         backends = self._result["backends"] = check_backends(check, trainer.clock)
         for name, one in backends.items():
-            print(f"backend {name}: {_backend_line(one)}", flush=True)
+            print(f"backend {name}: {backend_line(one)}", flush=True)
         maker = StepMaker(stream, vocab=self._size.vocab, seed=options.seed)
         most = options.token_budget // options.seq_length
         few = [tuple(range(at, at + most)) for at in range(0, _NUM_COMPARED, most)]
@@ -235,11 +223,11 @@ class Benchmark:
             "is_calibrated": fit.linear_ps > 0,
             "note": fit.note,
             "linear_us_per_token": self._ns_per_unit * COST_UNIT / 1000,
-            "shape": _cost_json(prior),
-            "in_force": _cost_json(cost),
-            **_cost_checks(times, shape=prior, in_force=cost),
+            "shape": cost_json(prior),
+            "in_force": cost_json(cost),
+            **cost_checks(times, shape=prior, in_force=cost),
         }
-        print(f"cost model: {_cost_json(cost)}; {fit.note or 'calibrated'}", flush=True)
+        print(f"cost model: {cost_json(cost)}; {fit.note or 'calibrated'}", flush=True)
         return cost
 
     def _measure(self, trainer: Trainer, cost: CostModel) -> None:
@@ -294,7 +282,7 @@ class Benchmark:
         }
         self._result["rows"].append(row)
         predicted_s, round_s = sum(arm_s.values()), list[float]()
-        clock = _ArmClock(arm_s)
+        clock = ArmClock(arm_s)
 
         def may_begin(round_: int, name: str) -> bool:
             expected_s = clock.begin(name, time.monotonic())
@@ -323,7 +311,7 @@ class Benchmark:
         if len(round_s) > 1:
             self._slower *= float(np.mean(round_s[1:])) / predicted_s
         self._save()
-        print(_row_text(row), flush=True)
+        print(row_text(row), flush=True)
 
     def _summary(
         self,
@@ -348,8 +336,8 @@ class Benchmark:
             },
             "ratios": summarize_ratios(results),
             "cost_model": {
-                "packed": _cost_checks(times[False], shape=self._prior, in_force=cost),
-                "padded": _cost_checks(times[True], shape=self._prior, in_force=cost),
+                "packed": cost_checks(times[False], shape=self._prior, in_force=cost),
+                "padded": cost_checks(times[True], shape=self._prior, in_force=cost),
             },
         }
 
@@ -399,89 +387,3 @@ class Benchmark:
         part.replace(path)
         if not quietly and self._result["complete"]:
             print(f"wrote {path}", flush=True)
-
-
-class _ArmClock:
-    """Says how long an arm's next step will take.
-
-    As long as its last one; if the arm before took longer than its own last one, by as much longer.
-
-    Args:
-        arm_s: what each arm's step is predicted to take.
-    """
-
-    def __init__(self, arm_s: Mapping[str, float]) -> None:
-        self._last_s = dict(arm_s)
-        self._running: tuple[str, float] | None = None
-
-    def begin(self, name: str, now: float) -> float:
-        """A step of this arm is about to begin, and the one before has ended."""
-        slower = 1.0
-        if self._running is not None:
-            arm, since = self._running
-            slower = max(1.0, (now - since) / max(1e-9, self._last_s[arm]))
-            self._last_s[arm] = now - since
-        self._running = (name, now)
-        return self._last_s[name] * slower
-
-
-def _cost_json(cost: CostModel) -> dict[str, float]:
-    return {
-        "quadratic_per_linear": cost.quadratic / 2**32,
-        "fixed_tokens": cost.fixed / COST_UNIT,
-    }
-
-
-def _cost_checks(
-    times: Sequence[MicroBatchTime], *, shape: CostModel, in_force: CostModel
-) -> dict[str, object]:
-    checks: dict[str, CostCheck | None] = {
-        "shape_check": check_cost(times, shape),
-        "in_force_check": check_cost(times, in_force),
-    }
-    return {name: one and one.as_json() for name, one in checks.items()}
-
-
-def _backend_line(one: Mapping[str, Any]) -> str:
-    if not one["available"]:
-        return f"not available: {one['reason']}"
-    parts = []
-    for case, found in one["cases"].items():
-        if "error" in found:
-            parts.append(f"{case} FAILED: {found['error']}")
-            continue
-        worst = max(each["rel_diff"] for each in found["differences"])
-        parts.append(f"{case} {'ok' if found['passed'] else 'FAILED'} ({worst:.1e})")
-    if "attention_ms" in one:
-        parts.append(f"{one['attention_ms']:.3f} ms a layer")
-    return ", ".join(parts)
-
-
-def _row_text(row: Mapping[str, Any]) -> str:
-    stopped = f"; stopped at {row['stopped']}" if row["stopped"] else ""
-    lines = [f"row {row['name']}: {row.get('rounds', 0)} rounds{stopped}"]
-    for name, arm in row.get("arms", {}).items():
-        if "out_of_memory" in arm:
-            lines.append(f"  {name:14s} out of memory: {arm['out_of_memory']}")
-        elif arm["num_steps"]:
-            mfu = "" if arm["mfu"] is None else f" MFU {arm['mfu']:.3f}"
-            memory = arm["peak_memory_bytes"]
-            gib = "" if memory is None else f" {memory / 2**30:.1f} GiB"
-            lines.append(
-                f"  {name:14s} {arm['samples_per_s']:9.2f} samples/s "
-                f"{arm['tokens_per_s']:10.0f} tokens/s{mfu}{gib} padding "
-                f"{arm['padding_fraction']:.1%} balance {arm['balance_measured']:.3f} "
-                f"(predicted {arm['balance_predicted']:.3f})"
-            )
-    for name, one in row.get("ratios", {}).items():
-        low, high = one["ci95"]
-        interval = "one round" if low is None else f"{low:.3f} to {high:.3f}"
-        lines.append(f"  {name}: {one['mean']:.3f} ({interval})")
-    packed = row.get("cost_model", {}).get("packed", {})
-    for name, one in packed.items():
-        if one is not None:
-            lines.append(
-                f"  cost model, {name}: R² {one['r2'] or 0:.4f}, worst relative error "
-                f"{one['worst_relative_error']:.1%}"
-            )
-    return "\n".join(lines)

@@ -556,7 +556,7 @@ def test_the_figures_of_an_arm() -> None:
 
 
 def test_the_known_peak_of_a_device_is_an_assumption() -> None:
-    peak = module("gpu_rows").peak_flops
+    peak = module("gpu_report").peak_flops
     assert peak("NVIDIA H200", None) == (989.4e12, "assumed for H200: 989.4 TFLOP/s dense bf16")
     assert peak("NVIDIA H200", 700.0) == (700e12, "given with --peak-tflops")
     assert peak("Other", None) == (None, "not known for 'Other': pass --peak-tflops to have MFU")
