@@ -5,8 +5,10 @@ A process can run one Energon loader without workers at a time, so each replica'
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,14 @@ energon = pytest.importorskip("megatron.energon", reason="megatron-energon is no
 pytestmark = pytest.mark.slow
 
 NUM = 60
+
+
+@pytest.fixture(autouse=True)
+def _workers_ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Energon's workers do not end when told to: torch waits for each before it kills it, 5 s."""
+    yield
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
