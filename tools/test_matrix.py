@@ -105,18 +105,23 @@ def main() -> int:
     numbers = [version.number for version in VERSIONS]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="*", metavar="VERSION", help=", ".join(numbers))
+    parser.add_argument("--build-only", action="store_true", help="environments alone, no tests")
     parser.add_argument("--jobs", type=int, default=2, help="test files at a time; 0: no xdist")
     parser.add_argument("--pytest", default="", help="further arguments of pytest")
     options = parser.parse_args()
     unknown = sorted(set(options.versions) - set(numbers))
     if unknown:
         parser.error(f"{', '.join(unknown)} is not in the matrix: name any of {', '.join(numbers)}")
+    chosen = [one for one in VERSIONS if not options.versions or one.number in options.versions]
+    if options.build_only:
+        for version in chosen:
+            build(version)
+        return 0
     rows = []
-    for version in VERSIONS:
-        if not options.versions or version.number in options.versions:
-            print(f"=== megatron-core {version.number}", flush=True)
-            rows.append(test(version, jobs=options.jobs, more=options.pytest.split()))
-            print_table(rows)
+    for version in chosen:
+        print(f"=== megatron-core {version.number}", flush=True)
+        rows.append(test(version, jobs=options.jobs, more=options.pytest.split()))
+        print_table(rows)
     return 0 if all(row.is_good for row in rows) else 1
 
 
