@@ -194,11 +194,12 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
 
     if case.stage:
         script = Path(__file__).parents[1] / "examples" / "modelopt" / f"{case.stage}.py"
-        before = _replaced_names(training)[:-1]  # the last one is made by the stage
+        made = "micro-batch calculator"  # by the stage
+        before = _replaced_names(training) | {made: None}
         try:
             runpy.run_path(str(script), run_name="__main__")
         finally:
-            outcome.restored = _replaced_names(training)[:-1] == before
+            outcome.restored = _replaced_names(training) | {made: None} == before
         return
     kind: type[OdbRun] = OdbRun
     extra = None
@@ -390,7 +391,7 @@ class _Noted:
         return item
 
 
-def _replaced_names(training: Any) -> list[Any]:
+def _replaced_names(training: Any) -> dict[str, Any]:
     from megatron.core import num_microbatches_calculator
     from megatron.training import checkpointing
 
@@ -402,10 +403,11 @@ def _replaced_names(training: Any) -> list[Any]:
         "save_checkpoint",
         "compute_throughputs_and_append_to_progress_log",
     )
-    calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    replaced = [getattr(training, name) for name in names]
-    model = getattr(prediction_module(), "GPTModel", None)
-    return [*replaced, checkpointing.check_checkpoint_args, calculator, model]
+    return {name: getattr(training, name) for name in names} | {
+        "check_checkpoint_args": checkpointing.check_checkpoint_args,
+        "GPTModel": getattr(prediction_module(), "GPTModel", None),
+        "micro-batch calculator": num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,
+    }
 
 
 def _final_values() -> dict[str, Any]:
