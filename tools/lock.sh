@@ -25,13 +25,17 @@ with open(sys.argv[1], encoding="utf-8") as file:
 items = {canonicalize_name(item["metadata"]["name"]): item for item in report["install"]}
 askers = {name: {"dev.in"} if item["requested"] else set() for name, item in items.items()}
 extras = {name: {"", *item.get("requested_extras", [])} for name, item in items.items()}
-for _ in items:  # an extra can ask for another one, so repeat; a chain is no longer than the list
-    for name, item in items.items():
-        for text in item["metadata"].get("requires_dist", []):
-            need = Requirement(text)
-            if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras[name]):
-                askers[canonicalize_name(need.name)].add(name)
-                extras[canonicalize_name(need.name)] |= need.extras
+needs = {name: list(map(Requirement, item["metadata"].get("requires_dist", []))) for name, item in items.items()}
+waiting = list(items)
+while waiting:  # an extra can ask for another one
+    name = waiting.pop()
+    for need in needs[name]:
+        if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras[name]):
+            other = canonicalize_name(need.name)
+            askers[other].add(name)
+            if not need.extras <= extras[other]:
+                extras[other] |= need.extras
+                waiting.append(other)
 for name, names in askers.items():
     names.discard(name)
 
