@@ -65,7 +65,7 @@ class Method:
         samples_per_step: mean.
         num_steps: of the simulated samples.
         over_budget: micro-batches that compute more tokens than the budget.
-        rate: work per replica and time; 1.0 where nothing is padded, idle, or spent per micro-batch.
+        rate: work per replica and time; 1.0 without padding, idling or fixed prices.
         bytes_moved_per_step: payload handed over between replicas.
         exchange: what `--exchange auto` chose, where it did.
     """
