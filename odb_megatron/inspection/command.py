@@ -86,9 +86,9 @@ def inspect(options: argparse.Namespace) -> Findings:
     _fill_in(options)
     setting = _setting(options)
     reading = _read(options)
-    from odb_megatron.inspection.advice import advise
+    from odb_megatron.inspection.advice import advise, run_advised
     from odb_megatron.inspection.logits import LogitsMemory
-    from odb_megatron.inspection.prediction import predict, simulable
+    from odb_megatron.inspection.prediction import ADVISED, predict, simulable
     from odb_megatron.inspection.report import Findings
     from odb_megatron.simulation.setting import Stream
 
@@ -117,6 +117,7 @@ def inspect(options: argparse.Namespace) -> Findings:
             max_logits_gib=options.max_logits_gib,
             progress=_say,
         )
+        runs[ADVISED] = run_advised(advice, part, setting, cost)
     return Findings(
         reading=reading,
         setting=setting,
