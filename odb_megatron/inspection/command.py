@@ -210,25 +210,18 @@ def _read(options: argparse.Namespace) -> Reading:
     )
     from tqdm import tqdm
 
-    bars = []
+    with tqdm(
+        unit="record", desc="reading", file=sys.stderr, disable=not sys.stderr.isatty()
+    ) as bar:
 
-    def start(total: int) -> Callable[[int], None]:
-        bars.append(
-            tqdm(
-                total=total,
-                unit="record",
-                desc="reading",
-                file=sys.stderr,
-                disable=not sys.stderr.isatty(),
-            )
-        )
-        return lambda num: bars[0].update(num) and None
+        def start(total: int) -> Callable[[int], None]:
+            bar.reset(total)
+            return advance
 
-    try:
+        def advance(num: int) -> None:
+            bar.update(num)
+
         return read_data(request, start=start)
-    finally:
-        for bar in bars:
-            bar.close()
 
 
 def _vocab(options: argparse.Namespace, setting: TrainingSetting, reading: Reading) -> int:
