@@ -112,6 +112,7 @@ RC: dict[Any, Any] = {
     "lines.linewidth": 2.0,
     "lines.markersize": 6,
     "patch.edgecolor": SURFACE,
+    "patch.force_edgecolor": True,
     "hatch.color": SURFACE,
     "hatch.linewidth": 1.0,
     "lines.color": BLUE,
