@@ -47,11 +47,10 @@ def page_of(findings: Findings, charts: Sequence[Chart], argv: Sequence[str]) ->
 
 
 def _tiles(findings: Findings) -> list[Tile]:
-    lengths, setting = findings.reading.lengths, findings.setting
+    lengths = findings.reading.lengths
     name = findings.planned
     planned = findings.runs[name].method
     base = findings.runs["standard-safe"].method
-    padded = 1 - findings.kept.num_tokens / (setting.seq_length * len(findings.kept.lengths))
     mean, least, most = planned.micro_batches
     tiles = [
         Tile(
@@ -67,7 +66,7 @@ def _tiles(findings: Findings) -> list[Tile]:
         Tile(
             label="padding avoided",
             value=f"{findings.avoided():.1%}",
-            note=f"padded to the context: {padded:.1%}",
+            note="of a batch padded to the context",
         ),
         Tile(
             label="predicted speed-up",
@@ -85,12 +84,13 @@ def _tiles(findings: Findings) -> list[Tile]:
             note=f"{least} to {most}; {findings.steps_per_epoch(name)} steps per epoch",
         ),
     ]
-    if findings.logits is not None:
+    logits = findings.logits if findings.advice is None else findings.advice.advised.logits
+    if logits is not None:
         tiles.append(
             Tile(
                 label="logits, peak",
-                value=f"{findings.logits.peak_gib:.2f} GiB",
-                note=f"vocabulary {findings.logits.vocab}, TP {findings.logits.tp}",
+                value=f"{logits.peak_gib:.2f} GiB",
+                note=f"budget {logits.token_budget}, vocabulary {logits.vocab}, TP {logits.tp}",
             )
         )
     return tiles
