@@ -79,6 +79,7 @@ def predict(data: ChatData, *, num_replicas: int, num_samples: int) -> dict[str,
         flags += [f"--{name.replace('_', '-')}", str(EXAMPLE_FLAGS[name])]
     flags += ["--vocab-divisible-by", str(EXAMPLE_FLAGS["vocab_divisible_by"])]
     flags += ["--dp", str(num_replicas), "--train-samples", str(num_samples)]
+    flags += ["--max-samples", str(num_samples)]  # the first of the order: those trained on
     return as_json(inspect(parse(flags)))
 
 
