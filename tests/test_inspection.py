@@ -417,7 +417,7 @@ def test_bad_data(
     few = '{"messages": []}\n'
     assert "no record to train on" in error(few, *given, "--split", "1,99,0")
     assert "--split 'a' is not understood" in error(few, *given, "--split", "a")
-    assert "no record to train on" in error("", *given)
+    assert "holds no record; expected one JSON object per line" in error("", *given)
 
 
 def test_lengths_in_text_are_checked(tmp_path: Path) -> None:
