@@ -167,7 +167,7 @@ def _parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--data", type=data_name, default="chitchat", help="chitchat (default), chat-mix or a file")
     add("--dp", type=whole(1), nargs="+", default=[1, 2], help="data-parallel sizes (default 1 2)")
-    add("--samples", type=whole(64), default=2048, help="of each run (default 2048: make train's)")
+    add("--samples", type=whole(128), default=2048, help="of each run (default 2048: make train's)")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default all")
     add("--json", type=output_file, help="write the result here")
     return parser.parse_args()
