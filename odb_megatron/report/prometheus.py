@@ -77,7 +77,7 @@ class Metrics:
         self._has_warned = False
         self._write_text = package.write_to_textfile
         self._registry = package.CollectorRegistry()
-        self._collector = _Collector(package)
+        self._collector = _Collector()
         self._registry.register(self._collector)
         self._server: Any = None
         self._thread: Any = None
@@ -122,15 +122,12 @@ class Metrics:
 
 
 class _Collector:
-    """What is known at the time of a scrape, which comes from another thread.
+    """What is known at the time of a scrape, which comes from another thread."""
 
-    Args:
-        package: `prometheus_client`.
-    """
+    def __init__(self) -> None:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    def __init__(self, package: Any) -> None:
-        self._gauge = package.core.GaugeMetricFamily
-        self._counter = package.core.CounterMetricFamily
+        self._gauge, self._counter = GaugeMetricFamily, CounterMetricFamily
         self._known: tuple[dict[str, float], dict[str, float]] = ({}, dict.fromkeys(_TOTALS, 0.0))
 
     def add(self, record: StepRecord) -> None:
