@@ -137,7 +137,7 @@ def run_values(run: RunLog, figures: RunFigures) -> dict[str, Any]:
     steps = [
         {"iteration": step.iteration}
         | {
-            name: None if math.isnan(values[at]) else float(values[at])
+            name: float(values[at]) if math.isfinite(values[at]) else None
             for name, values in figures.per_step.items()
         }
         for at, step in enumerate(run.steps)
