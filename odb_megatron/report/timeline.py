@@ -44,8 +44,8 @@ def timeline_chart(steps: Sequence[LoggedStep], *, title: str, caption: str) -> 
     some = "" if len(replicas) == all_of else f" {len(replicas)} of {all_of} replicas are shown."
     return Chart(
         title=title,
-        caption=f"{caption} A bar is a micro-batch, as wide as its {name}; what is free behind the "
-        f"last one of a step is time in which the replica waits for the others.{some}",
+        caption=f"{caption} A bar is a micro-batch, as wide as its {name}; what is dotted behind "
+        f"the last one is what the replica waits for the slowest one of the step.{some}",
         draw=lambda figure, form: _draw_timeline(figure, form, steps, unit),
         table=_timeline_table(steps, replicas, unit),
         height=110 + 26 * len(replicas),
@@ -56,7 +56,7 @@ def timeline_chart(steps: Sequence[LoggedStep], *, title: str, caption: str) -> 
 def composition_chart(step: LoggedStep) -> Chart:
     """Return the lengths of a step's samples, replica by replica."""
     replicas = [at for at in _chosen(step, _MOST_REPLICAS) if _lengths(step.records[at])]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for replica in replicas:
         lengths = np.array(_lengths(step.records[replica]))
         quarter, half, most = np.percentile(lengths, (25, 50, 75)).round().astype(int)
@@ -93,7 +93,7 @@ def _draw_timeline(figure: FigureBase, form: Form, steps: Sequence[LoggedStep], 
     for step, span in zip(shown, spans, strict=True):
         for row, replica in enumerate(replicas):
             if replica in step.records:
-                _draw_row(axes, step.records[replica], row, start, unit)
+                _draw_row(axes, step.records[replica], (row, start, span), unit)
         marks.append((start + span / 2, step.iteration))
         start += span + gap
         if step is not shown[-1]:
@@ -113,11 +113,31 @@ def _draw_timeline(figure: FigureBase, form: Form, steps: Sequence[LoggedStep], 
 
 
 _MANY_STEPS = 6
+_MANY_SECONDS = 2.0
+_PER_SECOND = {"ms": 1e3, "s": 1.0}
 
 
-def _draw_row(axes: Any, record: StepRecord, row: int, start: float, unit: str) -> None:
+def _draw_row(axes: Any, record: StepRecord, place: tuple[int, float, float], unit: str) -> None:
+    """Draw a replica's step; `place` is its row, where the step starts, and how long it is."""
+    row, start, span = place
     widths = _widths(record, unit)
     few = len(widths) <= _MANY_MICRO_BATCHES
+    colours = (theme.BLUE, theme.BLUE if few else theme.GREEN)  # without edges they alternate
+    if span > sum(widths):
+        rest = axes.barh(
+            row,
+            span - sum(widths),
+            left=start + sum(widths),
+            height=0.7,
+            color=theme.FAINT,
+            hatch="...",
+            edgecolor=theme.GRID,
+            linewidth=0,
+        )
+        share = 1 - sum(widths) / span
+        set_tooltip(
+            rest.patches[0], f"step {record.iteration}: {share:.1%} free, behind the slowest"
+        )
     for at, width in enumerate(widths):
         is_idle = not record.lengths[at]
         bars = axes.barh(
@@ -125,7 +145,7 @@ def _draw_row(axes: Any, record: StepRecord, row: int, start: float, unit: str) 
             width,
             left=start,
             height=0.7,
-            color=theme.GREY if is_idle else (theme.BLUE, theme.GREEN)[at % 2],
+            color=theme.GREY if is_idle else colours[at % 2],
             hatch="///" if is_idle else "",
             edgecolor=theme.SURFACE if few else None,
             linewidth=1 if few else 0,
@@ -162,22 +182,28 @@ def _draw_composition(figure: FigureBase, form: Form, step: LoggedStep) -> None:
     axes.grid(axis="x")
 
 
-_AXIS = {"ms": "measured time, ms", "cost": "predicted cost, tokens", "tokens": "computed tokens"}
+_AXIS = {
+    "ms": "measured time, ms",
+    "s": "measured time, s",
+    "cost": "predicted cost, tokens",
+    "tokens": "computed tokens",
+}
 
 
 def _width_of(steps: Sequence[LoggedStep]) -> tuple[str, str]:
     """Return the unit of the widths, a key of `_AXIS`, and its name."""
     records = [record for step in steps for record in step.records.values()]
     if all(record.micro_batch_s for record in records):
-        return "ms", "measured time"
+        longest = max(sum(record.micro_batch_s) for record in records)
+        return ("ms" if longest < _MANY_SECONDS else "s"), "measured time"
     if all(record.costs for record in records):
         return "cost", "predicted cost (in tokens that attend to nothing)"
     return "tokens", "computed tokens"
 
 
 def _widths(record: StepRecord, unit: str) -> list[float]:
-    if unit == "ms":
-        return [1e3 * seconds for seconds in record.micro_batch_s]
+    if unit in _PER_SECOND:
+        return [_PER_SECOND[unit] * seconds for seconds in record.micro_batch_s]
     if unit == "cost":
         return list(record.costs)
     return [float(width) for width in record.widths]

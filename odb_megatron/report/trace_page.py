@@ -95,24 +95,24 @@ _COMPARED = (
 _LABELS = {
     "steps": ("steps", "{:.0f}"),
     "replicas": ("replicas", "{:.0f}"),
-    "samples": ("samples", "{:.0f}"),
-    "tokens": ("tokens", "{:.0f}"),
-    "tokens_per_step": ("tokens per step", "{:.1f}"),
+    "samples": ("samples", "{:,.0f}"),
+    "tokens": ("tokens", "{:,.0f}"),
+    "tokens_per_step": ("tokens per step", "{:,.0f}"),
     "micro_batches_mean": ("micro-batches per step, mean", "{:.2f}"),
     "micro_batches_max": ("micro-batches per step, most", "{:.0f}"),
-    "fill": ("fill, mean", "{:.3f}"),
-    "padding": ("padding", "{:.4f}"),
+    "fill": ("fill, mean", "{:.2%}"),
+    "padding": ("padding", "{:.2%}"),
     "balance": ("balance predicted, mean", "{:.4f}"),
     "balance_lowest": ("balance predicted, lowest", "{:.4f}"),
     "balance_measured": ("balance measured, mean", "{:.4f}"),
     "idle": ("idle micro-batches", "{:.0f}"),
     "seconds_per_step": ("seconds per step", "{:.4g}"),
-    "tokens_per_second": ("tokens per second", "{:.1f}"),
+    "tokens_per_second": ("tokens per second", "{:,.0f}"),
     "wait_share": ("time spent waiting for data", "{:.2%}"),
     "plan_seconds_per_step": ("seconds to make a step", "{:.4g}"),
-    "window_bytes_max": ("bytes in the window, most", "{:.0f}"),
-    "queue_bytes_max": ("bytes in finished steps, most", "{:.0f}"),
-    "peak_memory_bytes": ("peak memory, bytes", "{:.0f}"),
+    "window_bytes_max": ("bytes in the window, most", "{:,.0f}"),
+    "queue_bytes_max": ("bytes in finished steps, most", "{:,.0f}"),
+    "peak_memory_bytes": ("peak memory, bytes", "{:,.0f}"),
     "left_out": ("positions left out", "{:.0f}"),
     "bad_records": ("bad records", "{:.0f}"),
     "truncated": ("truncated samples", "{:.0f}"),
@@ -292,7 +292,7 @@ def _timelines(run: RunLog, figures: RunFigures) -> list[Chart]:
             stretch, title=_titled("Timeline of", stretch), caption="Steps of median balance."
         )
     ]
-    if worst is not None and len(run.headers[-1].sizes) and len(run.steps[worst].records) > 1:
+    if worst is not None and len(run.steps[worst].records) > 1:
         around = run.steps[worst : worst + 2]
         charts.append(
             timeline_chart(
