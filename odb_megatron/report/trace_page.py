@@ -186,7 +186,8 @@ def compare_rows(one: RunFigures, other: RunFigures) -> list[tuple[str, str, str
         a, b = first[name], second[name]
         if a is None and b is None:
             continue
-        rows.append((label, _shown(name, a), _shown(name, b), _difference(a, b)))
+        texts = (_shown(name, a), _shown(name, b))
+        rows.append((label, *texts, "equal" if texts[0] == texts[1] else _difference(a, b)))
     return rows
 
 
@@ -350,6 +351,4 @@ def _shown(name: str, value: float | None) -> str:
 def _difference(a: float | None, b: float | None) -> str:
     if a is None or b is None:
         return "only in one"
-    if a == b:
-        return "equal"
     return f"{b / a - 1:+.1%}" if a else f"{b - a:+.4g}"
