@@ -172,7 +172,7 @@ def _consumed(log: Path) -> int:
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - (1 << 16)))
         lines = file.read().split(b"\n")[1:-1]
-    return int(json.loads(lines[-1])["consumed_samples"]) if lines else 0
+    return int(json.loads(lines[-1]).get("consumed_samples", 0)) if lines else 0
 
 
 def _usage(pid: int) -> Usage:

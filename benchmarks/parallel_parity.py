@@ -254,7 +254,8 @@ class Runs:
 
     def _planned(self, name: str, flags: list[str], case: Case) -> Planned:
         gradients = self._folder / f"{name}-gradients"
-        own = ["--odb-log-dir", str(self._folder / name), "--gradients", str(gradients)]
+        own = ["--odb-log-dir", str(self._folder / name), "--odb-log-ids"]
+        own += ["--gradients", str(gradients)]
         return Planned(
             name=name,
             flags=[*flags, *own],

@@ -18,6 +18,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron import providers, run
 from odb_megatron.megatron.setup import parse_and_validate_args
 from odb_megatron.plan.step import StepPlan, StepTotals
+from odb_megatron.report.run_log import read_run
 from odb_megatron.testing.runs_again import forget_run
 
 Record = dict[str, Any]
@@ -74,11 +76,8 @@ class ReplayLoader(StepLoader):
 
 def read_log(folder: Path) -> list[list[Record]]:
     """Return the log's lines, `[step][replica]`."""
-    replicas = [
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        for path in sorted(folder.glob("steps-*.jsonl"))
-    ]
-    return [list(step) for step in zip(*replicas, strict=True)]
+    steps = read_run(str(folder)).steps
+    return [[asdict(record) for record in step.records.values()] for step in steps]
 
 
 def _positions(stream: SampleStream) -> dict[str, int]:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from odb_megatron.report.run_log import read_steps
 from odb_megatron.report.step_record import StepRecord
 
 __all__ = [
@@ -79,7 +80,7 @@ class Launch:
 
     Attributes:
         name: shown while it runs and in the results.
-        flags: the script's flags, without `--odb-log-dir`.
+        flags: the script's flags, without `--odb-log-dir` and `--odb-log-ids`.
         num_replicas: data-parallel size.
         num_ranks: processes of each replica.
         script: a pretrain script.
@@ -104,7 +105,7 @@ class Launch:
             "--",
             str(self.script),
         ]
-        return [*head, *self.flags, "--odb-log-dir", log_dir]
+        return [*head, *self.flags, "--odb-log-dir", log_dir, "--odb-log-ids"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,13 +206,6 @@ def write_json(path: Path | None, values: Mapping[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path}", flush=True)
-
-
-def read_steps(log_dir: str, replica: int) -> tuple[StepRecord, ...]:
-    """Read the step log of one replica."""
-    path = Path(log_dir) / f"steps-{replica:05d}.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return tuple(StepRecord(**json.loads(line)) for line in lines)
 
 
 def _run(

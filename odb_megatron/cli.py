@@ -19,6 +19,8 @@ _COMMANDS = {
     "patch": "put --odb into a Megatron-LM checkout's own pretrain_gpt.py",
     "inspect": "look at a data set before training on it: padding, balance, speed, memory, advice",
     "simulate": "compare ways to form steps on the lengths of samples alone",
+    "trace": "show a run from its step logs (--odb-log-dir)",
+    "compare": "lay two runs over each other, from their step logs",
 }
 
 
@@ -56,6 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from odb_megatron.simulation.command import main as simulate
 
         return simulate(rest + arguments[1:])
+    if known.command == "trace":
+        from odb_megatron.report.trace_command import trace
+
+        return trace(rest + arguments[1:])
+    if known.command == "compare":
+        from odb_megatron.report.trace_command import compare
+
+        return compare(rest + arguments[1:])
     if arguments:
         parser.error(f"unrecognized arguments: {' '.join(arguments)}")
     parser.print_help()

@@ -197,7 +197,7 @@ def _logged(folder: str) -> list[dict[str, Any]]:
     path = Path(folder) / f"steps-{torch.distributed.get_rank():05d}.jsonl"
     if not folder or not path.exists():
         return []
-    return [json.loads(line) for line in path.open()]
+    return [line for line in map(json.loads, path.open()) if "format" not in line]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,11 +285,12 @@ class Bridge:
         if settings is None:
             argv = (
                 *("--recipe", f"bridge_recipe:{recipe}", "--step", "bridge_recipe:forward_step"),
-                *(*options, *self._common, logged, *(self._data if own_data else ()), *overrides),
+                *(*options, *self._common, logged, "dataset.odb.log_ids=true"),
+                *(*(self._data if own_data else ()), *overrides),
             )
         else:
             argv = (*self._common, *overrides)
-            settings = {**settings, "log_dir": log}
+            settings = {**settings, "log_dir": log, "log_ids": True}
         for rank, end in enumerate(self._ends):
             case = Case(
                 argv=argv,

@@ -426,4 +426,5 @@ def _read_steps(case: Case) -> list[dict[str, Any]]:
         return []
     folder = Path(case.flags[case.flags.index("--odb-log-dir") + 1])
     path = folder / f"steps-{torch.distributed.get_rank():05d}.jsonl"
-    return [json.loads(line) for line in path.open()] if path.exists() else []
+    lines = [json.loads(line) for line in path.open()] if path.exists() else []
+    return [line for line in lines if "format" not in line]  # without headers

@@ -268,7 +268,7 @@ class Megatron:
             *("--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH)),
             *("--global-batch-size", str(GLOBAL_BATCH_SIZE)),
             *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", self.tokenizer),
-            *("--odb-log-dir", str(self.folder / f"log{self._num_runs}")),
+            *("--odb-log-dir", str(self.folder / f"log{self._num_runs}"), "--odb-log-ids"),
             *(str(flag) for flag in flags),
         )
 
@@ -308,7 +308,8 @@ class Megatron:
             world.run(case)
         folder = self.folder / f"log{self._num_runs}"
         logs = [
-            [json.loads(line) for line in path.open()] for path in sorted(folder.glob("*.jsonl"))
+            [line for line in map(json.loads, path.open()) if "format" not in line]
+            for path in sorted(folder.glob("*.jsonl"))
         ]
         return Run(replicas=[Outcome(steps=log) for log in logs]).steps
 

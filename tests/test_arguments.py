@@ -12,7 +12,7 @@ from odb_megatron.comm.watchdog import OnPeerFailure
 from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.workers import WorkerStart
 from odb_megatron.megatron.arguments import add_odb_arguments
-from odb_megatron.megatron.config import CostSource, OdbConfig
+from odb_megatron.megatron.config import CostSource, MetricsTarget, OdbConfig
 from odb_megatron.plan.cost import CostPrices
 from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
@@ -51,6 +51,8 @@ def test_defaults() -> None:
         epochs=None,
         attention="auto",
         log_dir=None,
+        log_ids=False,
+        metrics=MetricsTarget(),
         context=128,
         plan_ahead=2,
         max_bad_records=0,
@@ -68,8 +70,11 @@ def test_everything_given() -> None:
         "--odb-overlong solo --odb-bad-record skip --odb-epochs 2 --odb-attention cpu "
         "--odb-log-dir logs --odb-cost-linear 2.5 --odb-cost-quadratic 0.001 --odb-cost-fixed 800 "
         "--odb-cost-patch 9 --odb-max-patches 4096 --odb-balance microbatch --odb-exchange tokens "
-        "--odb-plan-ahead 0 --odb-worker-start spawn --odb-max-bad-records 7"
+        "--odb-plan-ahead 0 --odb-worker-start spawn --odb-max-bad-records 7 --odb-log-ids "
+        "--odb-metrics-port 9000 --odb-metrics-host ::1 --odb-metrics-file odb.prom"
     )
+    assert config.log_ids
+    assert config.metrics == MetricsTarget(port=9000, host="::1", file="odb.prom")
     assert config.max_bad_records == 7
     assert "--odb-max-bad-records 7" in config.describe()
     assert (config.plan_ahead, config.worker_start) == (0, WorkerStart.SPAWN)
@@ -104,6 +109,10 @@ def test_micro_batches_of_a_few_lengths() -> None:
     ("flags", "message"),
     [
         ("--odb-pad-to-budget", "--odb-pad-to-budget would do nothing without --odb"),
+        ("--odb-log-ids", "--odb-log-ids would do nothing without --odb-log-dir"),
+        ("--odb-metrics-host ::1", "--odb-metrics-host would do nothing without --odb-metrics-por"),
+        ("--odb-metrics-port 0", "--odb-metrics-port must be from 1 to 65535, got 0"),
+        ("--odb-metrics-port 65536", "--odb-metrics-port must be from 1 to 65535, got 65536"),
         ("--odb-shape-buckets 9", "--odb-shape-buckets would do nothing without --odb"),
         ("--odb --odb-shape-buckets 9 --odb-pad-to-budget", "one size and .* a few: keep one"),
         ("--odb --odb-shape-buckets 0 64", "must be between 1 and the token budget 128"),
@@ -230,7 +239,7 @@ def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_odb_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest.startswith("odb")]
-    assert len(actions) == 28
+    assert len(actions) == 32
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out

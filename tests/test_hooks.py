@@ -20,6 +20,7 @@ PACKED = PADDED | {
     "save_checkpoint",
     "check_checkpoint_args",
     "compute_throughputs_and_append_to_progress_log",
+    "num_floating_point_operations",
 }
 
 
@@ -116,7 +117,11 @@ def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     module = SimpleNamespace(
         calls=calls,
         args=SimpleNamespace(
-            consumed_train_samples=10, seq_length=64, eval_iters=5, full_validation=False
+            consumed_train_samples=10,
+            seq_length=64,
+            eval_iters=5,
+            full_validation=False,
+            log_interval=2,
         ),
         get_forward_backward_func=get_forward_backward_func,
         training_log=training_log,
@@ -161,6 +166,43 @@ def test_flops_where_megatron_knows_one_length_for_all(training: SimpleNamespace
     assert training.args.seq_length == 64
     hooks.remove()
     assert training.num_floating_point_operations is original
+
+
+@pytest.mark.parametrize("knows_lengths", [True, False])
+def test_a_log_line_has_the_flops_of_the_mean_step(
+    training: SimpleNamespace, knows_lengths: bool
+) -> None:
+    """Megatron divides them by the mean time of the interval's steps; a replay counts once."""
+    if not knows_lengths:
+        del training.update_seqlen_stats_from_cu_seqlens
+    seen: list[Any] = []
+
+    def flops(args: Any, batch_size: Any, **options: Any) -> float:
+        tokens = options.get("total_real_tokens_in_batch", batch_size * args.seq_length)
+        return float(
+            3 * tokens
+            + 7 * options.get("seqlen_squared_sum_in_batch", batch_size * args.seq_length**2)
+        )
+
+    def training_log(loss_dict: Any, iteration: int) -> None:
+        own = {"total_real_tokens_in_batch": 1, "seqlen_squared_sum_in_batch": 1}
+        options = own if knows_lengths else {}
+        seen.append(training.num_floating_point_operations(training.args, 8, **options))
+
+    training.num_floating_point_operations, training.training_log = flops, training_log
+    hooks = Hooks(_Listener(), packed=True)
+    hooks.install()
+    lengths = [(100, 2600), (100, 2600), (20, 400), (60, 900)]
+    for call, (tokens, squared) in enumerate(lengths):
+        step = max(0, call - 1)  # the first one is replayed
+        totals = replace(_totals(8), num_tokens=tokens, num_squared_tokens=squared, step=step)
+        header = StepHeader(totals=totals, micro_batches=((1,),))
+        training.get_forward_backward_func()(data_iterator=iter([header, 0]), model="model")
+        if call:
+            training.training_log({}, iteration=step + 1)
+    hooks.remove()
+    mean = [(100, 2600), ((100 + 20) / 2, (2600 + 400) / 2), (60, 900)]
+    assert seen == [pytest.approx(3 * tokens + 7 * squared) for tokens, squared in mean]
 
 
 @pytest.mark.parametrize(("packed", "names"), [(True, PACKED), (False, PADDED)])

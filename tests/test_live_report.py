@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from odb_megatron.report.live import LiveReport, SourceTotals
-from odb_megatron.report.step_record import StepLog, StepRecord, write_run
+from odb_megatron.report.step_log import LogHeader, StepLog, write_run
+from odb_megatron.report.step_record import StepRecord
 
 FIRST = StepRecord(
     iteration=1, loss=2.5, grad_norm=1.0, learning_rate=1e-3, consumed_samples=8, samples=7,
@@ -151,11 +152,16 @@ def test_standard_output_is_the_default(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.startswith("odb step 1 | loss 2.5")
 
 
+def _header(replica: int) -> LogHeader:
+    return LogHeader(
+        run=1, replica=replica, num_replicas=4, iteration=0, started="", flags="", policy="samples",
+        token_budget=8, seq_length=8, global_batch_size=8, sizes={},
+    )  # fmt: skip
+
+
 def test_the_step_log_appends_one_line_per_step(tmp_path: Path) -> None:
-    Path(tmp_path / "logs").mkdir()
-    Path(tmp_path / "logs" / "steps-00003.jsonl").write_text("of an older run\n")
     for record in (FIRST, SECOND):  # the second process is a resumed run
-        log = StepLog(str(tmp_path / "logs"), replica=3, is_new=record is FIRST)
+        log = StepLog(str(tmp_path / "logs"), header=_header(3))
         log.write(record)
         lines = Path(log.path).read_text().splitlines()  # before closing: lines are not held back
         assert json.loads(lines[-1])["iteration"] == record.iteration
@@ -163,15 +169,15 @@ def test_the_step_log_appends_one_line_per_step(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="closed file"):
             log.write(record)
     assert Path(log.path).name == "steps-00003.jsonl"
-    assert len(lines) == 2
-    assert json.loads(lines[0])["ids"] == [["0:3@0"], ["0:5@0"]]
-    assert json.loads(lines[0])["loss"] == 2.5
+    assert len(lines) == 4
+    assert json.loads(lines[1])["ids"] == [["0:3@0"], ["0:5@0"]]
+    assert json.loads(lines[1])["loss"] == 2.5
 
 
 def test_an_unwritable_log_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot be written .*: give --odb-log-dir a folder"):
-        StepLog(str(tmp_path / "file" / "logs"), replica=0)
+        StepLog(str(tmp_path / "file" / "logs"), header=_header(0))
 
 
 def test_solo_and_unlabelled_samples_are_named() -> None:

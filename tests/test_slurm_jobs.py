@@ -86,7 +86,7 @@ class Job:
         if not path.exists():
             return []
         lines = [line for line in path.read_text().split("\n")[:-1] if line]
-        records = [json.loads(line) for line in lines]
+        records = [record for record in map(json.loads, lines) if "format" not in record]
         return [(r["iteration"], r["ids"], r["loss"]) for r in records]
 
     def wait(self, what: str, until: Callable[[], Any], *, timeout_s: float = 300) -> None:
@@ -149,7 +149,7 @@ class Cluster:
         options = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--parsable")
         submit = ("sbatch", *options, f"--output={folder}/%x-%j.log", ROOT / "launch" / script)
         extra = {"ODB_CHECKPOINTS": str(folder / "checkpoints")}
-        logs = ("--odb-log-dir", str(folder / "steps"))
+        logs = ("--odb-log-dir", str(folder / "steps"), "--odb-log-ids")
         cluster = Cluster(environment=self.environment | extra, data_flags=self.data_flags)
         number = cluster.run(*submit, *FLAGS, *self.data_flags, *logs, *flags).strip()
         return Job(number=number, folder=folder, cluster=self)

@@ -29,6 +29,7 @@ from odb_megatron.megatron.replica_data import ReplicaData
 from odb_megatron.megatron.resume import check_state, together
 from odb_megatron.megatron.run import OdbRun
 from odb_megatron.megatron.run_report import RunReport, start_lines
+from odb_megatron.megatron.series_writers import SeriesWriters
 from odb_megatron.megatron.setup import odb_config
 from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.plan.policy import PolicyName
@@ -185,7 +186,17 @@ class BridgeRun(OdbRun):
             f"reproduce with {described(self._dataset.odb)}",
             *map(in_bridge_words, start_lines(args, config)[1:]),
         ]
-        return RunReport(args, config, backend=self._backend, lines=lines)
+        return RunReport(
+            args, config, backend=self._backend, lines=lines, writers=self._find_writers
+        )
+
+    def _find_writers(self) -> SeriesWriters:
+        state = self._state
+        return SeriesWriters(
+            state.tensorboard_logger,
+            state.wandb_logger,
+            interval=state.cfg.logger.tensorboard_log_interval,
+        )
 
     def _make_forward_step(self) -> Callable[..., Any]:
         return _bridge_has_its_own

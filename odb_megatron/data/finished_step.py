@@ -84,6 +84,8 @@ class FinishedStep:
         fit: the cost model that is in force from this step on, if it was fitted right before it.
         collectives: broadcasts that brought it to this rank.
         bytes_delivered: their bytes.
+        window_bytes: the leader's, see `Progress`; on all ranks of the replica.
+        plan_us: microseconds that the leader took to make it, waits included.
     """
 
     header: StepHeader
@@ -92,6 +94,8 @@ class FinishedStep:
     fit: CostFit | None = None
     collectives: int = 0
     bytes_delivered: int = 0
+    window_bytes: int = 0
+    plan_us: int = 0
 
     @property
     def num_bytes(self) -> int:

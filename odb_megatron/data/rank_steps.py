@@ -7,6 +7,7 @@ it, is told to the others in place of a step.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -147,12 +148,16 @@ class RankSteps:
 
     def _send(self, loader: StepLoader, until_trained: Callable[[], None]) -> FinishedStep | None:
         try:
+            started = time.perf_counter()
             step = loader.make_step(until_trained)
             payload = None
+            if step is not None:
+                step = replace(step, plan_us=round((time.perf_counter() - started) * 1e6))
             if step is not None and self._channel is not None:
                 items = _whole(step)
                 rule = loader.config.size_rule
                 metadata = StepMetadata.of(step.header.totals, items, rule=rule)
+                metadata = replace(metadata, window_bytes=step.window_bytes, plan_us=step.plan_us)
                 payload = encode_payload(items)
         except LoaderClosedError as error:
             self._tell(Ending(closed=str(error)))
@@ -186,14 +191,20 @@ class RankSteps:
                 raise LoaderClosedError(f"the leader of this replica stopped: {content.closed}")
             return None
         header = StepHeader(totals=content.totals, micro_batches=content.positions)
+        step = FinishedStep(
+            header=header,
+            micro_batches=(),
+            window_bytes=content.window_bytes,
+            plan_us=content.plan_us,
+        )
         if not self._channel.has_payload:
-            return FinishedStep(header=header, micro_batches=tuple(content.layouts()))
+            return replace(step, micro_batches=tuple(content.layouts()))
         buffer = np.zeros(payload_bytes(content), dtype=np.uint8)
         items = decode_payload(content, self._channel.payload(buffer))
         if content.pixels is not None and self._channel.has_attachment:
             data = np.zeros(pixel_bytes(content.images, content.pixels), dtype=np.uint8)
             items = with_pixels(items, self._channel.attachment(data), content.pixels)
-        return FinishedStep(header=header, micro_batches=tuple(items))
+        return replace(step, micro_batches=tuple(items))
 
     def _tell(self, ending: Ending) -> None:
         if not self._has_ended:

@@ -43,14 +43,18 @@ class HandedOut:
 
     Attributes:
         wait_s: seconds the trainer waited for it.
-        window_bytes: see `Progress`; 0 on ranks that do not lead.
-        queue_bytes: bytes of the finished steps behind it.
+        plan_s: seconds that making it took the replica's leader, waits included.
+        window_bytes: see `Progress`.
+        queue_steps: finished steps behind it.
+        queue_bytes: their bytes.
         collectives: see `FinishedStep`.
         bytes_delivered: see `FinishedStep`.
     """
 
     wait_s: float = 0.0
+    plan_s: float = 0.0
     window_bytes: int = 0
+    queue_steps: int = 0
     queue_bytes: int = 0
     collectives: int = 0
     bytes_delivered: int = 0
@@ -198,7 +202,9 @@ class StepFeed:
             step.progress.bad_records.forget(step.progress.snapshot["step"])
         self.handed_out = HandedOut(
             wait_s=self._queue.wait_s,
-            window_bytes=0 if step.progress is None else step.progress.window_bytes,
+            plan_s=step.plan_us / 1e6,
+            window_bytes=step.window_bytes,
+            queue_steps=self._queue.num_steps,
             queue_bytes=self._queue.num_bytes,
             collectives=step.collectives,
             bytes_delivered=step.bytes_delivered,

@@ -326,8 +326,13 @@ class StepLoader:
         micro_batches = self._held.emit(plan, payloads=self._exchange.payloads)
         fit, self._fit = self._fit, None
         header = StepHeader(totals=plan.totals, micro_batches=plan.micro_batches)
+        progress = self.progress()
         return FinishedStep(
-            header=header, micro_batches=micro_batches, progress=self.progress(), fit=fit
+            header=header,
+            micro_batches=micro_batches,
+            progress=progress,
+            fit=fit,
+            window_bytes=progress.window_bytes,
         )
 
     def _share(

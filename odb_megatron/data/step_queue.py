@@ -87,6 +87,11 @@ class StepQueue(Generic[Sized]):
         self.patience: Waits | None = None
 
     @property
+    def num_steps(self) -> int:
+        """Steps that wait."""
+        return len(self._waiting)
+
+    @property
     def is_running(self) -> bool:
         """Whether the thread is alive."""
         return self._thread is not None and self._thread.is_alive()

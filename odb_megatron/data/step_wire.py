@@ -64,6 +64,8 @@ class StepMetadata:
         rule: what samples and micro-batches are padded to.
         images: where the images of each micro-batch lie, see `step_images`; empty without any.
         pixels: what their patches are; None without images.
+        window_bytes: see `FinishedStep`, with the next one.
+        plan_us: see above.
     """
 
     totals: StepTotals
@@ -73,6 +75,8 @@ class StepMetadata:
     rule: SizeRule
     images: tuple[tuple[ImageRow, ...], ...] = ()
     pixels: PixelFormat | None = None
+    window_bytes: int = 0
+    plan_us: int = 0
 
     @classmethod
     def of(
@@ -147,6 +151,8 @@ def decode_header(data: bytes) -> StepMetadata | Ending:
             rule=SizeRule(**values["rule"] | {"sizes": tuple(values["rule"]["sizes"])}),
             images=tuple(tuple(map(tuple, rows)) for rows in values["images"]),
             pixels=None if values["pixels"] is None else PixelFormat(**values["pixels"]),
+            window_bytes=values["window_bytes"],
+            plan_us=values["plan_us"],
         )
         _check(metadata)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -237,6 +243,7 @@ def _check(metadata: StepMetadata) -> None:
     counts = [getattr(totals, field.name) for field in fields(totals) if field.type == "int"]
     rule = metadata.rule
     numbers = [*counts, *metadata.patches, *rule.sizes, rule.least, rule.longest, rule.multiple]
+    numbers += [metadata.window_bytes, metadata.plan_us]
     for row in (*rows[0], *rows[1], numbers, costs):
         if not all(type(number) is int and 0 <= number < 1 << 62 for number in row):
             raise ValueError("a number is none, negative or huge")

@@ -23,6 +23,7 @@ def add_odb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     _add_planning_arguments(group)
     _add_cost_arguments(group)
     _add_data_arguments(group)
+    _add_report_arguments(group)
     _add_fault_arguments(group)
     return parser
 
@@ -203,12 +204,41 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="Attention backend for packed samples. Default auto: the best available, printed.",
     )
+
+
+def _add_report_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--odb-log-dir",
         default=None,
-        help="Write one JSON line per optimizer step and replica into this folder: sample ids, "
-        "micro-batches, loss, gradient norm, cost, waits; and run.json, with the flags and "
-        "what the run chose for itself.",
+        help="Write one JSON line per optimizer step and replica into this folder: lengths of "
+        "samples by micro-batch, loss, gradient norm, cost, waits; and run.json, with the flags "
+        "and what the run chose for itself. A resumed run goes on in the same files. Shown by "
+        "'odb-megatron trace' and 'compare'.",
+    )
+    group.add_argument(
+        "--odb-log-ids",
+        action="store_true",
+        default=None,
+        help="Write the ids of the samples into the log as well.",
+    )
+    group.add_argument(
+        "--odb-metrics-port",
+        type=int,
+        default=None,
+        help="Serve the odb_* metrics of rank 0 to Prometheus on this port, for as long as the "
+        "run lasts. Needs the package prometheus_client. Default: no server.",
+    )
+    group.add_argument(
+        "--odb-metrics-host",
+        default=None,
+        help="Address that --odb-metrics-port listens on. There is no password: name an address "
+        "that others reach only where they may read the metrics. Default 127.0.0.1.",
+    )
+    group.add_argument(
+        "--odb-metrics-file",
+        default=None,
+        help="Write the same metrics after each step to this file, atomically, for the textfile "
+        "collector of node_exporter, which wants a name that ends in .prom.",
     )
 
 

@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from odb_megatron.plan.step import StepTotals
+
 __all__ = [
+    "LoggedFlops",
     "counts_real_flops",
     "flops_of_real_tokens",
     "forget_metrics",
@@ -57,7 +60,7 @@ def counts_real_flops(module: Any = None) -> bool:
 
 
 def flops_of_real_tokens(
-    function: Callable[..., Any], args: argparse.Namespace, *, num_tokens: int, num_squared: int
+    function: Callable[..., Any], args: argparse.Namespace, *, num_tokens: float, num_squared: float
 ) -> Any:
     """Return the FLOPs of a step's real lengths, from a function that knows one length for all.
 
@@ -75,6 +78,40 @@ def flops_of_real_tokens(
     changed = copy.copy(args)
     changed.seq_length = num_squared / num_tokens
     return function(changed, num_tokens / changed.seq_length)
+
+
+class LoggedFlops:
+    """Sums of lengths since Megatron's last log line.
+
+    The line's throughput is the FLOPs of one step over the mean time of its interval's
+    (`training_log`, 0.17 to 0.19). Steps differ here, so that it must be the mean step.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, tuple[int, int]] = {}
+        self._is_logging = False
+
+    def add(self, totals: StepTotals) -> None:
+        """A step is about to run (again, when Megatron replays it)."""
+        self._steps[totals.step] = (totals.num_tokens, totals.num_squared_tokens)
+
+    @contextmanager
+    def line(self, iteration: int, interval: int) -> Iterator[None]:
+        """Megatron logs an iteration within, and prints a line at multiples of `interval`."""
+        self._is_logging = True
+        try:
+            yield
+        finally:
+            self._is_logging = False
+            if not iteration % interval:
+                self._steps.clear()
+
+    def mean(self) -> tuple[float, float] | None:
+        """Return the mean tokens and squared tokens of a step; None outside of `line`."""
+        if not self._is_logging or not self._steps:
+            return None
+        tokens, squared = (sum(values) for values in zip(*self._steps.values(), strict=True))
+        return tokens / len(self._steps), squared / len(self._steps)
 
 
 def forget_metrics() -> None:

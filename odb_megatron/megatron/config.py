@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 
 from odb_megatron.comm.watchdog import OnPeerFailure
@@ -18,7 +18,7 @@ from odb_megatron.plan.cost import CostPrices
 from odb_megatron.plan.padding import OverlongPolicy, SizeRule, budget_length, size_rule
 from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 
-__all__ = ["STALL_WARN_S", "CostSource", "OdbConfig", "cost_flags"]
+__all__ = ["STALL_WARN_S", "CostSource", "MetricsTarget", "OdbConfig", "cost_flags"]
 
 _PLANNING_FLAGS = {
     "odb_policy": "--odb-policy",
@@ -58,6 +58,25 @@ class CostSource(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsTarget:
+    """Where metrics go for Prometheus.
+
+    Attributes:
+        port: of the server; None for none.
+        host: address that it listens on.
+        file: written after each step; None for none.
+    """
+
+    port: int | None = None
+    host: str = "127.0.0.1"
+    file: str | None = None
+
+    def __bool__(self) -> bool:
+        """Whether they go anywhere."""
+        return self.port is not None or self.file is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OdbConfig:
     """Values of the `--odb-*` flags, defaults filled in.
 
@@ -81,6 +100,8 @@ class OdbConfig:
         epochs: passes over the data, or None when the run length is given in Megatron's terms.
         attention: attention backend's name.
         log_dir: folder of the step logs, or None.
+        log_ids: whether they name the samples.
+        metrics: where metrics go besides Megatron's writers.
         context: `--seq-length`.
         plan_ahead: most finished steps that wait for the trainer.
         worker_start: how data-loader workers are started.
@@ -109,6 +130,8 @@ class OdbConfig:
     epochs: int | None
     attention: str
     log_dir: str | None
+    log_ids: bool
+    metrics: MetricsTarget
     context: int
     plan_ahead: int
     worker_start: WorkerStart
@@ -183,6 +206,8 @@ class OdbConfig:
             epochs=args.odb_epochs,
             attention=args.odb_attention,
             log_dir=args.odb_log_dir,
+            log_ids=_logs_ids(args),
+            metrics=_metrics_target(args),
             context=args.seq_length,
             plan_ahead=plan_ahead,
             worker_start=WorkerStart(args.odb_worker_start or WorkerStart.FORKSERVER.value),
@@ -272,6 +297,28 @@ def _buckets(args: argparse.Namespace) -> tuple[int, ...]:
             "--odb-token-budget"
         )
     return tuple(sorted({*sizes, budget}))
+
+
+def _logs_ids(args: argparse.Namespace) -> bool:
+    if args.odb_log_ids and args.odb_log_dir is None:
+        raise ValueError(
+            "--odb-log-ids would do nothing without --odb-log-dir: add --odb-log-dir DIR, or drop "
+            "it"
+        )
+    return bool(args.odb_log_ids)
+
+
+def _metrics_target(args: argparse.Namespace) -> MetricsTarget:
+    port, host = args.odb_metrics_port, args.odb_metrics_host
+    if port is None and host is not None:
+        raise ValueError(
+            "--odb-metrics-host would do nothing without --odb-metrics-port: add "
+            "--odb-metrics-port PORT, or drop it"
+        )
+    if port is not None and not 0 < port < 1 << 16:
+        raise ValueError(f"--odb-metrics-port must be from 1 to 65535, got {port}")
+    target = MetricsTarget(port=port, file=args.odb_metrics_file)
+    return target if host is None else replace(target, host=host)
 
 
 def _given_prices(args: argparse.Namespace) -> CostPrices | None:

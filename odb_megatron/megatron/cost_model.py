@@ -63,6 +63,11 @@ class RunCost:
         self._other_thread = cpu_ns
 
     @property
+    def model(self) -> CostModel:
+        """The model of the step that the trainer has: the next ones wait for a new model's."""
+        return self._loader.config.cost
+
+    @property
     def is_timing(self) -> bool:
         """Whether micro-batches are being timed."""
         return self._timer is not None

@@ -9,7 +9,8 @@ Each replacement wraps the original and is undone by `Hooks.remove`. Must not pl
 | `training_log` | tells a listener what Megatron logs; router losses per micro-batch |
 | `save_checkpoint` | the data state is written beside the model's |
 | `compute_throughputs_and_append_to_progress_log` | counts real tokens |
-| `num_floating_point_operations`, where it knows one length for all (0.17) | the same |
+| `num_floating_point_operations` | in a log line, those of the mean step of its interval |
+| the same, where it knows one length for all (0.17) | counts real tokens |
 | two functions of `moe.router` | what they do with a padding mask (`routers`) |
 | `train_step`, with `--odb-warmup-worst-case` | tells a listener of the first one |
 | `evaluate_and_print_results` | fails on `--full-validation` (training.py 4382, 0.19.2) |
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 from odb_megatron.data.finished_step import StepHeader
 from odb_megatron.data.step_feed import ChunkIterator
 from odb_megatron.megatron.compat_metrics import (
+    LoggedFlops,
     counts_real_flops,
     flops_of_real_tokens,
     logged_per_micro_batch,
@@ -100,6 +102,7 @@ class Hooks:
         self._length = micro_batch_length
         self._count = 1
         self._totals: StepTotals | None = None
+        self._logged = LoggedFlops()
         self._tells_first_step = tells_first_step
         self._is_before_steps = False
         self._router_masks = RouterMasks() if packed and has_experts else None
@@ -117,8 +120,7 @@ class Hooks:
                 "save_checkpoint": self._wrap_save_checkpoint,
                 "compute_throughputs_and_append_to_progress_log": self._wrap_progress_log,
             }
-            if not counts_real_flops(_training_module()):
-                wrappers["num_floating_point_operations"] = self._wrap_flops
+            wrappers["num_floating_point_operations"] = self._wrap_flops
         if self._tells_first_step:
             wrappers["train_step"] = self._wrap_train_step
         for name, wrap in wrappers.items():
@@ -169,6 +171,7 @@ class Hooks:
                     arguments["seq_length"] = self._length
                 if training:
                     self._count, self._totals = header.totals.num_micro_batches, header.totals
+                    self._logged.add(header.totals)
                 if not training or not self._listener.wants_backward():
                     return schedule(**arguments)
                 with self._told_of_backward(arguments["model"]):
@@ -204,6 +207,9 @@ class Hooks:
 
         config = get_model_config(model[0] if isinstance(model, list) else model)
         original = config.finalize_model_grads_func
+        if original is None:  # nobody reduces them
+            yield
+            return
 
         def finalize_model_grads(*args: Any, **kwargs: Any) -> Any:
             self._listener.on_backward()
@@ -221,7 +227,10 @@ class Hooks:
         def training_log(*args: Any, **kwargs: Any) -> Any:
             values = signature.bind(*args, **kwargs).arguments
             if self._packed:
-                with logged_per_micro_batch(_training_module(), self._count):
+                with (
+                    logged_per_micro_batch(_training_module(), self._count),
+                    self._logged.line(values["iteration"], _megatron_args().log_interval),
+                ):
                     result = original(*args, **kwargs)
             else:
                 result = original(*args, **kwargs)
@@ -261,9 +270,16 @@ class Hooks:
             totals = self._totals
             if totals is None:
                 return original(args, batch_size, **options)
-            return flops_of_real_tokens(
-                original, args, num_tokens=totals.num_tokens, num_squared=totals.num_squared_tokens
-            )
+            mean = self._logged.mean()
+            if not counts_real_flops(_training_module()):
+                num_tokens, num_squared = mean or (totals.num_tokens, totals.num_squared_tokens)
+                return flops_of_real_tokens(
+                    original, args, num_tokens=num_tokens, num_squared=num_squared
+                )
+            if mean is not None:
+                options["total_real_tokens_in_batch"] = mean[0]
+                options["seqlen_squared_sum_in_batch"] = mean[1]
+            return original(args, batch_size, **options)
 
         return num_floating_point_operations
 

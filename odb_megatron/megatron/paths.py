@@ -1,4 +1,4 @@
-"""Refuses data and folders that a run cannot use, before Megatron starts.
+"""Refuses data, folders and ports that a run cannot use, before Megatron starts.
 
 Must not open a data file: what it holds shows when its samples are counted.
 """
@@ -9,6 +9,7 @@ import argparse
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from odb_megatron.data.json_records import is_json_path
 from odb_megatron.data.preprocess import SampleRules
@@ -16,6 +17,7 @@ from odb_megatron.data.sources import require_indexed
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.setup import dataset_config, odb_config
 from odb_megatron.megatron.usage import usage_errors
+from odb_megatron.report.prometheus import require_metrics
 
 __all__ = ["require_paths"]
 
@@ -39,6 +41,8 @@ def require_paths(args: argparse.Namespace, *, has_datasets: bool = False) -> No
                     _require_data(path)
         if config.log_dir is not None and is_leader:
             _require_folder(config.log_dir)
+        if config.metrics and args.rank == 0:
+            require_metrics(**asdict(config.metrics))
 
 
 def _data_paths(args: argparse.Namespace) -> Iterator[str]:

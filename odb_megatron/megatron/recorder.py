@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,12 @@ from odb_megatron.data.sample import HoleReason
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.step_feed import HandedOut
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.data.thd import MicroBatch
+from odb_megatron.data.thd import MicroBatchLayout
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.device_memory import MemoryUse
+from odb_megatron.megatron.step_timer import Clock
 from odb_megatron.megatron.topology import padding_multiple
+from odb_megatron.plan.cost import COST_UNIT, CostModel
 from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.step import StepTotals
 from odb_megatron.report.step_record import StepRecord
@@ -45,9 +48,11 @@ class StepRecorder:
     Args:
         args: Megatron's arguments.
         config: ODB's.
-        stream: names the samples.
+        stream: names the samples; None on ranks that do not lead.
         exchange: sums the padded baseline's counts over replicas, and what a packed step with
-            shape buckets has computed; the plan knows all else. For the main thread.
+            shape buckets has computed; the plan knows all else. For the main thread. None on ranks
+            that do not lead: such a step's computed tokens are 0 there.
+        clock: times micro-batches; None where they overlap, or nobody asks.
 
     Attributes:
         num_tokens: real tokens trained so far, over all replicas.
@@ -59,9 +64,10 @@ class StepRecorder:
         self,
         args: argparse.Namespace,
         config: OdbConfig,
-        stream: SampleStream | ItemStream,
+        stream: SampleStream | ItemStream | None,
         *,
-        exchange: ControlGroup,
+        exchange: ControlGroup | None,
+        clock: Clock | None = None,
     ) -> None:
         self.num_tokens = 0
         self.shapes: set[tuple[int, int]] = set()
@@ -69,11 +75,17 @@ class StepRecorder:
         self._config = config
         self._stream = stream
         self._exchange = exchange
-        self.source_counts = [SourceCounts() for _ in stream.source_names]
+        self.source_counts = [SourceCounts() for _ in (stream.source_names if stream else ())]
+        self._clock = clock
         self._multiple = padding_multiple(args)
         self._header: StepHeader | None = None
         self._started: float | None = None
         self._clear()
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether micro-batches are timed."""
+        return self._clock is not None
 
     def start_clock(self) -> None:
         """The trainer is about to fetch the step."""
@@ -87,12 +99,16 @@ class StepRecorder:
 
     def on_batch(self, item: Any) -> None:
         """A micro-batch was taken for training."""
-        if isinstance(item, MicroBatch):
+        if self._clock is not None:
+            self._marks.append(self._clock.mark())
+        patches = 0
+        if isinstance(item, MicroBatchLayout):
             positions = item.positions
             lengths = tuple(item.cu_seqlens.diff().tolist()[: len(positions)])
             width = int(item.cu_seqlens_padded[-1])
-            self._computed += width
+            self._widths.append(width)
             self.shapes.add((1, width))
+            patches = item.num_patches
         else:
             rows = zip(item["position"].tolist(), item["length"].tolist(), strict=True)
             present = [row for row in rows if row[1]]
@@ -101,11 +117,20 @@ class StepRecorder:
             self._count_sources(item)
             self._left_out += len(item["length"]) - len(present)
             width = padded_length(max(1, int(item["length"].max())), self._multiple)
-            self._computed += len(item["length"]) * width
+            self._widths.append(len(item["length"]) * width)
             self.shapes.add((len(item["length"]), width))
             self._loss_tokens += int(item["loss_mask"].sum())
-        self._ids.append(tuple(self._name(position) for position in positions))
+            self._truncated += int(item["truncated"].sum())
+            self._bad += sum(hole == HoleReason.BAD_RECORD.value for hole in item["hole"])
+        if self._config.log_ids and self._stream is not None:
+            self._ids.append(tuple(_name(self._stream, position) for position in positions))
         self._lengths.append(lengths)
+        self._patches.append(patches)
+
+    def end_backward(self) -> None:
+        """The step's last backward pass was launched."""
+        if self._clock is not None and len(self._marks) == len(self._lengths):
+            self._marks.append(self._clock.mark())
 
     def end_step(
         self,
@@ -114,6 +139,7 @@ class StepRecorder:
         memory: MemoryUse,
         handed_out: HandedOut | None = None,
         reports: int = 0,
+        cost: CostModel | None = None,
     ) -> StepRecord:
         """Megatron has logged the iteration.
 
@@ -122,6 +148,7 @@ class StepRecorder:
             memory: of the replica's first and last pipeline stage, the larger one.
             handed_out: how a packed step came to the trainer.
             reports: see `ReplicaData.num_reported`.
+            cost: model of the step; None for the padded baseline and where it is not known.
         """
         handed_out = handed_out or HandedOut()
         elapsed = time.perf_counter() - (self._started or time.perf_counter())
@@ -132,12 +159,17 @@ class StepRecorder:
             grad_norm=None if grad_norm is None else float(grad_norm),
             learning_rate=values["learning_rate"],
             consumed_samples=int(self._args.consumed_train_samples),
-            num_micro_batches=len(self._ids),
+            num_micro_batches=len(self._lengths),
             step_s=elapsed,
             ids=tuple(self._ids),
             lengths=tuple(self._lengths),
+            widths=tuple(self._widths),
+            costs=() if cost is None else self._costs(cost),
+            micro_batch_s=self._times(),
             wait_s=handed_out.wait_s,
+            plan_s=handed_out.plan_s,
             window_bytes=handed_out.window_bytes,
+            queue_steps=handed_out.queue_steps,
             queue_bytes=handed_out.queue_bytes,
             collectives=handed_out.collectives,
             bytes_delivered=handed_out.bytes_delivered,
@@ -156,6 +188,7 @@ class StepRecorder:
 
     def _count_sources(self, item: Any) -> None:
         """Count a padded micro-batch; a packed one is counted by its loader."""
+        assert self._stream is not None, "the padded baseline is recorded on leaders alone"
         for row, position in enumerate(item["position"].tolist()):
             counts = self.source_counts[self._stream.locate(position).source]
             if item["hole"][row]:
@@ -171,11 +204,30 @@ class StepRecorder:
     def _clear(self) -> None:
         self._ids: list[tuple[str, ...]] = []
         self._lengths: list[tuple[int, ...]] = []
-        self._computed = self._loss_tokens = self._left_out = 0
+        self._widths: list[int] = []
+        self._patches: list[int] = []
+        self._marks: list[Any] = []
+        self._loss_tokens = self._left_out = self._truncated = self._bad = 0
 
-    def _name(self, position: int) -> str:
-        where = self._stream.locate(position)
-        return f"{where.source}:{where.record}@{where.epoch}"
+    def _costs(self, cost: CostModel) -> tuple[float, ...]:
+        rule = self._config.size_rule(self._multiple)
+        return tuple(
+            round(
+                sum((cost.sample(rule.padded(length)) for length in lengths), cost.fixed)
+                / COST_UNIT
+                + patches * (cost.per_patch / COST_UNIT),
+                3,
+            )
+            for lengths, patches in zip(self._lengths, self._patches, strict=True)
+        )
+
+    def _times(self) -> tuple[float, ...]:
+        """Return the seconds of each micro-batch; nothing where not all are known."""
+        if self._clock is None or len(self._marks) != len(self._lengths) + 1:
+            return ()
+        return tuple(
+            self._clock.elapsed_ns(start, end) / 1e9 for start, end in pairwise(self._marks)
+        )
 
     def _packed_totals(self, header: StepHeader) -> dict[str, Any]:
         totals = header.totals
@@ -186,6 +238,8 @@ class StepRecorder:
             "tokens": totals.num_tokens,
             "computed_tokens": self._computed_tokens(totals),
             "loss_tokens": totals.num_loss_tokens,
+            "truncated": totals.num_truncated,
+            "bad_records": totals.num_bad,
             "idle": totals.num_idle,
             "split": totals.num_split,
             "fill": totals.num_tokens / room,
@@ -203,7 +257,9 @@ class StepRecorder:
         if length := self._config.micro_batch_length(self._multiple):
             return totals.num_micro_batches * len(totals.costs) * length
         if self._config.shape_buckets:
-            return sum(own for (own,) in self._exchange.gather_counts([self._computed]))
+            if self._exchange is None:
+                return 0
+            return sum(own for (own,) in self._exchange.gather_counts([sum(self._widths)]))
         return totals.num_padded_tokens + totals.num_idle * self._multiple
 
     def _context_balance(self) -> float | None:
@@ -222,14 +278,23 @@ class StepRecorder:
 
     def _padded_totals(self) -> dict[str, Any]:
         own = [
-            sum(map(len, self._ids)),
+            sum(map(len, self._lengths)),
             self._left_out,
             sum(map(sum, self._lengths)),
-            self._computed,
+            sum(self._widths),
             self._loss_tokens,
+            self._truncated,
+            self._bad,
         ]
+        assert self._exchange is not None, "the padded baseline is recorded on leaders alone"
         sums = [sum(values) for values in zip(*self._exchange.gather_counts(own), strict=True)]
-        names = ("samples", "left_out", "tokens", "computed_tokens", "loss_tokens")
+        names: tuple[str, ...] = ("samples", "left_out", "tokens", "computed_tokens")
+        names += ("loss_tokens", "truncated", "bad_records")
         absent = {"idle": 0, "split": 0, "fill": None, "balance": None}
         absent |= {"balance_before": None, "moved": 0, "bytes_moved": 0}
         return dict(zip(names, sums, strict=True)) | absent
+
+
+def _name(stream: SampleStream | ItemStream, position: int) -> str:
+    where = stream.locate(position)
+    return f"{where.source}:{where.record}@{where.epoch}"

@@ -52,6 +52,7 @@ from odb_megatron.megatron.replica_data import ReplicaData, require_agreement
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.resume import resume_data
 from odb_megatron.megatron.run_report import RunReport
+from odb_megatron.megatron.series_writers import megatron_writers
 from odb_megatron.megatron.setup import choose_backend, odb_config, total_samples
 from odb_megatron.megatron.topology import has_state_layers, padding_multiple
 from odb_megatron.megatron.warmup import warm_up
@@ -133,7 +134,12 @@ class OdbRun:
         )
 
     def _make_report(self) -> RunReport:
-        return RunReport(self._args, self.config, backend=self._backend)
+        return RunReport(
+            self._args,
+            self.config,
+            backend=self._backend,
+            writers=partial(megatron_writers, self._args),
+        )
 
     def _make_forward_step(self) -> Callable[..., Any]:
         args = self._args
@@ -284,10 +290,12 @@ class OdbRun:
 
     def wants_backward(self) -> bool:
         """See `hooks.RunListener`."""
-        return self._cost is not None and self._cost.is_timing
+        is_timing = self._cost is not None and self._cost.is_timing
+        return is_timing or self._report.times_backward
 
     def on_backward(self) -> None:
         """See `hooks.RunListener`."""
+        self._report.end_backward()
         if self._cost is not None:
             self._cost.end_backward()
 
@@ -324,7 +332,7 @@ class OdbRun:
 
     def tokens_so_far(self) -> int | None:
         """See `hooks.RunListener`."""
-        if self._report.recorder is None:
+        if self._report.recorder is None or not self._report.leads:
             return None
         return self._tokens_before + self._report.recorder.num_tokens
 

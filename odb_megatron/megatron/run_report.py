@@ -6,9 +6,13 @@ Must not decide anything. Counts are added up over replicas where the run has en
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from datetime import datetime, timezone
 from typing import Any
+
+import torch
 
 from odb_megatron.comm.control import ControlGroup
 from odb_megatron.data.finished_step import StepHeader
@@ -22,15 +26,18 @@ from odb_megatron.megatron.cost_model import RunCost
 from odb_megatron.megatron.device_memory import MemoryUse
 from odb_megatron.megatron.recorder import StepRecorder
 from odb_megatron.megatron.replica_data import ReplicaData
+from odb_megatron.megatron.series_writers import SeriesWriters
 from odb_megatron.megatron.setup import total_samples
 from odb_megatron.megatron.source_totals import source_totals
+from odb_megatron.megatron.step_timer import CudaClock, WallClock
 from odb_megatron.megatron.topology import balance_scope
 from odb_megatron.megatron.warmup import WarmUp
 from odb_megatron.plan.batch_size import batch_size_warning
 from odb_megatron.plan.config import OPEN_TOTAL
 from odb_megatron.plan.policy import ExchangeMode, PolicyName
 from odb_megatron.report.live import LiveReport, SourceTotals
-from odb_megatron.report.step_record import StepLog, write_run
+from odb_megatron.report.prometheus import Metrics
+from odb_megatron.report.step_log import LogHeader, StepLog, write_run
 
 __all__ = ["RunReport", "start_lines"]
 
@@ -43,9 +50,12 @@ class RunReport:
         config: ODB's.
         backend: the attention backend chosen.
         lines: to print at the start in place of Megatron's flags.
+        writers: the host's, on the rank that has them; asked for with the first step.
 
     Attributes:
-        recorder: builds the step records; on leaders, once data is open.
+        recorder: builds the step records; on leaders, once data is open. Of a packed run also on
+            the rank that has writers, with what that rank knows.
+        leads: whether this rank leads a replica, and its data is open.
         cost: the cost model of the training loader, once there is one.
     """
 
@@ -56,6 +66,7 @@ class RunReport:
         *,
         backend: AttentionBackend,
         lines: Sequence[str] | None = None,
+        writers: Callable[[], SeriesWriters] | None = None,
     ) -> None:
         self.recorder: StepRecorder | None = None
         self.cost: RunCost | None = None
@@ -65,6 +76,10 @@ class RunReport:
         self._exchange: ControlGroup | None = None
         self._live: LiveReport | None = None
         self._log: StepLog | None = None
+        self._metrics: Metrics | None = None
+        self._find_writers = writers
+        self._writers: SeriesWriters | None = None
+        self.leads = False
         self._memory: MemoryUse | None = None
         self._num_shapes = 0
         self._goes_on = False
@@ -85,7 +100,11 @@ class RunReport:
         """
         args, config = self._args, self._config
         self._stream, self._exchange = stream, exchange
-        self.recorder = StepRecorder(args, config, stream, exchange=exchange)
+        self.leads = True
+        clock = None
+        if config.log_dir is not None and config.enabled and args.pipeline_model_parallel_size == 1:
+            clock = CudaClock() if torch.cuda.is_available() else WallClock()
+        self.recorder = StepRecorder(args, config, stream, exchange=exchange, clock=clock)
         if args.rank == 0:
             self._live = LiveReport(
                 total_samples=_told_total(args),
@@ -95,8 +114,10 @@ class RunReport:
                 title=f"odb, policy {config.policy.value}" if config.enabled else "padded baseline",
             )
         if config.log_dir is not None:
-            replica, is_new = exchange.replica, args.iteration == 0
-            self._log = StepLog(config.log_dir, replica=replica, is_new=is_new)
+            run, *_ = (own for (own,) in exchange.gather_counts([secrets.randbits(62)]))
+            self._log = StepLog(config.log_dir, header=self._header(run, exchange))
+        if config.metrics and args.rank == 0:
+            self._metrics = Metrics(**asdict(config.metrics))
 
     def goes_on(self) -> None:
         """Counts of sources are those of the saved run and this one together."""
@@ -123,6 +144,11 @@ class RunReport:
 
     def begin_step(self, header: StepHeader, feed: StepFeed | None) -> None:
         """A training step starts; say once what `--odb-exchange auto` chose for the run."""
+        if self._writers is None and self._find_writers is not None:
+            self._writers = self._find_writers()
+            if self._writers and self.recorder is None:
+                self.recorder = StepRecorder(self._args, self._config, None, exchange=None)
+                self.recorder.start_clock()
         if self.recorder is not None:
             self.recorder.begin_step(header)
         choice = None if feed is None else feed.progress.exchange_choice
@@ -136,6 +162,16 @@ class RunReport:
         if self.recorder is not None:
             self.recorder.on_batch(item)
 
+    @property
+    def times_backward(self) -> bool:
+        """Whether `end_backward` should be called."""
+        return self.recorder is not None and self.recorder.has_clock
+
+    def end_backward(self) -> None:
+        """The step's last backward pass was launched."""
+        if self.recorder is not None:
+            self.recorder.end_backward()
+
     def end_step(
         self,
         values: dict[str, Any],
@@ -148,12 +184,22 @@ class RunReport:
         assert self.recorder is not None
         self._memory = memory
         record = self.recorder.end_step(
-            values, memory=memory, handed_out=handed_out, reports=reports
+            values,
+            memory=memory,
+            handed_out=handed_out,
+            reports=reports,
+            cost=None if self.cost is None else self.cost.model,
         )
         if self._log is not None:
             self._log.write(record)
         if self._live is not None:
             self._live.step(record)
+        if self._metrics is not None:
+            self._metrics.step(record)
+        if self._writers is None and self._find_writers is not None:  # padded baseline
+            self._writers = self._find_writers()
+        if self._writers is not None:
+            self._writers.step(record)
 
     def evaluated(self, *, left_out: int, truncated: int) -> None:
         """Count what an evaluation left out and truncated."""
@@ -182,6 +228,8 @@ class RunReport:
         finally:
             if self._log is not None:
                 self._log.close()
+            if self._metrics is not None:
+                self._metrics.close()
         left_out = sum(source.bad_records + source.overlong for source in sources)
         if together and left_out and not any(source.samples for source in sources):
             raise ValueError(
@@ -221,9 +269,32 @@ class RunReport:
                 values |= {"memory_bytes": asdict(self._memory), "num_shapes": self._num_shapes}
             write_run(self._config.log_dir, values)
 
+    def _header(self, run: int, exchange: ControlGroup) -> LogHeader:
+        args, config = self._args, self._config
+        sizes = {
+            "tp": args.tensor_model_parallel_size,
+            "pp": args.pipeline_model_parallel_size,
+            "vpp": args.virtual_pipeline_model_parallel_size or 1,
+            "cp": args.context_parallel_size,
+            "ep": getattr(args, "expert_model_parallel_size", None) or 1,
+        }
+        return LogHeader(
+            run=run,
+            replica=exchange.replica,
+            num_replicas=exchange.num_replicas,
+            iteration=args.iteration,
+            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            flags=_flags(args, config),
+            policy=config.policy.value if config.enabled else "padded",
+            token_budget=config.token_budget if config.enabled else args.seq_length,
+            seq_length=args.seq_length,
+            global_batch_size=args.global_batch_size,
+            sizes=sizes,
+        )
+
     def _share_memory(self, *, together: bool) -> None:
         """Take the most of all replicas."""
-        if self.recorder is None or self._memory is None:
+        if self.recorder is None or self._memory is None or not self.leads:
             return
         self._num_shapes = len(self.recorder.shapes)
         if together and self._exchange is not None:

@@ -1,17 +1,15 @@
-"""The record of one optimizer step, its JSON-lines file, and what is kept of the whole run.
+"""The record of one optimizer step, and how it is read back from what was written.
 
 Must not compute what a plan already knows; numbers are taken from `StepTotals`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import IO
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
-__all__ = ["StepLog", "StepRecord", "write_run"]
+__all__ = ["StepRecord", "record_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +37,8 @@ class StepRecord:
         bytes_moved: their bytes on the wire (all).
         wait_s: seconds this replica's trainer waited for the step; 0 for the padded baseline.
         step_s: wall-clock seconds since the previous step ended, evaluation and saving excluded.
-        ids: this replica's samples as "source:record@epoch", per micro-batch.
-        lengths: their lengths, same shape.
+        lengths: tokens of this replica's samples, per micro-batch; an empty one is idle.
+        ids: the same samples as "source:record@epoch"; empty without `--odb-log-ids`.
         reassigned: samples that another replica than the one that held them fetched anew (all).
         collectives: broadcasts inside this replica that brought the step to its ranks.
         bytes_delivered: bytes of one copy of what they brought.
@@ -56,6 +54,17 @@ class StepRecord:
             or last pipeline stage; without a device, that the process has.
         reserved_memory_bytes: the same of torch's allocator, 0 without a device.
         num_shapes: different lengths of micro-batches on this replica so far.
+        widths: tokens that this replica's micro-batches computed, padding included.
+        costs: their predicted cost, in that of one token that attends to nothing; empty for the
+            padded baseline.
+        micro_batch_s: seconds from one micro-batch's arrival to the next one's, of the last one to
+            the end of its backward pass; empty where that is not known (pipelining, padded
+            baseline).
+        plan_s: seconds that making the step took this replica's planner, in the background: the
+            waits for samples and for other replicas are in it.
+        queue_steps: finished steps that wait behind this one.
+        truncated: samples that were cut (all).
+        bad_records: positions left out because their records are bad (all).
     """
 
     iteration: int
@@ -78,8 +87,8 @@ class StepRecord:
     bytes_moved: int
     wait_s: float
     step_s: float
-    ids: tuple[tuple[str, ...], ...]
     lengths: tuple[tuple[int, ...], ...]
+    ids: tuple[tuple[str, ...], ...] = ()
     reassigned: int = 0
     collectives: int = 0
     bytes_delivered: int = 0
@@ -92,45 +101,69 @@ class StepRecord:
     peak_memory_bytes: int = 0
     reserved_memory_bytes: int = 0
     num_shapes: int = 0
+    widths: tuple[int, ...] = ()
+    costs: tuple[float, ...] = ()
+    micro_batch_s: tuple[float, ...] = ()
+    plan_s: float = 0.0
+    queue_steps: int = 0
+    truncated: int = 0
+    bad_records: int = 0
 
 
-class StepLog:
-    """Appends records to `steps-RRRRR.jsonl` of one replica.
-
-    Args:
-        folder: created if missing.
-        replica: which replica writes.
-        is_new: start the file anew; a resumed run goes on writing at its end.
+def record_of(values: Mapping[str, Any]) -> StepRecord:
+    """Return the record that `dataclasses.asdict` and JSON made these values of.
 
     Raises:
-        ValueError: the folder cannot be written.
+        ValueError: a field that is missing, unknown or of another type.
     """
-
-    def __init__(self, folder: str, *, replica: int, is_new: bool = True) -> None:
-        self.path = os.path.join(folder, f"steps-{replica:05d}.jsonl")
-        mode = "w" if is_new else "a"
-        try:
-            os.makedirs(folder, exist_ok=True)
-            self._file: IO[str] = open(self.path, mode, encoding="utf-8", buffering=1)  # noqa: SIM115
-        except OSError as error:
-            raise ValueError(
-                f"the step log {self.path} cannot be written ({error}): give --odb-log-dir a "
-                "folder that can"
-            ) from error
-
-    def write(self, record: StepRecord) -> None:
-        """Append one line."""
-        self._file.write(json.dumps(asdict(record)) + "\n")
-
-    def close(self) -> None:
-        """Close the file; later writes fail."""
-        self._file.close()
+    unknown = sorted(values.keys() - _READERS.keys())
+    if unknown:
+        raise ValueError(f"there is no field {unknown[0]!r}: another version wrote it")
+    missing = sorted(_NEEDED - values.keys())
+    if missing:
+        raise ValueError(f"field {missing[0]!r} is missing")
+    return StepRecord(**{name: _READERS[name](name, value) for name, value in values.items()})
 
 
-def write_run(folder: str, values: Mapping[str, object]) -> None:
-    """Write what holds for the whole run to `run.json`, beside the step logs."""
-    path = os.path.join(folder, "run.json")
-    with open(f"{path}.part", "w", encoding="utf-8") as file:
-        json.dump(values, file, indent=1)
-        file.write("\n")
-    os.replace(f"{path}.part", path)
+def _whole(name: str, value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"field {name!r} is {value!r:.80}: a whole number was expected")
+    return value
+
+
+def _real(name: str, value: Any) -> float:
+    if type(value) is not float and type(value) is not int:
+        raise ValueError(f"field {name!r} is {value!r:.80}: a number was expected")
+    return float(value)
+
+
+def _real_or_none(name: str, value: Any) -> float | None:
+    return None if value is None else _real(name, value)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"field {name!r} holds {value!r:.80}: a text was expected")
+    return value
+
+
+def _row_of(read: Callable[[str, Any], Any]) -> Callable[[str, Any], tuple[Any, ...]]:
+    def row(name: str, value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise ValueError(f"field {name!r} is {value!r:.80}: a list was expected")
+        return tuple(read(name, one) for one in value)
+
+    return row
+
+
+_BY_TYPE: dict[str, Callable[[str, Any], Any]] = {
+    "int": _whole,
+    "float": _real,
+    "float | None": _real_or_none,
+    "tuple[int, ...]": _row_of(_whole),
+    "tuple[float, ...]": _row_of(_real),
+    "tuple[tuple[int, ...], ...]": _row_of(_row_of(_whole)),
+    "tuple[tuple[str, ...], ...]": _row_of(_row_of(_text)),
+}
+_READERS = {field.name: _BY_TYPE[str(field.type)] for field in fields(StepRecord)}
+_NEEDED = {field.name for field in fields(StepRecord) if field.default is MISSING}

@@ -1,0 +1,147 @@
+"""Charts of logged runs over their steps; several runs lie over each other.
+
+Must not compute figures (`run_figures`) or know where they are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from odb_megatron.pages import Chart, Form, Table, theme
+from odb_megatron.report.run_figures import Bins, RunFigures, bins_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import FigureBase
+
+__all__ = ["NamedRun", "Panel", "step_chart"]
+
+_MOST_BINS = 100
+_TABLE_ROWS = 20
+_STYLES = ("-", "--", "-.", ":")
+_FEW_STEPS = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedRun:
+    """A run and how it is called in a legend."""
+
+    name: str
+    figures: RunFigures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """What a chart shows.
+
+    Attributes:
+        title: heading.
+        caption: see `Chart`.
+        unit: label of the vertical axis.
+        names: of the figures, with what a legend calls them.
+        scale: factor of all values.
+        bounds: of the vertical axis; None where they follow from the values.
+        by_samples: over the samples consumed in place of the iteration.
+        whole: values are whole numbers.
+    """
+
+    title: str
+    caption: str
+    unit: str
+    names: Sequence[tuple[str, str]]
+    scale: float = 1.0
+    bounds: tuple[float, float] | None = None
+    by_samples: bool = False
+    whole: bool = False
+
+
+def step_chart(panel: Panel, runs: Sequence[NamedRun]) -> Chart | None:
+    """Return the chart of a panel; None where no run has one of its figures.
+
+    Args:
+        panel: what to show.
+        runs: to lay over each other; several of them only with one figure each.
+    """
+    lines = [
+        (label if len(runs) == 1 else run.name, run, name)
+        for run in runs
+        for name, label in panel.names
+        if not np.isnan(run.figures.per_step[name]).all()
+    ]
+    if not lines:
+        return None
+    found = [(label, _binned(panel, run, name, _MOST_BINS)) for label, run, name in lines]
+    is_binned = any(bins.is_binned for _, bins in found)
+    band = " Lines are means over stretches of steps, bands go from least to most."
+    return Chart(
+        title=panel.title,
+        caption=panel.caption + (band if is_binned else ""),
+        draw=_draw(panel, found),
+        table=_table(panel, lines),
+        height=300,
+        narrow_height=280,
+    )
+
+
+def _binned(panel: Panel, run: NamedRun, name: str, most: int) -> Bins:
+    figures = run.figures
+    x = figures.per_step["consumed_samples"] if panel.by_samples else figures.iterations
+    return bins_of(x, figures.per_step[name] * panel.scale, most=most)
+
+
+def _draw(panel: Panel, found: Sequence[tuple[str, Bins]]) -> Callable[[FigureBase, Form], None]:
+    def draw(figure: FigureBase, form: Form) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        axes: Any = figure.subplots()
+        styles = zip(theme.SERIES, _STYLES, theme.MARKERS, strict=False)
+        for (label, bins), (colour, style, marker) in zip(found, styles, strict=False):
+            if bins.is_binned:
+                axes.fill_between(
+                    bins.middle, bins.least, bins.most, color=colour, alpha=0.25, linewidth=0
+                )
+            own = marker if len(bins.first) <= _FEW_STEPS else ""
+            axes.plot(
+                bins.middle, bins.mean, style, color=colour, label=label, marker=own, markersize=5
+            )
+        if panel.bounds is not None:
+            axes.set_ylim(*panel.bounds)
+        axes.set_ylabel(panel.unit)
+        axes.set_xlabel("samples consumed" if panel.by_samples else "iteration")
+        axes.xaxis.set_major_locator(MaxNLocator(4 if form.is_narrow else 9, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=panel.whole))
+        axes.grid(axis="y")
+        if len(found) > 1:
+            columns = 1 if form.is_narrow else len(found)
+            figure.legend(loc="outside upper left", ncols=columns)
+
+    return draw
+
+
+def _table(panel: Panel, lines: Sequence[tuple[str, NamedRun, str]]) -> Table:
+    """A row for each stretch of the run with the most steps; others are laid beside it."""
+    rows: dict[str, list[str]] = {}
+    heads: list[str] = []
+    for label, run, name in lines:
+        bins = _binned(panel, run, name, _TABLE_ROWS)
+        heads += [f"{label}, mean", "least", "most"] if bins.is_binned else [label]
+        width = 3 if bins.is_binned else 1
+        before = len(heads) - width
+        for row in range(len(bins.first)):
+            first, last = int(bins.first[row]), int(bins.last[row])
+            key = str(first) if first == last else f"{first} to {last}"
+            cells = rows.setdefault(key, [])
+            cells += [""] * (before - len(cells))
+            values = (bins.mean[row], bins.least[row], bins.most[row])[:width]
+            cells += [_number(value) for value in values]
+    for cells in rows.values():
+        cells += [""] * (len(heads) - len(cells))
+    head = "samples consumed" if panel.by_samples else "iteration"
+    return Table(columns=(head, *heads), rows=tuple((key, *cells) for key, cells in rows.items()))
+
+
+def _number(value: float) -> str:
+    return "" if np.isnan(value) else f"{value:.5g}"

@@ -1,0 +1,153 @@
+"""What runs of `pretrain()` write of their steps: logs, `odb/...` series, Prometheus metrics."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from megatron_world import ChatFile, Megatron
+from parallel_runs import TP
+
+from odb_megatron.report.run_log import RunLog, read_run
+from odb_megatron.report.series import SERIES, series_of
+
+pytest_plugins = ["megatron_fixtures"]
+pytestmark = pytest.mark.megatron
+
+Scalars = dict[str, dict[int, float]]
+
+
+def _scalars(folder: Path) -> Scalars:
+    """Every scalar of a folder of TensorBoard event files, by name and iteration."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {
+        name: {event.step: event.value for event in events.Scalars(name)}
+        for name in events.Tags()["scalars"]
+    }
+
+
+def _log(megatron: Megatron) -> RunLog:
+    return read_run(str(megatron.folder / f"log{megatron._num_runs}"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def data_parallel(
+    megatron: Megatron, data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[RunLog, Scalars, str, int]:
+    """Two replicas, the second of which has the writers: log, series, metrics file, port."""
+    pytest.importorskip("prometheus_client", reason="pip install 'odb-megatron[metrics]'")
+    folder, port = tmp_path_factory.mktemp("metrics"), _free_port()
+    megatron.train(
+        *("--odb", "--odb-policy", "cost", "--odb-token-budget", 96, "--train-samples", 24),
+        *(*data_flags, "--tensorboard-dir", folder / "events", "--tensorboard-log-interval", 2),
+        *("--odb-metrics-port", port, "--odb-metrics-file", folder / "odb.prom"),
+    )
+    text = (folder / "odb.prom").read_text()
+    return _log(megatron), _scalars(folder / "events"), text, port
+
+
+def test_the_log_has_each_replica(
+    data_parallel: tuple[RunLog, Scalars, str, int], chats: ChatFile
+) -> None:
+    run, *_ = data_parallel
+    assert run.notes == ()
+    (header,) = run.headers
+    assert (header.policy, header.num_replicas, header.token_budget) == ("cost", 2, 96)
+    assert "--odb-policy cost" in header.flags
+    assert sum(step.first.samples for step in run.steps) == 24
+    for step in run.steps:
+        first = step.first
+        assert sorted(step.records) == [0, 1]
+        records = step.records.values()
+        assert sum(n for r in records for batch in r.lengths for n in batch) == first.tokens
+        assert sum(sum(r.widths) for r in records) == first.computed_tokens
+        costs = [sum(r.costs) for r in records]
+        assert sum(costs) / 2 / max(costs) == pytest.approx(first.balance, rel=1e-4)
+        for record in records:
+            assert len(record.micro_batch_s) == record.num_micro_batches == len(record.ids)
+            assert 0 < sum(record.micro_batch_s) <= record.step_s
+            assert record.plan_s > 0
+            assert record.queue_steps >= 0
+
+
+def test_the_last_rank_writes_series(data_parallel: tuple[RunLog, Scalars, str, int]) -> None:
+    run, scalars, *_ = data_parallel
+    written = {name for name in scalars if name.startswith("odb/")}
+    assert written >= {
+        f"odb/{name}"
+        for name in ("micro-batches", "tokens", "fill", "padding", "balance", "wait-seconds")
+    }
+    assert written <= {f"odb/{series.name}" for series in SERIES}
+    for step in run.steps:
+        for name, value in series_of(step.records[1]).items():
+            found = scalars[f"odb/{name}"]
+            if step.iteration % 2:
+                assert step.iteration not in found
+            else:
+                assert found[step.iteration] == pytest.approx(value, rel=1e-6)
+    assert len(run.steps) >= 2
+
+
+def test_the_metrics_file_has_the_last_step(
+    data_parallel: tuple[RunLog, Scalars, str, int],
+) -> None:
+    run, _, text, port = data_parallel
+    values = {
+        found[1]: float(found[2]) for found in re.finditer(r"^(odb_\w+) (\S+)$", text, re.MULTILINE)
+    }
+    last = run.steps[-1].records[0]
+    assert values["odb_iteration"] == last.iteration
+    assert values["odb_micro_batches"] == last.num_micro_batches
+    assert values["odb_run_steps_total"] == len(run.steps)
+    assert values["odb_run_tokens_total"] == sum(step.first.tokens for step in run.steps)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", port))  # the server has ended with the run
+
+
+def test_a_rank_that_does_not_lead_writes_series(
+    megatron: Megatron, data_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Under tensor parallelism the writers are on the last rank, and the leader is the first."""
+    megatron.train(
+        *("--odb", "--train-samples", 16, *data_flags, *TP.split()),
+        *("--tensorboard-dir", tmp_path, "--tensorboard-log-interval", 1),
+    )
+    run, scalars = _log(megatron), _scalars(tmp_path)
+    own = {"wait-seconds", "step-seconds", "tokens-per-second", "peak-memory-bytes"}
+    own |= {"queue-steps", "queue-bytes"}
+    for step in run.steps:
+        for name, value in series_of(step.records[0]).items():
+            found = scalars[f"odb/{name}"][step.iteration]
+            if name in own:
+                assert found >= 0
+            else:
+                assert found == pytest.approx(value, rel=1e-6), name
+    assert any(record.window_bytes or record.plan_s for record in [run.steps[0].first])
+
+
+def test_the_padded_baseline_is_logged_and_written(
+    megatron: Megatron, data_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    megatron.train(
+        *("--train-samples", 16, *data_flags),
+        *("--tensorboard-dir", tmp_path, "--tensorboard-log-interval", 1),
+    )
+    run, scalars = _log(megatron), _scalars(tmp_path)
+    assert run.headers[0].policy == "padded"
+    assert "odb/fill" not in scalars
+    for step in run.steps:
+        record = step.records[1]
+        assert scalars["odb/tokens"][step.iteration] == record.tokens
+        padding = 1 - record.tokens / record.computed_tokens
+        assert scalars["odb/padding"][step.iteration] == pytest.approx(padding, rel=1e-5)

@@ -1,0 +1,243 @@
+"""`odb-megatron trace` and `compare`: figures against hand counts, errors, pages in a browser."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_run_log import HEADER, RECORD
+
+from odb_megatron.cli import main
+from odb_megatron.report.run_figures import RunFigures, bins_of, measured_balance
+from odb_megatron.report.run_log import LoggedStep, RunLog, read_run
+from odb_megatron.report.step_log import StepLog
+from tests.browser import Browser, browser, page_problems
+
+__all__ = ["browser"]
+
+
+def _write(folder: Path, *, steps: int, replicas: int, seed: int = 0, **how: Any) -> None:
+    """A log of random lengths whose totals fit each other; `how` goes into every record."""
+    generator = np.random.default_rng(seed)
+    policy = how.pop("policy", "cost")
+    logs = [
+        StepLog(
+            str(folder),
+            header=replace(HEADER, replica=at, num_replicas=replicas, policy=policy, run=seed),
+        )
+        for at in range(replicas)
+    ]
+    consumed = 0
+    for iteration in range(1, steps + 1):
+        count = int(generator.integers(1, 5))
+        lengths = [
+            [generator.lognormal(5, 1, generator.integers(1, 6)).astype(int) + 1] * count
+            for _ in range(replicas)
+        ]
+        lengths[-1][-1] = np.zeros(0, dtype=int)  # idle
+        costs = [[float(round(batch.sum() * 1.2 + 20, 1)) for batch in own] for own in lengths]
+        loads = [sum(own) for own in costs]
+        num_samples = sum(len(batch) for own in lengths for batch in own)
+        tokens = int(sum(batch.sum() for own in lengths for batch in own))
+        consumed += num_samples
+        for at, log in enumerate(logs):
+            record = replace(
+                RECORD,
+                iteration=iteration,
+                loss=2 + 3 * math.exp(-iteration / 50) + 0.1 * float(generator.normal()),
+                consumed_samples=consumed,
+                samples=num_samples,
+                left_out=0,
+                tokens=tokens,
+                computed_tokens=tokens + 50,
+                num_micro_batches=count,
+                fill=tokens / (count * replicas * 2048),
+                balance=sum(loads) / len(loads) / max(loads),
+                lengths=tuple(tuple(map(int, batch)) for batch in lengths[at]),
+                ids=(),
+                widths=tuple(int(batch.sum()) + 1 for batch in lengths[at]),
+                costs=tuple(costs[at]),
+                micro_batch_s=tuple(cost * 1e-3 for cost in costs[at]),
+                step_s=max(loads) * 1e-3 + 0.05,
+                wait_s=0.01 * at,
+                plan_s=0.1,
+                queue_steps=iteration % 3,
+                window_bytes=2_000_000 + 1000 * at,
+                queue_bytes=500_000,
+            )
+            log.write(replace(record, **how))
+    for log in logs:
+        log.close()
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logs")
+    _write(folder / "cost run", steps=40, replicas=4, seed=1)
+    _write(folder / "samples", steps=55, replicas=2, seed=2, policy="samples")
+    _write(
+        folder / "padded", steps=3, replicas=1, seed=3, policy="padded", fill=None, balance=None,
+        costs=(), micro_batch_s=(), loss=None,
+    )  # fmt: skip
+    _write(folder / "long", steps=600, replicas=14, seed=4)
+    return folder
+
+
+def _step(*records: dict[str, Any]) -> LoggedStep:
+    own = {at: replace(RECORD, **values) for at, values in enumerate(records)}
+    return LoggedStep(iteration=own[0].iteration, part=0, records=own)
+
+
+def test_figures_are_those_of_a_hand_count() -> None:
+    """The first step is warm-up; waits are the longest, steps ahead the fewest of a replica."""
+    run = RunLog(
+        folder="x",
+        headers=(replace(HEADER, num_replicas=2),),
+        steps=(
+            _step(
+                {"iteration": 1, "step_s": 9.0, "micro_batch_s": (), "balance": 0.5},
+                {"iteration": 1, "step_s": 8.0, "micro_batch_s": (), "balance": 0.5},
+            ),
+            _step(
+                {"iteration": 2, "step_s": 2.0, "wait_s": 0.1, "micro_batch_s": (1.0, 1.0),
+                 "queue_steps": 2, "tokens": 500, "computed_tokens": 600, "balance": 1.0},
+                {"iteration": 2, "step_s": 1.5, "wait_s": 0.5, "micro_batch_s": (0.5, 0.5),
+                 "queue_steps": 1, "tokens": 500, "computed_tokens": 600, "balance": 1.0},
+            ),
+        ),
+    )  # fmt: skip
+    figures = RunFigures.of(run)
+    assert measured_balance(run.steps[1]) == 0.75
+    assert math.isnan(figures.per_step["balance_measured"][0])
+    assert figures.per_step["wait_s"].tolist() == [0.25, 0.5]
+    assert figures.per_step["queue_steps"].tolist() == [0, 1]
+    found = figures.summary()
+    assert found["tokens"] == 800
+    assert found["padding"] == pytest.approx(1 - 800 / 920)
+    assert found["balance"] == 0.75
+    assert found["balance_lowest"] == 0.5
+    assert found["balance_measured"] == 0.75
+    assert found["tokens_per_second"] == 250
+    assert found["wait_share"] == 0.25
+    assert found["seconds_per_step"] == 2
+
+
+def test_bins_cover_every_step_once() -> None:
+    x = np.arange(1.0, 1001.0)
+    values = np.where(x % 2, x, np.nan)
+    bins = bins_of(x, values, most=7)
+    assert (bins.first[0], bins.last[-1]) == (1, 1000)
+    assert (bins.first[1:] == bins.last[:-1] + 1).all()
+    assert bins.is_binned
+    assert (bins.least.min(), bins.most.max()) == (1, 999)
+    few = bins_of(x[:3], values[:3], most=7)
+    assert not few.is_binned
+    assert np.isnan(few.mean[1])
+
+
+def test_trace_prints_and_writes(
+    logs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "trace.json"
+    assert main(["trace", str(logs / "cost run"), "--json", str(target), "--steps", "5:9"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("policy cost, 4 replicas, iterations 5 to 9, token budget 512")
+    values = json.loads(target.read_text())
+    assert [step["iteration"] for step in values["steps"]] == [5, 6, 7, 8, 9]
+    run = read_run(str(logs / "cost run"), steps=(5, 9))
+    assert values["summary"]["tokens"] == sum(step.first.tokens for step in run.steps)
+    assert values["starts"][0]["policy"] == "cost"
+    assert f"tokens                        {values['summary']['tokens']:,.0f}\n" in text
+    assert main(["trace", str(logs / "padded"), "--json", "-"]) == 0
+    told = capsys.readouterr()
+    assert told.err.startswith("padded baseline, 1 replica, iterations 1 to 3")
+    padded = json.loads(told.out)
+    assert padded["steps"][0]["balance"] is None
+    assert padded["summary"]["fill"] is None
+
+
+def test_compare_prints_what_differs(
+    logs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "compare.json"
+    runs = [str(logs / "cost run"), str(logs / "samples")]
+    assert main(["compare", *runs, "--json", str(target)]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "\nsteps                                       40              55        +37.5%\n" in text
+    )
+    assert "A: cost run\nB: samples\n" in text
+    values = json.loads(target.read_text())
+    assert set(values["runs"]) == {"cost run", "samples"}
+    (row,) = (row for row in values["differences"] if row["figure"] == "replicas")
+    assert row == {"figure": "replicas", "a": "4", "b": "2", "difference": "-50.0%"}
+    assert main(["compare", runs[0], str(logs / "padded")]) == 0
+    assert "only in one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trace", "nope"], "nope is no folder: give that of --odb-log-dir"),
+        (["trace", "."], "has no step logs (steps-00000.jsonl and so on)"),
+        (["trace", "samples", "--steps", "7"], "--steps 7: give the first and the last iteration"),
+        (["trace", "samples", "--steps", "9:7"], "--steps 9:7: give the first and the last"),
+        (["trace", "samples", "--steps", ":"], "--steps :: give the first and the last"),
+        (["trace", "samples", "--steps", "99:"], "no step from 99 to"),
+        (["trace", "samples", "--html", "."], "--html . is a folder: name a file in it"),
+        (["trace", "samples", "--html", "-"], "--html - : a page goes to a file: name one"),
+        (["trace", "samples", "--json", "no/x"], "--json no/x: there is no folder no; make it"),
+        (["compare", "samples"], "the following arguments are required"),
+        (["compare", "samples", "./samples"], "are one folder: name two runs"),
+        (["compare", "samples", "nope"], "nope is no folder"),
+    ],
+)
+def test_what_cannot_be_used_is_named(
+    logs: Path,
+    argv: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(logs)
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_package_for_pages_is_named(
+    logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(SystemExit):
+        main(["trace", str(logs / "samples"), "--html", str(tmp_path / "page.html")])
+    assert "pip install 'odb-megatron[pages]'" in capsys.readouterr().err
+
+
+PAGES = {
+    "trace-cost": ["trace", "cost run"],
+    "trace-padded": ["trace", "padded"],
+    "trace-one": ["trace", "samples", "--steps", "3:3"],
+    "trace-long": ["trace", "long"],
+    "compare": ["compare", "cost run", "long"],
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_look_well_in_a_browser(
+    logs: Path, browser: Browser, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'odb-megatron[pages]'")
+    monkeypatch.chdir(logs)
+    path = tmp_path / f"{name}.html"
+    assert main([*PAGES[name], "--html", str(path)]) == 0
+    assert path.stat().st_size < 3_000_000
+    assert page_problems(browser, path) == []
