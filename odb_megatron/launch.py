@@ -17,7 +17,7 @@ from types import FrameType
 
 from odb_megatron.comm.elastic import PARENT
 
-__all__ = ["build_command", "build_environment", "main", "pretrain"]
+__all__ = ["build_command", "build_environment", "main", "planned_command", "pretrain"]
 
 _RUNNER = "odb_megatron.testing.run_script"
 _ELASTIC = "odb_megatron.comm.elastic"
@@ -47,6 +47,20 @@ def main(argv: Sequence[str]) -> int:
     return _launch(options, options.script)
 
 
+def planned_command(name: str, argv: Sequence[str]) -> list[str]:
+    """Return the launcher's command line that `launch` or `pretrain` would run.
+
+    Args:
+        name: the command's.
+        argv: arguments behind it.
+
+    Raises:
+        SystemExit: arguments that do not parse (2), or `--help` (0).
+    """
+    options, script = _parse_pretrain(argv) if name == "pretrain" else (_parse(argv), None)
+    return _command(options, script or options.script)
+
+
 def pretrain(argv: Sequence[str]) -> int:
     """Launch the package's own pretrain script and wait for it, as `main` does.
 
@@ -60,6 +74,11 @@ def pretrain(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: arguments that do not parse (2), or `--help` (0).
     """
+    return _launch(*_parse_pretrain(argv))
+
+
+def _parse_pretrain(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the script with its arguments."""
     parser = _parser(
         "pretrain",
         description="Pretrain or fine-tune a GPT with Megatron, in N processes. Flags that are not "
@@ -70,20 +89,24 @@ def pretrain(argv: Sequence[str]) -> int:
     argv = list(argv)
     end = argv.index("--") if "--" in argv else len(argv)
     options, flags = parser.parse_known_args(argv[:end])
-    return _launch(options, ["-m", _PRETRAIN, *flags, *argv[end + 1 :]])
+    return options, ["-m", _PRETRAIN, *flags, *argv[end + 1 :]]
 
 
 def _launch(options: argparse.Namespace, script: Sequence[str]) -> int:
-    command = build_command(
+    command = _command(options, script)
+    environment = build_environment(
+        os.environ, device=options.device, num_processes=options.nproc_per_node
+    )
+    return _run(command, environment)
+
+
+def _command(options: argparse.Namespace, script: Sequence[str]) -> list[str]:
+    return build_command(
         script,
         device=options.device,
         num_processes=options.nproc_per_node,
         torchrun_args=shlex.split(options.torchrun_args),
     )
-    environment = build_environment(
-        os.environ, device=options.device, num_processes=options.nproc_per_node
-    )
-    return _run(command, environment)
 
 
 def build_command(
