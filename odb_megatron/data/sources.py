@@ -132,6 +132,10 @@ class _RuledSource:
     def __init__(self, rules: SampleRules) -> None:
         self._rules = rules
 
+    def line(self, index: int) -> int:
+        """Return the line, or number, that messages give for a record; from 1."""
+        return self._line(index)
+
     def _line(self, index: int) -> int:
         return index + 1
 

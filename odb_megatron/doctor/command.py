@@ -116,7 +116,7 @@ def gather(
     from odb_megatron.doctor.packages import gather_packages
 
     environment = {**environment, **(started.environment if started else {})}
-    path = []
+    path = [os.getcwd()] if started is not None else []  # as python -m has it
     if started is not None and not started.is_module:
         path = [str(Path(started.script).absolute().parent)]
     packages = gather_packages(path)

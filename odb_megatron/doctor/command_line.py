@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -297,9 +298,8 @@ def _flags(facts: CommandFacts) -> Iterator[Finding]:
             way_out="mend or drop them",
         )
     for problem in flags.problems:
-        seen, _, way_out = problem.partition(": ")
-        expected = "flags that fit together"
-        yield failure("flags", seen, expected=expected, way_out=way_out or "see above")
+        seen, way_out = _split(problem)
+        yield failure("flags", seen, expected="flags that fit together", way_out=way_out)
     if not flags.problems and not flags.unknown:
         yield fine("flags", flags.described or "they fit together")
     if not flags.problems and not flags.has_odb:
@@ -309,6 +309,15 @@ def _flags(facts: CommandFacts) -> Iterator[Finding]:
             expected="--odb",
             way_out="add --odb, or ignore this for a baseline",
         )
+
+
+def _split(problem: str) -> tuple[str, str]:
+    """Return what was seen and the way out, which a refusal has in one text."""
+    needs = re.match(r"--odb needs (--[\w-]+(?: \d+)?): ", problem)
+    if needs:
+        return problem, f"add {needs[1]}"
+    seen, _, way_out = problem.partition(": ")
+    return (seen, way_out) if way_out else (problem, "mend what it names")
 
 
 def _attention(facts: CommandFacts, num_gpus: int) -> Iterator[Finding]:

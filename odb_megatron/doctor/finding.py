@@ -93,7 +93,7 @@ def render(findings: Sequence[Finding]) -> str:
         if finding.way_out:
             lines += _wrap(f"{pad}way out:  ", finding.way_out)
     counts = Counter(finding.status for finding in findings)
-    told = [f"{counts[status]} {status.value}" for status in Status if counts[status]]
+    told = [_counted(counts[status], status.value) for status in Status if counts[status]]
     return "\n".join([*lines, "", f"doctor: {', '.join(told)}"])
 
 
@@ -105,6 +105,11 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
         "counts": {status.value: counts[status.value] for status in Status},
         "checks": [{**asdict(finding), "status": finding.status.value} for finding in findings],
     }
+
+
+def _counted(count: int, name: str) -> str:
+    has_plural = count > 1 and name in ("warning", "failure")
+    return f"{count} {name}{'s' if has_plural else ''}"
 
 
 def _wrap(head: str, text: str) -> list[str]:

@@ -247,7 +247,7 @@ def _measure(
         length = len(sample)
         num_overlong += padded_length(length, facts["multiple"]) > facts["limit"]
         if length > longest:
-            longest, longest_at = length, source._line(index)  # type: ignore[attr-defined]
+            longest, longest_at = length, source.line(index)  # type: ignore[attr-defined]
     return DataFacts(
         path=path,
         num_records=len(source),

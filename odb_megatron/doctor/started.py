@@ -67,11 +67,13 @@ class Started:
 
     def __str__(self) -> str:
         """For a reader."""
-        each = f"{self.processes}" if self.processes else "one per GPU"
+        each = f"{self.processes or 'one per GPU'} on each" if self.nodes > 1 else self.processes
         what = f"-m {self.script}" if self.is_module else self.script
+        via = f" by {self.via}" if self.via else ""
+        where = f"; on {self.nodes} nodes" if self.nodes > 1 else ""
         return (
-            f"{self.by}: nodes {self.nodes}, processes on each {each}, "
-            f"{what}{f' by {self.via}' if self.via else ''}{', on the CPU' if self.on_cpu else ''}"
+            f"{self.by} starts {what}{via}{', on the CPU' if self.on_cpu else ''}; processes: "
+            f"{each or 'one per GPU'}{where}"
         )
 
 
