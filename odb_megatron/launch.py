@@ -7,6 +7,7 @@ arguments. With `--device cpu` each process gets the CPU device layer before the
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shlex
 import signal
@@ -22,6 +23,9 @@ __all__ = ["build_command", "build_environment", "main", "planned_command", "pre
 _RUNNER = "odb_megatron.testing.run_script"
 _ELASTIC = "odb_megatron.comm.elastic"
 _PRETRAIN = "odb_megatron.megatron.pretrain"
+
+MISSING = 1
+"""Exit code where a package is missing that a run needs."""
 
 # Options of torchrun that say where the rendezvous is: they exclude --standalone.
 _RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--standalone")
@@ -44,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: arguments that do not parse (2), or `--help` (0).
     """
     options = _parse(argv)
-    return _launch(options, options.script)
+    return _launch(options, options.script, needs=("torch",))
 
 
 def planned_command(name: str, argv: Sequence[str]) -> list[str]:
@@ -74,7 +78,7 @@ def pretrain(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: arguments that do not parse (2), or `--help` (0).
     """
-    return _launch(*_parse_pretrain(argv))
+    return _launch(*_parse_pretrain(argv), needs=("torch", "megatron.training"))
 
 
 def _parse_pretrain(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -92,7 +96,16 @@ def _parse_pretrain(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     return options, ["-m", _PRETRAIN, *flags, *argv[end + 1 :]]
 
 
-def _launch(options: argparse.Namespace, script: Sequence[str]) -> int:
+def _launch(options: argparse.Namespace, script: Sequence[str], *, needs: Sequence[str]) -> int:
+    missing = [name for name in needs if not _is_there(name)]
+    if missing:
+        print(
+            f"odb-megatron: {' and '.join(missing)} not found by {sys.executable}: "
+            "pip install 'odb-megatron[megatron]' on Python 3.12 or later, or put a Megatron-LM "
+            "checkout on PYTHONPATH; 'odb-megatron doctor' looks at the whole machine",
+            file=sys.stderr,
+        )
+        return MISSING
     command = _command(options, script)
     environment = build_environment(
         os.environ, device=options.device, num_processes=options.nproc_per_node
@@ -156,6 +169,17 @@ def build_environment(
     if device == "cpu":
         built.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_processes)))
     return built
+
+
+def _is_there(module: str) -> bool:
+    """Whether the launched processes find a module; they look in the current folder first."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its parent
+        return False
+    finally:
+        sys.path.pop(0)
 
 
 def _num_cores() -> int:

@@ -71,7 +71,9 @@ def main(argv: Sequence[str]) -> int:
     argv = list(argv)
     end = argv.index("--") if "--" in argv else len(argv)
     parser = _parser()
-    options = parser.parse_args(argv[:end])
+    options, unknown = parser.parse_known_args(argv[:end])
+    if unknown:
+        parser.error(f"unrecognized: {' '.join(unknown)} (a command to check comes behind --)")
     words = argv[end + 1 :]
     if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
         parser.error(f"--json {options.json}: there is no folder for it; make it first")

@@ -1,6 +1,7 @@
 """The command line to check: facts about it from a process of its own, and checks of those.
 
-Must not import torch or Megatron, and must not start what the command would.
+Must not import torch, Megatron or, before there is data to judge, numpy: doctor says that they are
+missing. Must not start what the command would.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import Any
 from odb_megatron.doctor.finding import Finding, failure, fine, not_applicable, warning
 from odb_megatron.doctor.host import Load
 from odb_megatron.doctor.started import Started
-from odb_megatron.plan.padding import OverlongError, OverlongPolicy, judge_length
 
 __all__ = ["CommandFacts", "DataFacts", "FlagFacts", "Request", "check_command", "gather_command"]
 
@@ -111,7 +111,7 @@ class FlagFacts:
     replicas: int = 1
     model_parallel: int = 1
     batch_tokens: int = 0
-    overlong: str = OverlongPolicy.ERROR.value
+    overlong: str = "error"
     bad_record: str = "error"
     multiple: int = 1
     context: int = 0
@@ -365,6 +365,8 @@ def _file(data: DataFacts, flags: FlagFacts) -> Iterator[Finding]:
     if not data.num_overlong:
         yield fine(subject, f"{longest}; the limit is {flags.limit}")
         return
+    from odb_megatron.plan.padding import OverlongError, OverlongPolicy, judge_length
+
     try:
         verdict = judge_length(
             data.longest,

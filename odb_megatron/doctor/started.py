@@ -243,7 +243,7 @@ def _slurm(name: str, words: Sequence[str]) -> Started:
             flags=tuple(rest[1:]),
             is_job=True,
         )
-    found = _program(rest)
+    found = read_command(rest)
     if found.by == "python":  # a task is a rank
         tasks = numbers.get("tasks_per_node") or -(-numbers.get("tasks", nodes) // nodes)
         return replace(found, by="srun", nodes=nodes, processes=tasks)
