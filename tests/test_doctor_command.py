@@ -1,6 +1,6 @@
-"""`odb-megatron doctor -- COMMAND`: flags by Megatron's own parser and rules, lengths by the real data.
+"""`odb-megatron doctor -- COMMAND`: flags by Megatron's own parser and rules, real data's lengths.
 
-All cases go through one process (importing Megatron takes seconds); two go through the whole command.
+All cases go through one process, since importing Megatron takes seconds; two through the command.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def found(
         request = Request(script="x", flags=flags, on_cpu=True, num_records=num_records)
         return {"world": world, "request": asdict(request)}
 
+    tensor_parallel = ("--tensor-model-parallel-size", "2")
     tensorboard = tmp_path_factory.mktemp("boards") / "board"
     cases = {
         "good": case(*chats, "--tensorboard-dir", str(tensorboard), world=1),
@@ -110,8 +111,8 @@ def found(
         "budget": case(*chats, "--odb-token-budget", "40"),
         "overlong": case(*chats, length=40),
         "help": case("--help"),
-        "parallel": case(*chats, *("--tensor-model-parallel-size", "2"), "--sequence-parallel", world=4),
-        "world": case(*chats, *("--tensor-model-parallel-size", "2"), world=3),
+        "parallel": case(*chats, *tensor_parallel, "--sequence-parallel", world=4),
+        "world": case(*chats, *tensor_parallel, world=3),
         "some": case("--data-path", files.many.path, num_records=10),
         "bad records": case("--data-path", str(files.bad)),
         "gone": case("--data-path", "gone.jsonl"),
