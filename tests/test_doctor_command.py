@@ -30,13 +30,14 @@ from dataclasses import asdict
 from odb_megatron.doctor.command_line import Request
 from odb_megatron.doctor.flag_facts import examine
 
-found = {}
-for name, case in json.load(open(sys.argv[1])).items():
+found, (cases, out) = {}, sys.argv[1:]  # which examine replaces
+for name, case in json.load(open(cases)).items():
     os.environ.update(WORLD_SIZE=str(case["world"]), RANK="0", LOCAL_RANK="0")
     request = Request(**{**case["request"], "flags": tuple(case["request"]["flags"])})
     with tempfile.TemporaryDirectory() as cache:
         found[name] = asdict(examine(request, cache=cache))
-json.dump(found, open(sys.argv[2], "w"))
+with open(out, "w") as file:
+    json.dump(found, file)
 """
 
 
