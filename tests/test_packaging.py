@@ -225,7 +225,8 @@ def test_without_torch(plain: Path, tmp_path: Path) -> None:
     tool = plain / "odb-megatron"
     imported = ran([plain / "python", "-c", EVERY_MODULE], tmp_path)
     assert imported.stdout.endswith(" False\n"), imported.stderr
-    assert "usage: odb-megatron" in ran([tool, "--help"], tmp_path).stdout
+    told = ran([tool, "--help"], tmp_path).stdout
+    assert "usage: odb-megatron" in told
     lengths = ["--lengths", "lognormal:mean=200,cv=1,n=256,max=1024", "--token-budget", "2048"]
     simulated = ran(
         [tool, "simulate", *lengths, "--dp", "2", "--policy", "samples", "--json", "s.json"],
@@ -233,6 +234,14 @@ def test_without_torch(plain: Path, tmp_path: Path) -> None:
     )
     assert simulated.returncode == 0, simulated.stderr
     assert set(json.loads((tmp_path / "s.json").read_text())["policies"]) == {"samples"}
+    if "inspect " in told:
+        (tmp_path / "lengths.txt").write_text("\n".join(map(str, range(20, 276))) + "\n")
+        flags = ["--token-budget", "2048", "--dp", "2", "--global-batch-size", "16", "--no-advice"]
+        inspected = ran(
+            [tool, "inspect", "--lengths", "lengths.txt", *flags, "--json", "i.json"], tmp_path
+        )
+        assert inspected.returncode == 0, inspected.stderr
+        assert json.loads((tmp_path / "i.json").read_text())
     looked = ran([tool, "doctor", "--json", "-"], tmp_path)
     assert looked.returncode == 1, looked.stderr
     checks = {one["subject"]: one["status"] for one in json.loads(looked.stdout)["checks"]}

@@ -50,7 +50,6 @@ def examine(request: Request, *, cache: str) -> FlagFacts:
     args, unknown = _parse(request, cache, problems)
     if args is None:
         return FlagFacts(problems=tuple(problems), unknown=unknown)
-    has_own_data = not any((args.data_path, args.train_data_path, args.data_args_path))
     problems += _problems(lambda: _complete(args))
     backend, backend_problem = _backend(args)
     facts = _values(args)
@@ -59,7 +58,7 @@ def examine(request: Request, *, cache: str) -> FlagFacts:
         unknown=unknown,
         backend=backend,
         backend_problem=backend_problem,
-        data=() if has_own_data or not facts["limit"] else _data(args, request, facts),
+        data=_data(args, request, facts) if facts["limit"] else (),
         **facts,
     )
 
