@@ -241,7 +241,7 @@ def _measure(
         sample = source.sample(index, source=0)
         if isinstance(sample, Hole):
             num_bad += 1
-            first_bad = first_bad or sample.message
+            first_bad = first_bad or sample.message.splitlines()[0]  # without a traceback
             continue
         length = len(sample)
         num_overlong += padded_length(length, facts["multiple"]) > facts["limit"]
