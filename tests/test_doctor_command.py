@@ -30,7 +30,14 @@ from dataclasses import asdict
 from odb_megatron.doctor.command_line import Request
 from odb_megatron.doctor.flag_facts import examine
 
-found, (cases, out) = {}, sys.argv[1:]  # which examine replaces
+found, (cases, out, documents) = {}, sys.argv[1:]  # which examine replaces
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+builder = IndexedDatasetBuilder(f"{documents}.bin")
+for length in (5, 40, 17):
+    builder.add_document(torch.arange(length), [length])
+builder.finalize(f"{documents}.idx")
 for name, case in json.load(open(cases)).items():
     os.environ.update(WORLD_SIZE=str(case["world"]), RANK="0", LOCAL_RANK="0")
     request = Request(**{**case["request"], "flags": tuple(case["request"]["flags"])})
@@ -56,17 +63,10 @@ class Files:
 def files(
     tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path, chats: ChatFile
 ) -> Files:
-    import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
     folder = tmp_path_factory.mktemp("doctor")
     bad = folder / "bad.jsonl"
     lines = Path(chats.path).read_text().splitlines()
     bad.write_text("\n".join([*lines[:3], '{"messages": []}', *lines[3:5], "nonsense"]) + "\n")
-    builder = IndexedDatasetBuilder(f"{folder}/documents.bin")
-    for length in (5, 40, 17):
-        builder.add_document(torch.arange(length), [length])
-    builder.finalize(f"{folder}/documents.idx")
     alone = folder / "alone"
     alone.mkdir()
     (alone / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
@@ -130,7 +130,10 @@ def found(
     folder = tmp_path_factory.mktemp("driver")
     (folder / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(folder / "cases.json"), str(folder / "found.json")],
+        [
+            *(sys.executable, "-c", DRIVER, str(folder / "cases.json")),
+            *(str(folder / "found.json"), str(files.documents)),
+        ],
         capture_output=True,
         text=True,
         timeout=240,
