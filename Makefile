@@ -18,7 +18,7 @@ JOBS ?= 2
 # Megatron versions of test-matrix; all when empty.
 VERSIONS ?=
 
-.PHONY: help venv venv-modelopt train test test-bridge test-modelopt test-matrix test-slurm lint format typecheck verify bench wheel clean distclean
+.PHONY: help venv venv-modelopt train test test-bridge test-modelopt test-matrix test-slurm lint format typecheck verify bench wheel dist clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -74,6 +74,12 @@ bench: venv ## loss parity and throughput, results in build/bench (GPU script: t
 wheel: venv ## build dist/*.whl
 	@rm -rf build/lib build/bdist.*
 	$(PYTHON) -m build --wheel --no-isolation --outdir dist .
+
+dist: venv ## build dist/*.tar.gz and, from it, dist/*.whl, and check their metadata
+	@rm -rf build/lib build/bdist.*
+	@rm -f dist/odb_megatron-*
+	$(PYTHON) -m build --no-isolation --outdir dist .
+	$(PYTHON) -m twine check --strict dist/odb_megatron-*
 
 clean: ## remove build output and caches
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -6,22 +6,49 @@ Must start fast: each subcommand imports what it needs when it runs.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from odb_megatron import __version__
 
 __all__ = ["main"]
 
 _COMMANDS = {
-    "launch": "run a pretrain script on several processes of this machine, also without a GPU",
-    "pretrain": "train a GPT with megatron-core alone: launch, with the package's own script",
-    "patch": "put --odb into a Megatron-LM checkout's own pretrain_gpt.py",
-    "inspect": "look at a data set before training on it: padding, balance, speed, memory, advice",
-    "simulate": "compare ways to form steps on the lengths of samples alone",
-    "trace": "show a run from its step logs (--odb-log-dir)",
-    "compare": "lay two runs over each other, from their step logs",
+    "launch": (
+        "run a pretrain script on several processes of this machine, also without a GPU",
+        "odb_megatron.launch:main",
+    ),
+    "pretrain": (
+        "train a GPT with megatron-core alone: launch, with the package's own script",
+        "odb_megatron.launch:pretrain",
+    ),
+    "patch": (
+        "put --odb into a Megatron-LM checkout's own pretrain_gpt.py",
+        "odb_megatron.patching.command:main",
+    ),
+    "inspect": (
+        "look at a data set before training on it: padding, balance, speed, memory, advice",
+        "odb_megatron.inspection.command:main",
+    ),
+    "doctor": (
+        "check this machine, or a command line without starting it, before a run",
+        "odb_megatron.doctor.command:main",
+    ),
+    "simulate": (
+        "compare ways to form steps on the lengths of samples alone",
+        "odb_megatron.simulation.command:main",
+    ),
+    "trace": (
+        "show a run from its step logs (--odb-log-dir)",
+        "odb_megatron.report.trace_command:trace",
+    ),
+    "compare": (
+        "lay two runs over each other, from their step logs",
+        "odb_megatron.report.trace_command:compare",
+    ),
 }
+"""What each command says of itself, and the function that runs it: arguments in, exit code out."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,41 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"odb-megatron {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for name, text in _COMMANDS.items():
+    for name, (text, _) in _COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     known, rest = parser.parse_known_args(arguments[:1])
-    if known.command == "launch":
-        from odb_megatron.launch import main as launch
-
-        return launch(rest + arguments[1:])
-    if known.command == "pretrain":
-        from odb_megatron.launch import pretrain
-
-        return pretrain(rest + arguments[1:])
-    if known.command == "patch":
-        from odb_megatron.patching.command import main as patch
-
-        return patch(rest + arguments[1:])
-    if known.command == "inspect":
-        from odb_megatron.inspection.command import main as inspect
-
-        return inspect(rest + arguments[1:])
-    if known.command == "simulate":
-        from odb_megatron.simulation.command import main as simulate
-
-        return simulate(rest + arguments[1:])
-    if known.command == "trace":
-        from odb_megatron.report.trace_command import trace
-
-        return trace(rest + arguments[1:])
-    if known.command == "compare":
-        from odb_megatron.report.trace_command import compare
-
-        return compare(rest + arguments[1:])
-    if arguments:
-        parser.error(f"unrecognized arguments: {' '.join(arguments)}")
-    parser.print_help()
-    return 0
+    if known.command is None:
+        if arguments:
+            parser.error(f"unrecognized arguments: {' '.join(arguments)}")
+        parser.print_help()
+        return 0
+    module, _, function = _COMMANDS[known.command][1].partition(":")
+    run: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
+    return run(rest + arguments[1:])
 
 
 if __name__ == "__main__":

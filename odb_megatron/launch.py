@@ -7,6 +7,7 @@ arguments. With `--device cpu` each process gets the CPU device layer before the
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shlex
 import signal
@@ -17,11 +18,14 @@ from types import FrameType
 
 from odb_megatron.comm.elastic import PARENT
 
-__all__ = ["build_command", "build_environment", "main", "pretrain"]
+__all__ = ["build_command", "build_environment", "main", "planned_command", "pretrain"]
 
 _RUNNER = "odb_megatron.testing.run_script"
 _ELASTIC = "odb_megatron.comm.elastic"
 _PRETRAIN = "odb_megatron.megatron.pretrain"
+
+MISSING = 1
+"""Exit code where a package is missing that a run needs."""
 
 # Options of torchrun that say where the rendezvous is: they exclude --standalone.
 _RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--standalone")
@@ -44,7 +48,21 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: arguments that do not parse (2), or `--help` (0).
     """
     options = _parse(argv)
-    return _launch(options, options.script)
+    return _launch(options, options.script, needs=("torch",))
+
+
+def planned_command(name: str, argv: Sequence[str]) -> list[str]:
+    """Return the launcher's command line that `launch` or `pretrain` would run.
+
+    Args:
+        name: the command's.
+        argv: arguments behind it.
+
+    Raises:
+        SystemExit: arguments that do not parse (2), or `--help` (0).
+    """
+    options, script = _parse_pretrain(argv) if name == "pretrain" else (_parse(argv), None)
+    return _command(options, script or options.script)
 
 
 def pretrain(argv: Sequence[str]) -> int:
@@ -60,6 +78,11 @@ def pretrain(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: arguments that do not parse (2), or `--help` (0).
     """
+    return _launch(*_parse_pretrain(argv), needs=("torch", "megatron.training"))
+
+
+def _parse_pretrain(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the script with its arguments."""
     parser = _parser(
         "pretrain",
         description="Pretrain or fine-tune a GPT with Megatron, in N processes. Flags that are not "
@@ -70,20 +93,33 @@ def pretrain(argv: Sequence[str]) -> int:
     argv = list(argv)
     end = argv.index("--") if "--" in argv else len(argv)
     options, flags = parser.parse_known_args(argv[:end])
-    return _launch(options, ["-m", _PRETRAIN, *flags, *argv[end + 1 :]])
+    return options, ["-m", _PRETRAIN, *flags, *argv[end + 1 :]]
 
 
-def _launch(options: argparse.Namespace, script: Sequence[str]) -> int:
-    command = build_command(
+def _launch(options: argparse.Namespace, script: Sequence[str], *, needs: Sequence[str]) -> int:
+    missing = [name for name in needs if not _is_there(name)]
+    if missing:
+        print(
+            f"odb-megatron: {' and '.join(missing)} not found by {sys.executable}: "
+            "pip install 'odb-megatron[megatron]' on Python 3.12 or later, or put a Megatron-LM "
+            "checkout on PYTHONPATH; 'odb-megatron doctor' looks at the whole machine",
+            file=sys.stderr,
+        )
+        return MISSING
+    command = _command(options, script)
+    environment = build_environment(
+        os.environ, device=options.device, num_processes=options.nproc_per_node
+    )
+    return _run(command, environment)
+
+
+def _command(options: argparse.Namespace, script: Sequence[str]) -> list[str]:
+    return build_command(
         script,
         device=options.device,
         num_processes=options.nproc_per_node,
         torchrun_args=shlex.split(options.torchrun_args),
     )
-    environment = build_environment(
-        os.environ, device=options.device, num_processes=options.nproc_per_node
-    )
-    return _run(command, environment)
 
 
 def build_command(
@@ -133,6 +169,17 @@ def build_environment(
     if device == "cpu":
         built.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_processes)))
     return built
+
+
+def _is_there(module: str) -> bool:
+    """Whether the launched processes find a module; they look in the current folder first."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its parent
+        return False
+    finally:
+        sys.path.pop(0)
 
 
 def _num_cores() -> int:

@@ -42,6 +42,7 @@ def test_help_of_the_installed_command(command: list[str]) -> None:
         ["launch", "--help"],
         ["pretrain", "--help"],
         ["patch", "--help"],
+        ["doctor", "--help"],
         ["simulate", "--help"],
         ["inspect", "--help"],
         ["--version"],

@@ -8,13 +8,17 @@ from __future__ import annotations
 import ast
 import email
 import importlib.metadata
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,20 +42,27 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the sources, so that no old build/lib can leak into it."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel that was built from it.
+
+    Built from a copy of the sources, so that no old build/lib can leak into them.
+    """
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md"):
-        if (REPO / name).exists():
-            shutil.copy(REPO / name, source)
-    for name in ("odb_megatron", "tests", "benchmarks", "examples"):
-        if (REPO / name).exists():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(REPO / name, source / name, ignore=ignored)
-    out = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source)
-    (built,) = out.glob("*.whl")
-    return built
+    for path in repository_files():
+        target = source / path.relative_to(REPO)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    if (REPO / "patches").is_symlink():
+        (source / "patches").symlink_to((REPO / "patches").readlink())
+    out = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +118,140 @@ print(installed, odb_megatron.__version__, metadata.version("odb-megatron"), odb
     version = odb_megatron.__version__
     assert output.startswith(f"['odb-megatron'] {version} {version} "), output
     assert str(tmp_path) in output
+
+
+def test_sdist_holds_every_file(built: Path) -> None:
+    """Its tests, documents and tools among them: a difference is missing from MANIFEST.in."""
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    files = {path.relative_to(REPO).as_posix() for path in repository_files()}
+    assert "verification/run.py" in files
+    assert files - held == set()
+    assert not {name for name in held if NOT_SOURCE & set(Path(name).parts)}
+
+
+def test_metadata_is_what_an_index_takes(built: Path) -> None:
+    pytest.importorskip("twine", reason="twine is not installed (make venv)")
+    run(sys.executable, "-m", "twine", "check", "--strict", *sorted(built.iterdir()))
+
+
+def test_every_extra_that_a_message_names_exists(
+    wheel_metadata: email.message.Message,
+) -> None:
+    extras = set(wheel_metadata.get_all("Provides-Extra") or [])
+    named = {
+        extra
+        for path in PACKAGE.rglob("*.py")
+        for found in re.findall(r"odb-megatron\[([\w,]+)\]", path.read_text(encoding="utf-8"))
+        for extra in found.split(",")
+    }
+    assert named
+    assert named <= extras
+
+
+# --- without torch ---------------------------------------------------------------------------
+
+EVERY_MODULE = """
+import importlib, pkgutil, sys
+for name in ("plan", "simulation", "doctor"):
+    package = importlib.import_module(f"odb_megatron.{name}")
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+import odb_megatron.launch, odb_megatron.patching.command, odb_megatron.comm.elastic
+print(sys.version_info[:2], "torch" in sys.modules)
+"""
+
+
+@pytest.fixture(scope="module", params=["3.10", "3.12"])
+def plain(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: Any) -> Path:
+    """The bin folder of an environment with the wheel, numpy and tqdm, and nothing else."""
+    version = str(request.param)
+    search = [REPO / "tools" / "find_python.sh", version]
+    found = subprocess.run(search, capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip(f"there is no Python {version} with venv here (pyenv install {version})")
+    venv = tmp_path_factory.mktemp(f"python{version}") / "venv"
+    run(found.stdout.strip(), "-m", "venv", "--without-pip", venv)
+    python = venv / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    if version == f"{sys.version_info[0]}.{sys.version_info[1]}":
+        (target,) = venv.glob("lib/*/site-packages")
+        for path in _installed_with("numpy", "tqdm"):
+            (target / path.name).symlink_to(path)
+        return venv / "bin"
+    got = subprocess.run(
+        [*map(str, pip), "install", "--quiet", *_WHEELS_ONLY, "numpy", "tqdm"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if got.returncode:
+        reason = (got.stderr.strip().splitlines() or ["pip failed"])[-1]
+        pytest.skip(f"numpy for Python {version} cannot be installed: {reason}")
+    return venv / "bin"
+
+
+_WHEELS_ONLY = ("--only-binary", ":all:", "--retries", "1")
+
+
+def _installed_with(*names: str) -> set[Path]:
+    """Top folders of distributions, their metadata among them."""
+    found = set()
+    for name in names:
+        distribution = importlib.metadata.distribution(name)
+        tops = {Path(file).parts[0] for file in distribution.files or ()}
+        places = (Path(str(distribution.locate_file(top))) for top in tops - {".."})
+        found |= {place for place in places if place.exists()}
+    return found
+
+
+def ran(command: Sequence[str | Path], cwd: Path) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=clean,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_without_torch(plain: Path, tmp_path: Path) -> None:
+    """What works does, and the rest says what it needs."""
+    tool = plain / "odb-megatron"
+    imported = ran([plain / "python", "-c", EVERY_MODULE], tmp_path)
+    assert imported.stdout.endswith(" False\n"), imported.stderr
+    told = ran([tool, "--help"], tmp_path).stdout
+    assert "usage: odb-megatron" in told
+    lengths = ["--lengths", "lognormal:mean=200,cv=1,n=256,max=1024", "--token-budget", "2048"]
+    simulated = ran(
+        [tool, "simulate", *lengths, "--dp", "2", "--policy", "samples", "--json", "s.json"],
+        tmp_path,
+    )
+    assert simulated.returncode == 0, simulated.stderr
+    assert set(json.loads((tmp_path / "s.json").read_text())["policies"]) == {"samples"}
+    if "inspect " in told:
+        (tmp_path / "lengths.txt").write_text("\n".join(map(str, range(20, 276))) + "\n")
+        flags = ["--token-budget", "2048", "--dp", "2", "--global-batch-size", "16", "--no-advice"]
+        inspected = ran(
+            [tool, "inspect", "--lengths", "lengths.txt", *flags, "--json", "i.json"], tmp_path
+        )
+        assert inspected.returncode == 0, inspected.stderr
+        assert json.loads((tmp_path / "i.json").read_text())
+    looked = ran([tool, "doctor", "--json", "-"], tmp_path)
+    assert looked.returncode == 1, looked.stderr
+    checks = {one["subject"]: one["status"] for one in json.loads(looked.stdout)["checks"]}
+    assert (checks["numpy"], checks["tqdm"]) == ("ok", "ok")
+    assert (checks["torch"], checks["megatron-core"]) == ("failure", "failure")
+    for words in (["pretrain", "--odb"], ["launch", "train.py"]):
+        refused = ran([tool, *words], tmp_path)
+        assert refused.returncode == 1
+        assert "pip install 'odb-megatron[megatron]'" in refused.stderr
+        assert "Traceback" not in refused.stderr
 
 
 def test_command_is_installed() -> None:

@@ -124,6 +124,10 @@ class JsonRecords(Sequence[dict[str, object]]):
         i = self._position(index)
         return i + 1 if self._lines is None else int(self._lines[i]) + 1
 
+    def num_bytes(self) -> npt.NDArray[np.int64]:
+        """Bytes of each record, int64 [N]."""
+        return self._ends - self._starts
+
     def fingerprint(self) -> str:
         """Digest of the file's size and its first and last 64 KiB; the same for any copy of it."""
         digest = hashlib.sha256(str(self._size).encode())

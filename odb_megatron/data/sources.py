@@ -132,6 +132,10 @@ class _RuledSource:
     def __init__(self, rules: SampleRules) -> None:
         self._rules = rules
 
+    def line(self, index: int) -> int:
+        """Return the line, or number, that messages give for a record; from 1."""
+        return self._line(index)
+
     def _line(self, index: int) -> int:
         return index + 1
 
@@ -182,6 +186,10 @@ class ChatSource(_RuledSource):
         """See `SampleSource`."""
         return self._records.fingerprint()
 
+    def rough_sizes(self) -> npt.NDArray[np.int64]:
+        """Return a number for each record that grows with its length: its bytes, int64 [N]."""
+        return self._records.num_bytes()
+
     def _line(self, index: int) -> int:
         return self._records.line(index)
 
@@ -223,6 +231,12 @@ class IndexedSource(_RuledSource):
     def fingerprint(self) -> str:
         """See `SampleSource`."""
         return file_fingerprint(self.path + ".idx") + file_fingerprint(self.path + ".bin")
+
+    def rough_sizes(self) -> npt.NDArray[np.int64]:
+        """Return the tokens of each document, int64 [N]; nothing but the index is read."""
+        sums = np.zeros(len(self._dataset.sequence_lengths) + 1, dtype=np.int64)
+        np.cumsum(self._dataset.sequence_lengths, out=sums[1:])
+        return np.diff(sums[self._bounds])
 
     def _load(self, index: int, *, source: int) -> Sample:
         first, last = int(self._bounds[index]), int(self._bounds[index + 1])

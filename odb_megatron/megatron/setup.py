@@ -28,10 +28,12 @@ from odb_megatron.plan.config import OPEN_TOTAL
 
 __all__ = [
     "choose_backend",
+    "complete_args",
     "dataset_config",
     "device_type",
     "odb_config",
     "parse_and_validate_args",
+    "parse_flags",
     "read_args",
     "total_samples",
 ]
@@ -77,17 +79,53 @@ def read_args(
     Raises:
         ValueError: flags that are not known or do not fit together, each named.
     """
-    from megatron.training import arguments as megatron_arguments
-    from megatron.training.checkpointing import load_args_from_checkpoint
     from megatron.training.global_vars import set_global_variables
 
+    args = parse_flags(extra_args)
+    complete_args(args, args_defaults)
+    choose_backend(args)
+    set_global_variables(args)
+    return args
+
+
+def parse_flags(
+    extra_args: ExtraArgs | None = None, *, ignores_unknown: bool = False
+) -> argparse.Namespace:
+    """Parse `sys.argv` by Megatron's parser, ODB's flags among its own; nothing is checked yet.
+
+    Args:
+        extra_args: see `read_args`.
+        ignores_unknown: as upstream's `ignore_unknown_args`.
+
+    Raises:
+        ValueError: flags that are not known, or values that are none.
+    """
+    from megatron.training import arguments as megatron_arguments
+
     args: argparse.Namespace = megatron_arguments.parse_args(
-        lambda parser: _add_arguments(parser if extra_args is None else extra_args(parser))
+        lambda parser: _add_arguments(parser if extra_args is None else extra_args(parser)),
+        ignores_unknown,
     )
     if getattr(args, "yaml_cfg", None) is not None:
         raise ValueError(
             "--yaml-cfg replaces the command line that --odb reads: give flags instead"
         )
+    return args
+
+
+def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None = None) -> None:
+    """Validate parsed arguments and fill in what follows from them; no global variable is set.
+
+    Args:
+        args: from `parse_flags`; changed as far as the checks come.
+        args_defaults: as upstream.
+
+    Raises:
+        ValueError: flags that do not fit together, each named on a line of its own.
+    """
+    from megatron.training import arguments as megatron_arguments
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args)
     _resolve_tokenizer(args)
@@ -103,9 +141,6 @@ def read_args(
     config = odb_config(args)
     refuse_unsupported(args, config)
     refuse_converted(args)
-    choose_backend(args)
-    set_global_variables(args)
-    return args
 
 
 def device_type() -> str:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from odb_megatron.comm.elastic import USAGE_ERROR, leave_reason
 
-__all__ = ["raise_usage_errors", "usage_errors"]
+__all__ = ["raise_usage_errors", "usage_errors", "usage_reason"]
 
 _HOST = "/megatron/"  # in the path of a file of Megatron's
 _OWN = "/odb_megatron/"
@@ -33,7 +33,7 @@ def usage_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError, AssertionError) as error:
-        text = _reason(error)
+        text = usage_reason(error)
         if text is None:
             raise
         if not leave_reason(text):
@@ -65,7 +65,7 @@ def _hint(message: str, parser: argparse.ArgumentParser) -> str:
     return ": --help lists all flags"
 
 
-def _reason(error: Exception) -> str | None:
+def usage_reason(error: Exception) -> str | None:
     """Return an error's text; None for one that neither names what to mend nor is Megatron's."""
     if isinstance(error, ValueError) and str(error):
         return str(error)
