@@ -125,6 +125,10 @@ def _planner(replicas: int, key: str) -> Callable[[Result], float]:
     return read
 
 
+def _count(name: str) -> Callable[[Result], int]:
+    return lambda result: int(result[name])
+
+
 def _all_faults(key: str, wanted: object) -> Callable[[Result], bool]:
     return lambda result: all(case[key] == wanted for case in result["faults"].values())
 
@@ -382,7 +386,7 @@ PARTS = (
         command=("-m", "odb_megatron.testing.fuzz", "--worlds", "300", "--processes", "2"),
         full=("-m", "odb_megatron.testing.fuzz", "--worlds", "10000"),
         goals=tuple(
-            Goal(what=f"`{name}`", read=lambda r, name=name: r[name], equals=0)
+            Goal(what=f"`{name}`", read=_count(name), equals=0)
             for name in (
                 *("lost", "duplicated", "over_budget", "misaligned", "over_delay", "over_bound"),
             )
@@ -393,7 +397,7 @@ PARTS = (
         title="Are resumed runs the uninterrupted ones?",
         command=("-m", "odb_megatron.testing.resume_fuzz", "--trials", "40", "--processes", "2"),
         full=("-m", "odb_megatron.testing.resume_fuzz", "--trials", "1000"),
-        goals=(Goal(what="`differences`", read=lambda r: r["differences"], equals=0),),
+        goals=(Goal(what="`differences`", read=_count("differences"), equals=0),),
     ),
     Part(
         name="verify",
