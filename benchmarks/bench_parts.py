@@ -272,7 +272,7 @@ PARTS = (
         title="How evenly and fully are 8 replicas loaded? Endless stream, window 1024",
         command=(*_SIMULATE, "stream/dp8/w1024/*", "--policy", _STREAM_POLICIES),
         full=(*_SIMULATE, "*"),
-        timeout_s=300.0,
+        timeout_s=600.0,
         full_timeout_s=14400.0,
         goals=_STREAM_GOALS,
     ),
