@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
 
-__all__ = ["FOLDER", "charts", "main"]
+__all__ = ["FOLDER", "charts", "drawn", "main"]
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 CONTEXT, BUDGET = 4096, 8192
@@ -55,17 +55,24 @@ def main() -> int:
     options = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     differing = []
-    for name, chart in charts().items():
-        for form in Form:
-            path = FOLDER / f"{name}-{form.name.lower()}.svg"
-            text = standalone_svg(chart, form)
-            if not options.check:
-                path.write_text(text, encoding="utf-8")
-            elif not path.is_file() or path.read_text(encoding="utf-8") != text:
-                differing.append(path.name)
+    for name, svg in drawn().items():
+        path = FOLDER / name
+        if not options.check:
+            path.write_text(svg, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != svg:
+            differing.append(name)
     if differing:
         print(f"not what is drawn now: {', '.join(differing)}: run tools/draw_concepts.py")
     return 1 if differing else 0
+
+
+def drawn() -> dict[str, str]:
+    """Return every picture by its file's name."""
+    return {
+        f"{name}-{form.name.lower()}.svg": standalone_svg(chart, form)
+        for name, chart in charts().items()
+        for form in Form
+    }
 
 
 def charts() -> dict[str, Chart]:
