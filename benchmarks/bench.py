@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import shlex
@@ -49,9 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [part for part in PARTS if not options.only or part.name in options.only]
     for number, part in enumerate(chosen, start=1):
         print(f"[{number}/{len(chosen)}] {part.name}: {part.title}", flush=True)
-        reason = _why_not(part, full=options.full)
+        left = math.inf if options.full else options.minutes * 60 - (time.monotonic() - started)
+        reason = _why_not(part, full=options.full) if left > 0 else "the time is used up"
         if reason is None:
-            parts[part.name] = run_part(part, folder, full=options.full)
+            parts[part.name] = run_part(part, folder, full=options.full, most_s=left)
             _print_part(parts[part.name])
         else:
             print(f"    not run: {reason}", flush=True)
@@ -68,18 +70,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _verdict([parts[part.name] for part in chosen])
 
 
-def run_part(part: Part, folder: Path, *, full: bool) -> dict[str, Any]:
+def run_part(part: Part, folder: Path, *, full: bool, most_s: float = math.inf) -> dict[str, Any]:
     """Run a part in a process of its own and hold its result against its goals.
 
     Args:
         part: what to run.
         folder: its JSON and output go here, as NAME.json and NAME.txt.
         full: its full size.
+        most_s: seconds after which it is ended, if its own limit is not less.
     """
     target, log = folder / f"{part.name}.json", folder / f"{part.name}.txt"
     target.unlink(missing_ok=True)
     words = [*(part.full if full and part.full else part.command), "--json", str(target)]
-    limit = part.full_timeout_s if full else part.timeout_s
+    limit = min(part.full_timeout_s if full else part.timeout_s, most_s)
     load, started = os.getloadavg()[0], time.monotonic()
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
@@ -175,6 +178,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [part.name for part in PARTS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--full", action="store_true", help="full sizes: hours, a quiet machine")
+    parser.add_argument(
+        "--minutes", type=float, default=20.0, help="most time without --full (default 20)"
+    )
     parser.add_argument("--no-page", action="store_true", help="the JSON alone")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", metavar="FOLDER")
     return parser.parse_args(arguments)

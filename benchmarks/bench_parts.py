@@ -48,9 +48,9 @@ class Goal:
             return f"at least {self.least:g}"
         if self.most is not None:
             return f"at most {self.most:g}"
-        if self.equals is not None:
-            return {True: "yes", False: "no"}.get(self.equals, str(self.equals))
-        return ""
+        if isinstance(self.equals, bool):
+            return "yes" if self.equals else "no"
+        return "" if self.equals is None else str(self.equals)
 
     def is_met(self, value: Any) -> bool | None:
         """Whether a value reaches the goal; None without one. No value reaches none."""
