@@ -256,4 +256,4 @@ def _machine(machine: Mapping[str, Any]) -> Section:
         ["system", machine["system"]],
         *([name, version] for name, version in machine["versions"].items()),
     ]
-    return Section(title="The machine", table=Table(columns=["", ""], rows=rows))
+    return Section(title="The machine", table=Table(columns=["what", "value"], rows=rows))

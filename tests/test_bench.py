@@ -142,11 +142,15 @@ def test_names_and_commands_of_the_parts() -> None:
                 assert flag in text, f"{part.name}: {command[0]} has no {flag}"
 
 
+# Scripts that others start, or that prepare data.
+_NO_PART = ("bench", "chat_lengths", "replay_steps", "sorted_padded")
+
+
 def test_every_benchmark_is_a_part_or_a_module_of_one() -> None:
     named = {Path(part.command[0]).stem for part in PARTS.PARTS}
     for path in sorted(BENCHMARKS.glob("*.py")):
         is_script = "if __name__ ==" in path.read_text() and "add_argument" in path.read_text()
-        if is_script and path.stem not in ("bench", "chat_lengths", "replay_steps"):
+        if is_script and path.stem not in _NO_PART:
             assert path.stem in named, f"{path.name} is in no part of make bench"
 
 
