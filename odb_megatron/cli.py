@@ -17,6 +17,7 @@ _COMMANDS = {
     "launch": "run a pretrain script on several processes of this machine, also without a GPU",
     "pretrain": "train a GPT with megatron-core alone: launch, with the package's own script",
     "patch": "put --odb into a Megatron-LM checkout's own pretrain_gpt.py",
+    "inspect": "look at a data set before training on it: padding, balance, speed, memory, advice",
     "simulate": "compare ways to form steps on the lengths of samples alone",
 }
 
@@ -47,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from odb_megatron.patching.command import main as patch
 
         return patch(rest + arguments[1:])
+    if known.command == "inspect":
+        from odb_megatron.inspection.command import main as inspect
+
+        return inspect(rest + arguments[1:])
     if known.command == "simulate":
         from odb_megatron.simulation.command import main as simulate
 

@@ -1,0 +1,173 @@
+"""An inspection as a page: the figures that decide in tiles, then charts and tables.
+
+Must not compute: what it shows is what the text output shows.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from odb_megatron.inspection.report import (
+    Findings,
+    bad_lines,
+    cut_rows,
+    length_rows,
+    overlong_line,
+    prediction_rows,
+    read_line,
+    setting_line,
+)
+from odb_megatron.pages import Chart, Page, Section, Table, Tile
+
+__all__ = ["page_of"]
+
+
+def page_of(findings: Findings, charts: Sequence[Chart], argv: Sequence[str]) -> Page:
+    """Return the page.
+
+    Args:
+        findings: what was found.
+        charts: of `charts.all_charts`.
+        argv: the command's arguments, for the small print.
+    """
+    sections: list[Chart | Section] = []
+    if findings.advice is not None:
+        sections.append(_advice(findings))
+    by_title = list(charts)
+    sections += [*by_title[:2], _data(findings), by_title[2], _prediction(findings), *by_title[3:]]
+    sections.append(_memory(findings))
+    return Page(
+        title=f"Inspection of {_base(findings.reading.name)}",
+        summary=f"{read_line(findings)}. Predicted for {setting_line(findings)}.",
+        tiles=_tiles(findings),
+        sections=sections,
+        notes=[f"odb-megatron inspect {shlex.join(argv)}".strip()],
+    )
+
+
+def _tiles(findings: Findings) -> list[Tile]:
+    lengths, setting = findings.reading.lengths, findings.setting
+    planned = findings.runs["samples"].method
+    name = "samples"
+    if findings.advice is not None and findings.advice.choices[0].value in findings.runs:
+        name = findings.advice.choices[0].value
+        planned = findings.runs[name].method
+    base = findings.runs["standard-safe"].method
+    padded = 1 - findings.kept.num_tokens / (setting.seq_length * len(findings.kept.lengths))
+    mean, least, most = planned.micro_batches
+    tiles = [
+        Tile(
+            label="samples",
+            value=f"{len(lengths)}",
+            note=f"{findings.reading.num_bad} bad records",
+        ),
+        Tile(
+            label="mean length",
+            value=f"{lengths.mean():.0f}",
+            note=f"CV {lengths.std() / lengths.mean():.2f}, longest {lengths.max()}",
+        ),
+        Tile(
+            label="padding avoided",
+            value=f"{findings.avoided():.1%}",
+            note=f"padded to the context: {padded:.1%}",
+        ),
+        Tile(
+            label="predicted speed-up",
+            value=f"{planned.rate / base.rate:.2f}",
+            note=f"{name} over a fixed batch",
+        ),
+        Tile(
+            label="balance",
+            value=f"{planned.balance:.3f}",
+            note=f"mean over largest replica, {name}",
+        ),
+        Tile(
+            label="micro-batches per step",
+            value=f"{mean:.2f}",
+            note=f"{least} to {most}; {findings.steps_per_epoch(name)} steps per epoch",
+        ),
+    ]
+    if findings.logits is not None:
+        tiles.append(
+            Tile(
+                label="logits, peak",
+                value=f"{findings.logits.peak_gib:.2f} GiB",
+                note=f"vocabulary {findings.logits.vocab}, TP {findings.logits.tp}",
+            )
+        )
+    return tiles
+
+
+def _advice(findings: Findings) -> Section:
+    advice = findings.advice
+    assert advice is not None
+    return Section(
+        title="Advice",
+        paragraphs=[
+            *(f"{choice.flag} {choice.value}: {choice.reason}." for choice in advice.choices),
+            *(f"Warning: {warning}." for warning in advice.warnings),
+            f"Planned on {advice.num_samples} samples; rates are work per time, 1 is ideal.",
+        ],
+        code=f"--odb {advice.flags}",
+    )
+
+
+def _data(findings: Findings) -> Section:
+    head, values = length_rows(findings)
+    cuts = cut_rows(findings)
+    columns = [str(cut) for cut in cuts[0]]
+    bad = bad_lines(findings)
+    return Section(
+        title="Lengths and bad records",
+        paragraphs=[
+            ", ".join(f"{name} {value}" for name, value in zip(head, values, strict=True)) + ".",
+            f"{overlong_line(findings)}.".removeprefix("* ").capitalize(),
+            bad[0],
+        ],
+        table=Table(columns=columns, rows=cuts[1:]),
+        code="\n".join(line.strip() for line in bad[1:]),
+    )
+
+
+def _prediction(findings: Findings) -> Section:
+    rows = prediction_rows(findings)
+    return Section(
+        title="Prediction",
+        paragraphs=[f"Cost model: {findings.setting.cost_origin()}."],
+        table=Table(columns=rows[0], rows=rows[1:]),
+    )
+
+
+def _memory(findings: Findings) -> Section:
+    logits = findings.logits
+    if logits is None:
+        text = "Unknown without a tokenizer, or vocab in --model-shape."
+        return Section(title="Memory of the logits", paragraphs=[text])
+    trials = findings.advice.trials["token_budget"] if findings.advice is not None else ()
+    table = Table(
+        columns=("token budget", "logits peak", "rate", "M", "balance"),
+        rows=[
+            [
+                str(trial.token_budget),
+                f"{trial.logits.peak_gib:.2f} GiB" if trial.logits else "-",
+                f"{trial.method.rate:.3f}",
+                f"{trial.method.micro_batches[0]:.2f}",
+                f"{trial.method.balance:.3f}",
+            ]
+            for trial in trials
+        ],
+    )
+    return Section(
+        title="Memory of the logits",
+        paragraphs=[
+            f"{logits.token_budget} tokens times {logits.vocab} entries over TP {logits.tp}: "
+            f"{logits.logits_gib:.2f} GiB, at the peak {logits.peak_gib:.2f} GiB.",
+            str(logits.as_json()["note"]),
+        ],
+        table=table if trials else None,
+    )
+
+
+def _base(name: str) -> str:
+    return " ".join(part.rpartition("/")[2] for part in name.split())

@@ -1,0 +1,335 @@
+"""Lengths of a data set's samples, by the training's own reader, in worker processes.
+
+Must not judge lengths: the overlong policy, the token budget and all advice come later. Every
+record that training would refuse is counted, with the reader's own message.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_megatron.simulation.lengths import read_lengths
+
+if TYPE_CHECKING:
+    from odb_megatron.data.chat_template import ChatRenderer
+    from odb_megatron.data.sources import SampleSource
+
+__all__ = ["DataRequest", "Reading", "read_data", "read_length_file"]
+
+Integers = npt.NDArray[np.int64]
+Advance = Callable[[int], None]
+
+NUM_NAMED = 5
+"""Bad records that are named."""
+
+_ANY_LENGTH = 1 << 40
+_PIECE = 64  # records that a worker reads at a time
+_FEW = 4 * _PIECE  # records below which no worker is started
+_MOST_REASON = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRequest:
+    """What to read.
+
+    Attributes:
+        paths: chat or text files, or Megatron prefixes.
+        weights: of each path in a blend, as Megatron's `--data-path WEIGHT PATH ...`; empty for
+            each record once.
+        tokenizer: folder or tokenizer.json; None for token data.
+        split: share of the records that is trained on, as (first, last) in 0 to 1.
+        seed: of the order; `--seed` of the training.
+        max_samples: records that are read at most, the first of that order; 0 for all.
+        num_workers: processes; 0 reads in this one.
+    """
+
+    paths: tuple[str, ...]
+    weights: tuple[float, ...] = ()
+    tokenizer: str | None = None
+    split: tuple[float, float] = (0.0, 1.0)
+    seed: int = 1234
+    max_samples: int = 0
+    num_workers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What was read.
+
+    Attributes:
+        name: of the data.
+        lengths: tokens of each sample, uncut, in the order of the training's first epoch, int64.
+        num_records: records of the training split.
+        num_read: how many of them were read.
+        num_bad: how many of those training would refuse.
+        bad: messages of the first.
+        vocab_size: entries of the tokenizer; 0 where there is none.
+        read_s: seconds that reading took; None where nothing was tokenized.
+        num_workers: processes that read.
+    """
+
+    name: str
+    lengths: Integers
+    num_records: int
+    num_read: int
+    num_bad: int = 0
+    bad: tuple[str, ...] = ()
+    vocab_size: int = 0
+    read_s: float | None = None
+    num_workers: int = 0
+
+
+def read_length_file(spec: str) -> Reading:
+    """Return lengths from a file: `.npy`, `.json[#key]`, text with a number per line; or `SPEC`.
+
+    Args:
+        spec: a path, or what `odb-megatron simulate --lengths` takes.
+
+    Raises:
+        ValueError: there is no such file, or no lengths in it.
+    """
+    path = spec.partition("#")[0]
+    if ":" not in spec and path.endswith((".npy", ".json")):
+        spec = f"file:{spec}"
+    elif os.path.isfile(spec):
+        return _of_lengths(spec, _text_lengths(spec))
+    elif ":" not in spec:
+        raise ValueError(
+            f"--lengths {spec!r}: there is no such file; expected PATH.npy, PATH.json[#key], a "
+            "text file with one whole number per line, or lognormal:mean=500,cv=1.0,max=8192"
+        )
+    return _of_lengths(spec, read_lengths(spec, token_budget=_ANY_LENGTH).values)
+
+
+def read_data(request: DataRequest, *, start: Callable[[int], Advance]) -> Reading:
+    """Tokenize the records of a data set.
+
+    Args:
+        request: what to read.
+        start: told the number of records; returns what is told of each batch that was read.
+
+    Raises:
+        ValueError: nothing can be read: no such file, no tokenizer, no record, no good record; or
+            a worker process ended.
+    """
+    since = time.monotonic()
+    sources = _sources(request)
+    ranges = [_range(len(source), request.split) for source in sources]
+    num_records = sum(len(one) for one in ranges)
+    if not num_records:
+        found = ", ".join(f"{s.path} has {len(s)} records" for s in sources)
+        first, last = request.split
+        raise ValueError(
+            f"no record to train on: {found}, and the training split is {first:.3g} to {last:.3g} "
+            "of them: name other data, or change --split (100,0,0 takes all)"
+        )
+    order = _order(ranges, weights=request.weights, seed=request.seed)
+    if request.max_samples:
+        order = order[: request.max_samples]
+    is_text = request.tokenizer is not None
+    workers = request.num_workers if is_text and len(order) > _FEW else 0
+    advance = start(len(order))
+    lengths = np.zeros(len(order), dtype=np.int64)
+    bad: list[str] = []
+    done = 0
+    pieces = [order[at : at + _PIECE] for at in range(0, len(order), _PIECE)]
+    for found_lengths, messages in _measured(sources, pieces, request, workers):
+        lengths[done : done + len(found_lengths)] = found_lengths
+        done += len(found_lengths)
+        bad += messages
+        advance(len(found_lengths))
+    good = lengths[lengths > 0]
+    if not len(good):
+        raise ValueError(
+            f"all {len(order)} records that were read are bad; the first: {bad[0]}. Mend the data, "
+            "or name the tokenizer it was written for"
+        )
+    return Reading(
+        name=" ".join(request.paths),
+        lengths=good,
+        num_records=num_records,
+        num_read=len(order),
+        num_bad=len(bad),
+        bad=tuple(bad[:NUM_NAMED]),
+        vocab_size=_vocab_size(sources),
+        read_s=time.monotonic() - since,
+        num_workers=workers,
+    )
+
+
+def _of_lengths(name: str, values: Integers) -> Reading:
+    return Reading(name=name, lengths=values, num_records=len(values), num_read=len(values))
+
+
+def _text_lengths(path: str) -> Integers:
+    values = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            text = line.strip()
+            if not text:
+                continue
+            if not text.isdecimal() or not 0 < int(text) < _ANY_LENGTH:
+                raise ValueError(
+                    f"--lengths {path}:{number}: {text[:40]!r} is no length; expected one whole "
+                    "number of at least 1 per line. Data files are named without --lengths"
+                )
+            values.append(int(text))
+    if not values:
+        raise ValueError(f"--lengths {path!r} is empty; expected one whole number per line")
+    return np.array(values, dtype=np.int64)
+
+
+def _order(ranges: Sequence[range], *, weights: Sequence[float], seed: int) -> Integers:
+    """Return (source, record) in the order of the training's first epoch, int64 [N, 2].
+
+    One source is shuffled as the training shuffles it. Of a blend each is, and they are mixed
+    evenly, which is what Megatron's greedy blending comes to but for the last few places.
+    """
+    from odb_megatron.data.order import PassOrder
+
+    total = sum(map(len, ranges))
+    shares = [len(one) / total for one in ranges]
+    if weights:
+        shares = [weight / sum(weights) for weight in weights]
+    parts, places = [], []
+    for source, (records, share) in enumerate(zip(ranges, shares, strict=True)):
+        num = round(share * total)
+        if not num or not len(records):
+            continue
+        order = PassOrder(np.arange(records.start, records.stop), seed=seed)
+        own = np.array([order[place] for place in range(num)], dtype=np.int64)
+        parts.append(np.stack([np.full_like(own, source), own], axis=1))
+        places.append((np.arange(num) + 0.5) / num)
+    mixed: Integers = np.concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]
+    return mixed
+
+
+def _range(length: int, split: tuple[float, float]) -> range:
+    return range(round(split[0] * length), round(split[1] * length))
+
+
+def _sources(request: DataRequest) -> list[SampleSource]:
+    """Open the data for reading of any length, bad records skipped."""
+    try:
+        from odb_megatron.data.json_records import is_json_path
+        from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
+        from odb_megatron.data.sources import open_source
+        from odb_megatron.plan.padding import OverlongPolicy
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"reading data needs {error.name}, which is not installed: pip install "
+            "'odb-megatron[megatron]', or give lengths with --lengths FILE"
+        ) from error
+    rules = SampleRules(
+        context=_ANY_LENGTH,
+        token_budget=_ANY_LENGTH,
+        overlong=OverlongPolicy.TRUNCATE,
+        bad_record=BadRecordPolicy.SKIP,
+    )
+    is_text = [is_json_path(path) for path in request.paths]
+    for path, text in zip(request.paths, is_text, strict=True):
+        if text and not os.path.isfile(path):
+            raise ValueError(
+                f"there is no file {path!r}; expected a chat or text file (.jsonl, .json), or the "
+                "prefix of a Megatron .bin and .idx"
+            )
+        if text and request.tokenizer is None:
+            raise ValueError(
+                f"{path} is text and needs the tokenizer of the training: pass --tokenizer with "
+                "its folder or its tokenizer.json"
+            )
+    renderer = _renderer(request.tokenizer) if any(is_text) and request.tokenizer else None
+    if request.tokenizer is not None and renderer is None:
+        raise ValueError(
+            f"--tokenizer {request.tokenizer!r} would do nothing: {' '.join(request.paths)} has "
+            "tokens already; drop it"
+        )
+    return [open_source(path, rules=rules, renderer=renderer) for path in request.paths]
+
+
+def _renderer(tokenizer: str) -> ChatRenderer:
+    from odb_megatron.data.chat_template import ChatRenderer
+    from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder
+
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return ChatRenderer(load_tokenizer(tokenizer_folder(tokenizer, folder)))
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"--tokenizer needs {error.name}, which is not installed: pip install "
+            "'odb-megatron[megatron]'"
+        ) from error
+    except Exception as error:  # transformers raises whatever its parsers do
+        reason = " ".join(str(error).split())[:_MOST_REASON]
+        raise ValueError(f"--tokenizer {tokenizer!r} cannot be loaded: {reason}") from error
+
+
+def _vocab_size(sources: Sequence[SampleSource]) -> int:
+    for source in sources:
+        tokenizer = getattr(getattr(source, "_renderer", None), "_tokenizer", None)
+        if tokenizer is not None:
+            return len(tokenizer)
+    return 0
+
+
+# --- worker processes ------------------------------------------------------------------------
+
+
+_opened: list[SampleSource] = []
+
+
+def _measured(
+    sources: list[SampleSource], pieces: list[Integers], request: DataRequest, workers: int
+) -> Iterator[tuple[list[int], list[str]]]:
+    if not workers:
+        for piece in pieces:
+            yield _measure(sources, piece)
+        return
+    import multiprocessing
+
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["odb_megatron.inspection.reading", "transformers"])
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_open, initargs=(request,))
+    try:
+        yield from pool.map(_measure_opened, pieces)
+    except BrokenProcessPool as error:
+        raise ValueError(
+            "a worker process ended while it read (killed, or out of memory?): lower --workers; 0 "
+            "reads in this process and shows what is wrong"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _open(request: DataRequest) -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _opened[:] = _sources(request)
+
+
+def _measure_opened(piece: Integers) -> tuple[list[int], list[str]]:
+    return _measure(_opened, piece)
+
+
+def _measure(sources: list[SampleSource], piece: Integers) -> tuple[list[int], list[str]]:
+    """Return the tokens of each record, 0 for a bad one, and the bad ones' messages."""
+    from odb_megatron.data.sample import Sample
+
+    lengths, bad = [], []
+    for source, record in piece.tolist():
+        found = sources[source].sample(record, source=source)
+        if isinstance(found, Sample):
+            lengths.append(len(found))
+        else:
+            lengths.append(0)
+            bad.append(found.message.partition("\n")[0])
+    return lengths, bad

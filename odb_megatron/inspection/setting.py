@@ -1,0 +1,259 @@
+"""What a training would be run with, as far as the inspection needs to know: flags as values.
+
+Pure: no files, no torch. The overlong policy is applied here, to lengths alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_megatron.plan.cost import CostModel, CostPrices, ModelShape
+from odb_megatron.plan.padding import OverlongPolicy, budget_length, length_multiple
+from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
+from odb_megatron.simulation.setting import CostShares, Setting
+
+__all__ = ["Kept", "TrainingSetting", "parse_shape"]
+
+Integers = npt.NDArray[np.int64]
+
+_SHAPE_KEYS = ("layers", "hidden", "heads", "groups", "ffn", "kv_channels", "vocab", "mlp")
+_SHAPE_FORM = (
+    "layers=32,hidden=4096,heads=32[,groups=8][,ffn=14336][,kv_channels=128][,vocab=128256]"
+    "[,mlp=gated|plain]"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Lengths after the overlong policy.
+
+    Attributes:
+        lengths: padded to the multiple, int64.
+        num_tokens: before that padding.
+        num_truncated: samples that were cut.
+        num_cut_tokens: tokens that were.
+        num_dropped: samples left out.
+        num_solo: samples over the budget, in micro-batches of their own.
+    """
+
+    lengths: Integers
+    num_tokens: int
+    num_truncated: int = 0
+    num_cut_tokens: int = 0
+    num_dropped: int = 0
+    num_solo: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSetting:
+    """Attributes are Megatron's and ODB's flags of the same name.
+
+    Attributes:
+        seq_length: most tokens of a sample.
+        token_budget: most tokens of a micro-batch.
+        dp: data-parallel replicas.
+        global_batch_size: samples per step.
+        window: samples a replica looks ahead under `cost`; 0 for the training's default.
+        overlong: overlong policy.
+        exchange: whether replicas hand samples to each other.
+        max_delay_steps: under `cost`.
+        tp: tensor-parallel size.
+        cp: context-parallel size.
+        pp: pipeline stages.
+        vpp: virtual chunks per stage.
+        sequence_parallel: whether it is on.
+        shape: the model's sizes; None where nothing is known.
+        prices: cost model as measured; None to follow from the shape.
+        seed: of everything random.
+    """
+
+    seq_length: int
+    token_budget: int
+    dp: int
+    global_batch_size: int
+    window: int = 0
+    overlong: OverlongPolicy = OverlongPolicy.ERROR
+    exchange: ExchangeMode = ExchangeMode.NONE
+    max_delay_steps: int = 8
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    sequence_parallel: bool = False
+    shape: ModelShape | None = None
+    prices: CostPrices | None = None
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("seq_length", "token_budget", "dp", "global_batch_size", "tp", "cp", "pp", "vpp"),
+            "max_delay_steps",
+        ):
+            if getattr(self, name) < 1:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} must be at least 1, got {getattr(self, name)}")
+        if self.window < 0:
+            raise ValueError(f"--window must not be negative, got {self.window}")
+        if budget_length(self.limit, self.multiple) == 0:
+            raise ValueError(
+                f"no sample fits: the limit {self.limit} is below {self.multiple}, to a multiple "
+                "of which samples are padded: raise --seq-length and --token-budget"
+            )
+
+    @property
+    def limit(self) -> int:
+        """Longest sample that a micro-batch takes."""
+        return min(self.seq_length, self.token_budget)
+
+    @property
+    def multiple(self) -> int:
+        """What every sample is padded to a multiple of."""
+        return length_multiple(
+            context_parallel_size=self.cp,
+            sequence_parallel_size=self.tp if self.sequence_parallel else 1,
+        )
+
+    @property
+    def window_in_force(self) -> int:
+        """`window` with the training's default."""
+        return self.window or 4 * -(-self.global_batch_size // self.dp)
+
+    def keep(self, lengths: Integers) -> Kept:
+        """Apply the overlong policy.
+
+        Raises:
+            ValueError: samples are too long and the policy is `error`, or nothing is left.
+        """
+        longest = budget_length(self.limit, self.multiple)
+        too_long = lengths > longest
+        num = int(too_long.sum())
+        policy = self.overlong
+        if num and policy is OverlongPolicy.SOLO:
+            beyond = int((lengths > budget_length(self.seq_length, self.multiple)).sum())
+            if beyond:
+                raise ValueError(
+                    f"{beyond} of {len(lengths)} samples are longer than --seq-length "
+                    f"{self.seq_length} (the longest has {int(lengths.max())} tokens), which "
+                    "--overlong solo does not allow: raise --seq-length, or pass --overlong "
+                    "truncate or drop"
+                )
+        if num and policy is OverlongPolicy.ERROR:
+            raise ValueError(
+                f"{num} of {len(lengths)} samples are longer than {self.limit} tokens, the smaller "
+                f"of --seq-length {self.seq_length} and --token-budget {self.token_budget} (the "
+                f"longest has {int(lengths.max())}); training would stop at the first: pass "
+                "--overlong truncate, drop or solo, or raise both"
+            )
+        if num == len(lengths) and policy is OverlongPolicy.DROP:
+            raise ValueError(
+                f"all {num} samples are longer than {self.limit} tokens and --overlong drop leaves "
+                "them out: raise --seq-length and --token-budget, or pass --overlong truncate"
+            )
+        kept = lengths
+        if policy is OverlongPolicy.TRUNCATE:
+            kept = np.minimum(lengths, longest)
+        elif policy is OverlongPolicy.DROP:
+            kept = lengths[~too_long]
+        return Kept(
+            lengths=-(-kept // self.multiple) * self.multiple,
+            num_tokens=int(kept.sum()),
+            num_truncated=num if policy is OverlongPolicy.TRUNCATE else 0,
+            num_cut_tokens=int((lengths - np.minimum(lengths, longest)).sum())
+            if policy is OverlongPolicy.TRUNCATE
+            else 0,
+            num_dropped=num if policy is OverlongPolicy.DROP else 0,
+            num_solo=num if policy is OverlongPolicy.SOLO else 0,
+        )
+
+    def cost(self, lengths: Integers) -> CostModel:
+        """Return the cost model: as measured, of the shape, or of typical shares."""
+        if self.prices is not None:
+            return self.prices.model()
+        shares = CostShares()
+        if self.shape is not None:
+            fixed = shares.fixed * self.token_budget
+            return CostModel.from_model_shape(self.shape, fixed_tokens=fixed)
+        return shares.model(lengths, token_budget=self.token_budget)
+
+    def cost_origin(self) -> str:
+        """Return where the cost model comes from."""
+        if self.prices is not None:
+            return "the prices given"
+        shares = CostShares()
+        price = f"{shares.fixed:.0%} of a full micro-batch as the price of each"
+        if self.shape is not None:
+            return f"FLOPs of the model's shape, {price}"
+        return (
+            f"assumed: attention is {shares.attention:.0%} of the cost of a sample of mean length, "
+            f"{price} (--model-shape gives your model's)"
+        )
+
+    def simulated(self, cost: CostModel) -> Setting:
+        """Return the simulation's setting."""
+        return Setting(
+            num_replicas=self.dp,
+            token_budget=self.token_budget,
+            window=self.window_in_force,
+            global_batch_size=self.global_batch_size,
+            cost=cost,
+            sync=BalanceScope.MICROBATCH if self.pp > 1 else BalanceScope.STEP,
+            num_stages=self.pp,
+            num_chunks=self.vpp,
+            max_delay_steps=self.max_delay_steps,
+            exchange=self.exchange if self.dp > 1 else ExchangeMode.NONE,
+            seed=self.seed,
+        )
+
+    def flags(self, policy: PolicyName) -> str:
+        """Return the training's flags for this setting."""
+        flags = f"--odb --odb-policy {policy.value} --odb-token-budget {self.token_budget}"
+        if policy is PolicyName.COST:
+            flags += f" --odb-window {self.window_in_force}"
+        return f"{flags} --odb-exchange {self.exchange.value} --odb-overlong {self.overlong.value}"
+
+
+def parse_shape(text: str) -> ModelShape:
+    """Return the model's sizes.
+
+    Args:
+        text: `layers=32,hidden=4096,heads=32` and, where they differ from Megatron's defaults,
+            `groups` (query groups), `ffn`, `kv_channels`, `vocab` (padded; 0 where unknown),
+            `mlp=gated` (SwiGLU) or `plain`.
+
+    Raises:
+        ValueError: something else.
+    """
+    values: dict[str, int] = {}
+    gated = False
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name == "mlp" and value in ("gated", "plain"):
+            gated = value == "gated"
+            continue
+        if name not in _SHAPE_KEYS or not value.isdecimal() or not int(value):
+            raise ValueError(
+                f"--model-shape {text!r}: {part.strip()!r} is not understood; expected "
+                f"{_SHAPE_FORM}"
+            )
+        values[name] = int(value)
+    missing = [name for name in ("layers", "hidden", "heads") if name not in values]
+    if missing:
+        raise ValueError(
+            f"--model-shape {text!r} lacks {', '.join(missing)}: expected {_SHAPE_FORM}"
+        )
+    heads, hidden = values["heads"], values["hidden"]
+    size = values.get("kv_channels", hidden // heads)
+    # Megatron's own default of --ffn-hidden-size (arguments.py, 0.19.2).
+    ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+    return ModelShape(
+        num_layers=values["layers"],
+        hidden=hidden,
+        ffn_hidden=values.get("ffn", ffn),
+        query=heads * size,
+        key_value=values.get("groups", heads) * size,
+        vocab=values.get("vocab", 0),
+        gated_mlp=gated,
+    )
