@@ -293,6 +293,24 @@ PARTS = (
         ),
     ),
     Part(
+        name="inspect",
+        title="Does odb-megatron inspect predict what training then measures?",
+        command=(
+            *("benchmarks/inspect_against_training.py", "--dp", "2", "--samples", "384"),
+            *("--methods", "samples", "cost"),
+        ),
+        full=("benchmarks/inspect_against_training.py",),
+        goals=(
+            Goal(
+                what="largest relative error of padding, micro-batches and steps",
+                read=lambda r: max(
+                    row["error"] for one in r["results"].values() for row in one["figures"]
+                ),
+                most=0.05,
+            ),
+        ),
+    ),
+    Part(
         name="planner",
         title="What does planning cost?",
         command=("benchmarks/planner.py", "--windows", "1024", "--replicas", "8", "1024"),

@@ -36,6 +36,7 @@ RUN_BY = (
     (("pretrain", "8"), "test_readme.py::test_with_the_package_alone"),
     (("odb-megatron", "launch"), "test_readme.py::test_on_one_machine"),
     (("odb-megatron", "simulate"), "test_readme.py::test_simulate"),
+    (("odb-megatron", "inspect"), "test_readme.py::test_inspect"),
     (("sbatch",), "test_slurm_jobs.py::test_the_command_of_the_readme"),
     (("odb_megatron.bridge.run_recipe",), "test_bridge_config.py::test_the_command_of_the_readme"),
     (
@@ -201,3 +202,18 @@ def test_simulate(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words[1:]) == 0
     output = capsys.readouterr().out
     assert all(name in output for name in ("samples", "cost", "standard", "sorted"))
+
+
+def test_inspect(
+    folder: Path,
+    tokenizer_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra pages)")
+    monkeypatch.chdir(folder)
+    words = command("odb-megatron", "inspect", page=QUICKSTART)
+    words = [str(tokenizer_folder) if word == "/path/to/hf-tokenizer" else word for word in words]
+    assert main([*words[1:], "--workers", "1"]) == 0
+    assert "61" in capsys.readouterr().out
+    assert "<title>" in (folder / "inspect.html").read_text(encoding="utf-8")
