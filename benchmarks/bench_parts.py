@@ -401,7 +401,7 @@ PARTS = (
     Part(
         name="fuzz",
         title="Do the planner's invariants hold in random worlds?",
-        command=("-m", "odb_megatron.testing.fuzz", "--worlds", "300", "--processes", "2"),
+        command=("-m", "odb_megatron.testing.fuzz", "--worlds", "150", "--processes", "2"),
         full=("-m", "odb_megatron.testing.fuzz", "--worlds", "10000"),
         goals=tuple(
             Goal(what=f"`{name}`", read=_count(name), equals=0)
