@@ -23,6 +23,7 @@ __all__ = ["SIZES", "Browser", "browser", "page_problems"]
 
 SIZES = {"desktop": (1280, 800), "phone": (390, 844)}
 
+_LOCAL = ("file:", "data:", "about:", "chrome:")  # the last is of the browser's own first page
 _FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -63,7 +64,7 @@ class Browser:
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
                 found.append(message["params"]["request"]["url"])
-        return [url for url in found if not url.startswith(("file:", "data:", "about:"))]
+        return [url for url in found if not url.startswith(_LOCAL)]
 
     def screenshot(self, path: Path) -> None:
         """Write what is shown as a PNG."""

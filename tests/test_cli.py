@@ -43,6 +43,7 @@ def test_help_of_the_installed_command(command: list[str]) -> None:
         ["pretrain", "--help"],
         ["patch", "--help"],
         ["simulate", "--help"],
+        ["inspect", "--help"],
         ["--version"],
     ],
 )

@@ -148,6 +148,19 @@ FORBIDDEN: dict[str, dict[str, str]] = {
         "megatron.core.parallel_state": "data does not know Megatron's globals",
     },
     "megatron": {"odb_megatron.bridge": "imports go downwards only"},
+    "pages": {
+        "torch": "pages show what others found",
+        "odb_megatron.plan": "pages show what others found",
+        "odb_megatron.data": "pages show what others found",
+        "odb_megatron.megatron": "pages show what others found",
+        "odb_megatron.inspection": "imports go downwards only",
+    },
+    "inspection": {
+        "torch": "inspection reads by data's sources and plans by simulation",
+        "odb_megatron.comm": "inspection has no process groups",
+        "odb_megatron.megatron": "inspection does not know Megatron",
+        "odb_megatron.bridge": "inspection does not know Megatron",
+    },
     "simulation": {
         "torch": "simulation is numpy and the planner",
         "odb_megatron.comm": "simulation has no process groups",

@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.inspection.logits import LogitsMemory
-from odb_megatron.inspection.prediction import Method, run_policy
+from odb_megatron.inspection.prediction import ADVISED, Method, Run, run_policy, simulable
 from odb_megatron.inspection.setting import TrainingSetting
 from odb_megatron.plan.batch_size import batch_size_warning
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.policy import ExchangeMode, PolicyName
 from odb_megatron.simulation.setting import Stream
 
-__all__ = ["Advice", "Choice", "Trial", "advise"]
+__all__ = ["Advice", "Choice", "Trial", "advise", "run_advised"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -30,6 +30,7 @@ _WINDOW_FACTORS = (1, 2, 4, 8, 16)
 _BUDGET_FACTORS = (1, 2, 3, 4, 6, 8)
 _MOST_TRIED = 8192
 _MOST_EXCHANGED = 150_000  # samples x replicas
+_FEW_MICRO_BATCHES, _POOR_BALANCE = 2, 0.95
 _LARGEST_WINDOW = 1 << 16
 
 _WAYS = (
@@ -87,6 +88,7 @@ class Advice:
         warnings: what does not depend on a trial.
         num_samples: that each trial planned.
         gain: rate of the recommended setting over that of the setting asked for (policy samples).
+        advised: the trial that the recommended flags are those of.
     """
 
     choices: Sequence[Choice]
@@ -94,6 +96,7 @@ class Advice:
     warnings: Sequence[str]
     num_samples: int
     gain: float
+    advised: Trial
 
     @property
     def flags(self) -> str:
@@ -123,6 +126,29 @@ def advise(
     return _Adviser(
         lengths, setting, cost, vocab=vocab, max_logits_gib=max_logits_gib, progress=progress
     ).advise()
+
+
+def run_advised(
+    advice: Advice, lengths: Integers, setting: TrainingSetting, cost: CostModel
+) -> Run:
+    """Run what was recommended on the samples that the other methods ran on.
+
+    Args:
+        advice: recommended.
+        lengths: of those samples; where all replicas plan an exchange, their beginning.
+        setting: what the user asked for.
+        cost: cost model.
+    """
+    trial = advice.advised
+    simulated = replace(
+        setting.simulated(cost),
+        token_budget=trial.token_budget,
+        window=trial.window or setting.window_in_force,
+        exchange=trial.exchange,
+    )
+    part = lengths[: simulable(simulated, len(lengths))]
+    stream = Stream.of_epochs(part, epochs=1, cost=cost, seed=setting.seed)
+    return run_policy(trial.policy, stream, simulated, name=ADVISED)
 
 
 class _Adviser:
@@ -188,6 +214,7 @@ class _Adviser:
             warnings=self._warnings(chosen, final),
             num_samples=len(self._stream),
             gain=final.method.rate / first.method.rate,
+            advised=final,
         )
 
     def _try(
@@ -274,10 +301,12 @@ class _Adviser:
                 "replicas: in every step some of them idle; policy cost was not tried, which "
                 "needs a sample for each"
             )
-        if final.method.micro_batches[0] < 1.5 and setting.dp > 1:
+        method = final.method
+        if method.micro_batches[0] < _FEW_MICRO_BATCHES and method.balance < _POOR_BALANCE:
             found.append(
-                f"a step has {final.method.micro_batches[0]:.1f} micro-batches: so few are hard "
-                "to balance; a larger --global-batch-size helps more than any flag here"
+                f"a step has {method.micro_batches[0]:.1f} micro-batches and balance "
+                f"{method.balance:.3f}: so few are hard to balance; a larger --global-batch-size "
+                "helps more than any flag here"
             )
         return found
 

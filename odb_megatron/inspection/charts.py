@@ -168,28 +168,19 @@ def _tokens_chart(findings: Findings) -> Chart:
 
 def _micro_batches(findings: Findings, name: str, step: int) -> list[list[int]]:
     """Return the lengths of each micro-batch of a step, replica by replica."""
-    schedule = findings.runs[name].schedule
+    run = findings.runs[name]
+    schedule = run.schedule
     first, last = schedule.micro_batch_starts[step : step + 2]
     starts = schedule.sample_starts
     return [
-        findings.stream.lengths[schedule.positions[starts[at] : starts[at + 1]]].tolist()
+        run.stream.lengths[schedule.positions[starts[at] : starts[at + 1]]].tolist()
         for at in range(int(first), int(last))
     ]
 
 
-def _planned(findings: Findings) -> str:
-    """Return the policy that pictures show: the recommended one, where it ran."""
-    if findings.advice is not None:
-        name = findings.advice.choices[0].value
-        if name in findings.runs:
-            return name
-    return "samples"
-
-
 def _micro_batch_chart(findings: Findings) -> Chart:
-    after = _planned(findings)
+    after = findings.planned
     names = ("standard-safe", after)
-    budget = findings.setting.token_budget
     step = min(len(findings.runs[name].schedule) for name in names) // 2
     shown = [_micro_batches(findings, name, step)[:_MOST_SHOWN] for name in names]
 
@@ -200,7 +191,9 @@ def _micro_batch_chart(findings: Findings) -> Chart:
             is_padded = findings.runs[name].schedule.is_padded
             for row, lengths in enumerate(batches):
                 _draw_micro_batch(axes, row, lengths, is_padded=is_padded)
-            axes.axvline(budget, color=RED, linestyle="--", linewidth=1.5)
+            axes.axvline(
+                findings.runs[name].setting.token_budget, color=RED, linestyle="--", linewidth=1.5
+            )
             axes.set_title(
                 f"{'before' if is_padded else 'after'}: {name}", loc="left", fontweight="bold"
             )
@@ -224,7 +217,7 @@ def _micro_batch_chart(findings: Findings) -> Chart:
         title="Padding before and after",
         draw=draw,
         caption=f"The first micro-batches of step {step + 1}. Filled: a sample's tokens; hatched: "
-        f"padding to the longest of the micro-batch; dashed: the token budget, {budget}. Over the "
+        f"padding to the longest of the micro-batch; dashed: the token budget. Over the "
         f"whole run {before.padding:.1%} of what a fixed batch computes is padding and its "
         f"micro-batches are {before.fill:.0%} full of tokens; packed, {planned.padding:.1%} is "
         f"padding and they are {planned.fill:.0%} full.",
@@ -313,8 +306,8 @@ def _speed_chart(findings: Findings) -> Chart:
 
 
 def _balance_chart(findings: Findings) -> Chart:
-    names = ("standard-safe", "dp-balanced", _planned(findings))
-    loads = {name: _typical_loads(findings, findings.runs[name]) for name in names}
+    names = ("standard-safe", "dp-balanced", findings.planned)
+    loads = {name: _typical_loads(findings.runs[name]) for name in names}
     num = min(findings.setting.dp, _MOST_REPLICAS)
     highest = max(max(own) for own in loads.values())
 
@@ -367,12 +360,11 @@ def _balance_chart(findings: Findings) -> Chart:
     )
 
 
-def _typical_loads(findings: Findings, run: Run) -> list[float]:
+def _typical_loads(run: Run) -> list[float]:
     """Return each replica's cost in the step of median balance, most first where some are cut."""
     balances = run.times.balance_step
     step = int(np.argsort(balances, kind="stable")[len(balances) // 2])
-    setting = findings.setting.simulated(findings.setting.cost(findings.kept.lengths))
-    loads = list(replica_costs(run, findings.stream, setting, step=step))
+    loads = list(replica_costs(run, step=step))
     if len(loads) > _MOST_REPLICAS:
         loads = sorted(loads, reverse=True)[:_MOST_REPLICAS]
     return loads

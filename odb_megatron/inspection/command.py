@@ -86,9 +86,9 @@ def inspect(options: argparse.Namespace) -> Findings:
     _fill_in(options)
     setting = _setting(options)
     reading = _read(options)
-    from odb_megatron.inspection.advice import advise
+    from odb_megatron.inspection.advice import advise, run_advised
     from odb_megatron.inspection.logits import LogitsMemory
-    from odb_megatron.inspection.prediction import predict, simulable
+    from odb_megatron.inspection.prediction import ADVISED, predict, simulable
     from odb_megatron.inspection.report import Findings
     from odb_megatron.simulation.setting import Stream
 
@@ -117,6 +117,7 @@ def inspect(options: argparse.Namespace) -> Findings:
             max_logits_gib=options.max_logits_gib,
             progress=_say,
         )
+        runs[ADVISED] = run_advised(advice, part, setting, cost)
     return Findings(
         reading=reading,
         setting=setting,
@@ -209,25 +210,18 @@ def _read(options: argparse.Namespace) -> Reading:
     )
     from tqdm import tqdm
 
-    bars = []
+    with tqdm(
+        unit="record", desc="reading", file=sys.stderr, disable=not sys.stderr.isatty()
+    ) as bar:
 
-    def start(total: int) -> Callable[[int], None]:
-        bars.append(
-            tqdm(
-                total=total,
-                unit="record",
-                desc="reading",
-                file=sys.stderr,
-                disable=not sys.stderr.isatty(),
-            )
-        )
-        return lambda num: bars[0].update(num) and None
+        def start(total: int) -> Callable[[int], None]:
+            bar.reset(total)
+            return advance
 
-    try:
+        def advance(num: int) -> None:
+            bar.update(num)
+
         return read_data(request, start=start)
-    finally:
-        for bar in bars:
-            bar.close()
 
 
 def _vocab(options: argparse.Namespace, setting: TrainingSetting, reading: Reading) -> int:

@@ -48,11 +48,8 @@ def page_of(findings: Findings, charts: Sequence[Chart], argv: Sequence[str]) ->
 
 def _tiles(findings: Findings) -> list[Tile]:
     lengths, setting = findings.reading.lengths, findings.setting
-    planned = findings.runs["samples"].method
-    name = "samples"
-    if findings.advice is not None and findings.advice.choices[0].value in findings.runs:
-        name = findings.advice.choices[0].value
-        planned = findings.runs[name].method
+    name = findings.planned
+    planned = findings.runs[name].method
     base = findings.runs["standard-safe"].method
     padded = 1 - findings.kept.num_tokens / (setting.seq_length * len(findings.kept.lengths))
     mean, least, most = planned.micro_batches

@@ -21,6 +21,7 @@ from odb_megatron.simulation.score import Times, measure_times
 from odb_megatron.simulation.setting import Setting, Stream
 
 __all__ = [
+    "ADVISED",
     "METHODS",
     "RIVALS",
     "Method",
@@ -30,6 +31,8 @@ __all__ = [
     "run_policy",
     "simulable",
 ]
+
+ADVISED = "advised"
 
 RIVALS: dict[str, Callable[[Stream, Setting], Schedule]] = {
     "standard-safe": standard_safe,
@@ -45,6 +48,7 @@ METHODS = {
     "dp-balanced": "Megatron's dp_balanced: each global batch packed by next fit",
     "samples": "ODB, policy samples",
     "cost": "ODB, policy cost",
+    ADVISED: "ODB as advised",
 }
 
 _MOST_PLANNED = 1 << 16
@@ -85,11 +89,21 @@ class Method:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A simulated run: figures, and the steps themselves for pictures."""
+    """A simulated run: figures, and what pictures need of it.
+
+    Attributes:
+        method: figures.
+        schedule: its steps.
+        times: of them.
+        stream: the samples.
+        setting: what it ran under.
+    """
 
     method: Method
     schedule: Schedule
     times: Times
+    stream: Stream
+    setting: Setting
 
 
 def simulable(setting: Setting, num_samples: int) -> int:
@@ -125,8 +139,8 @@ def predict(
     return runs
 
 
-def run_policy(policy: PolicyName, stream: Stream, setting: Setting) -> Run:
-    """Run one of the product's policies.
+def run_policy(policy: PolicyName, stream: Stream, setting: Setting, *, name: str = "") -> Run:
+    """Run one of the product's policies; `name` is another than the policy's.
 
     Raises:
         ValueError: the planner refuses the setting.
@@ -137,7 +151,7 @@ def run_policy(policy: PolicyName, stream: Stream, setting: Setting) -> Run:
         num_replicas=setting.num_replicas,
     )
     check_plannable(policy, stream, setting)
-    return _scored(policy.value, run_planners(policy, stream, setting), stream, setting)
+    return _scored(name or policy.value, run_planners(policy, stream, setting), stream, setting)
 
 
 def _scored(name: str, schedule: Schedule, stream: Stream, setting: Setting) -> Run:
@@ -165,12 +179,12 @@ def _scored(name: str, schedule: Schedule, stream: Stream, setting: Setting) -> 
         bytes_moved_per_step=0.0 if moved is None else float(moved.mean()),
         exchange=schedule.exchange,
     )
-    return Run(method=method, schedule=schedule, times=times)
+    return Run(method=method, schedule=schedule, times=times, stream=stream, setting=setting)
 
 
-def replica_costs(run: Run, stream: Stream, setting: Setting, *, step: int) -> Sequence[float]:
+def replica_costs(run: Run, *, step: int) -> Sequence[float]:
     """Return what a step costs each replica, over the mean of the replicas."""
-    schedule = run.schedule
+    schedule, stream, setting = run.schedule, run.stream, run.setting
     lengths, sizes = stream.lengths[schedule.positions], schedule.sizes
     first, last = schedule.micro_batch_starts[step : step + 2]
     starts = schedule.sample_starts

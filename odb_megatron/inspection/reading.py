@@ -143,11 +143,17 @@ def read_data(request: DataRequest, *, start: Callable[[int], Advance]) -> Readi
     bad: list[str] = []
     done = 0
     pieces = [order[at : at + _PIECE] for at in range(0, len(order), _PIECE)]
-    for found_lengths, messages in _measured(sources, pieces, request, workers):
-        lengths[done : done + len(found_lengths)] = found_lengths
-        done += len(found_lengths)
-        bad += messages
-        advance(len(found_lengths))
+    from odb_megatron.data.chat_template import ChatTemplateError
+    from odb_megatron.data.sample import DataFileError
+
+    try:
+        for found_lengths, messages in _measured(sources, pieces, request, workers):
+            lengths[done : done + len(found_lengths)] = found_lengths
+            done += len(found_lengths)
+            bad += messages
+            advance(len(found_lengths))
+    except (ChatTemplateError, DataFileError) as error:  # no record is to blame for it
+        raise ValueError(f"training would stop: {error}") from error
     good = lengths[lengths > 0]
     if not len(good):
         raise ValueError(

@@ -15,10 +15,9 @@ import numpy.typing as npt
 
 from odb_megatron.inspection.advice import Advice, Trial
 from odb_megatron.inspection.logits import LogitsMemory
-from odb_megatron.inspection.prediction import METHODS, RIVALS, Run
+from odb_megatron.inspection.prediction import ADVISED, METHODS, RIVALS, Run
 from odb_megatron.inspection.reading import Reading
 from odb_megatron.inspection.setting import Kept, TrainingSetting
-from odb_megatron.plan.policy import PolicyName
 from odb_megatron.simulation.setting import Stream
 
 __all__ = ["Findings", "aligned", "as_json", "as_text", "cut_offs"]
@@ -55,10 +54,15 @@ class Findings:
 
     def steps_per_epoch(self, name: str) -> int:
         """Return the optimizer steps of an epoch."""
-        run = self.runs[name].method
-        if self.epoch_samples == len(self.stream):
-            return run.num_steps
-        return math.ceil(self.epoch_samples / run.samples_per_step)
+        run = self.runs[name]
+        if self.epoch_samples == len(run.stream):
+            return run.method.num_steps
+        return math.ceil(self.epoch_samples / run.method.samples_per_step)
+
+    @property
+    def planned(self) -> str:
+        """The method that matters most: as advised, or the policy `samples`."""
+        return ADVISED if ADVISED in self.runs else "samples"
 
     def avoided(self) -> float:
         """Return the share of the tokens of a batch padded to the context that are not computed."""
@@ -145,9 +149,9 @@ def as_json(findings: Findings) -> dict[str, Any]:
             "epoch_samples": findings.epoch_samples,
             "methods": {name: _method(findings, name) for name in findings.runs},
             "speedup": {
-                policy.value: {rival: _speedup(findings, policy.value, rival) for rival in RIVALS}
-                for policy in PolicyName
-                if policy.value in findings.runs
+                name: {rival: _speedup(findings, name, rival) for rival in RIVALS}
+                for name in findings.runs
+                if name not in RIVALS
             },
         },
         "logits": None if findings.logits is None else findings.logits.as_json(),
@@ -333,14 +337,12 @@ def _setting_text(findings: Findings) -> str:
 
 def _speed_lines(findings: Findings) -> list[str]:
     lines = ["speed is relative to standard-safe, predicted from cost, kernels not measured"]
-    for policy in PolicyName:
-        if policy.value in findings.runs:
-            found = ", ".join(
-                f"{rival} {_speedup(findings, policy.value, rival):.2f}" for rival in RIVALS
-            )
-            lines.append(f"{policy.value} over: {found}")
-            choice = findings.runs[policy.value].method.exchange
-            lines += [f"{policy.value}: {choice}"] if choice else []
+    for name in findings.runs:
+        if name not in RIVALS:
+            found = ", ".join(f"{rival} {_speedup(findings, name, rival):.2f}" for rival in RIVALS)
+            lines.append(f"{name} over: {found}")
+            choice = findings.runs[name].method.exchange
+            lines += [f"{name}: {choice}"] if choice else []
     return lines
 
 
