@@ -51,10 +51,15 @@ _LINK_OR_CODE = re.compile(
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the API's pages into the navigation."""
-    for entry in config.nav or []:
+    """Put the API's pages into the navigation, and at the end pages that it does not name."""
+    nav = config.nav or []
+    for entry in nav:
         if entry.get("API") == "reference/":
             entry["API"] = [{title: page} for title, page, _ in reference_pages()]
+    named = re.findall(r"'([\w/]+\.md)'", str(nav))
+    more = sorted({path.name for path in (ROOT / "docs").glob("*.md")} - set(named))
+    if more:
+        nav.append({"More": more})
     return config
 
 
