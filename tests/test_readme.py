@@ -33,7 +33,7 @@ RUN_BY = (
     (("make", "train"), "test_readme.py::test_make_train"),
     (("odb_megatron.run",), "test_readme.py::test_in_a_checkout"),
     (("pretrain", "--device"), "test_readme.py::test_quickstart"),
-    (("pretrain", "8"), "test_readme.py::test_with_the_package_alone"),
+    (("pretrain", "16384"), "test_readme.py::test_with_the_package_alone"),
     (("odb-megatron", "launch"), "test_readme.py::test_on_one_machine"),
     (("odb-megatron", "simulate"), "test_readme.py::test_simulate"),
     (("odb-megatron", "inspect"), "test_readme.py::test_inspect"),
