@@ -18,7 +18,7 @@ JOBS ?= 2
 # Megatron versions of test-matrix; all when empty.
 VERSIONS ?=
 
-.PHONY: help venv venv-modelopt train test test-bridge test-modelopt test-matrix test-slurm lint format typecheck verify bench wheel dist clean distclean
+.PHONY: help venv venv-modelopt train test test-bridge test-modelopt test-matrix test-slurm lint format typecheck verify bench docs wheel dist clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -65,11 +65,12 @@ typecheck: venv ## mypy --strict
 verify: venv ## check the protocol's model with SPIN (ARGS="--quick --json OUT")
 	$(PYTHON) verification/run.py $(ARGS)
 
-bench: venv ## loss parity and throughput, results in build/bench (GPU script: tiny, on the CPU)
-	@mkdir -p build/bench
-	$(PYTHON) benchmarks/loss_parity.py --json build/bench/loss_parity.json $(ARGS)
-	$(PYTHON) benchmarks/train_throughput.py --json build/bench/train_throughput.json $(ARGS)
-	$(PYTHON) benchmarks/gpu_throughput.py --device cpu --tiny --json build/bench/gpu_throughput.json
+bench: venv ## every figure of the docs beside its goal: build/bench/bench.json, index.html (ARGS="--only planner --full")
+	$(PYTHON) benchmarks/bench.py $(ARGS)
+
+docs: venv ## build the documentation's site in build/docs, warnings are errors (no network)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet $(ARGS)
+	@echo "build/docs/index.html"
 
 wheel: venv ## build dist/*.whl
 	@rm -rf build/lib build/bdist.*

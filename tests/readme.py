@@ -1,4 +1,7 @@
-"""The README's command blocks, for the tests that run them. Must not know what the commands do."""
+"""Command blocks of the README and the quickstart, for the tests that run them.
+
+Must not know what the commands do.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,28 @@ import re
 import shlex
 from pathlib import Path
 
-__all__ = ["README", "command", "printed_by"]
+__all__ = ["QUICKSTART", "README", "command", "commands", "printed_by"]
 
 README = Path(__file__).resolve().parents[1] / "README.md"
+QUICKSTART = README.parent / "docs" / "quickstart.md"
+
+_PROGRAMS = ("make", "odb-megatron", "torchrun", "sbatch", "python", ".venv/bin/python", ".ci/run")
 
 _BLOCK = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)
 
 
-def command(*words: str) -> list[str]:
+def command(*words: str, page: Path = README) -> list[str]:
     """Return the words of the one command that has all of these, without a last `...`."""
-    (found,) = [block for block in _commands() if set(words) <= set(block)]
+    (found,) = [block for block in commands(page) if set(words) <= set(block)]
     return found[:-1] if found[-1] == "..." else found
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the words of every command of a page: lines of code that begin with a program."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.startswith("    ")]
+    found = [_split(line) for line in lines if not line.startswith("     ")]
+    return [words for words in found if words and words[0] in _PROGRAMS]
 
 
 def printed_by(*words: str) -> list[str]:
@@ -25,12 +39,6 @@ def printed_by(*words: str) -> list[str]:
     blocks = [match.group() for match in _BLOCK.finditer(text)]
     (place,) = [i for i, block in enumerate(blocks) if set(words) <= set(_split(block))]
     return [line.strip() for line in blocks[place + 1].splitlines()]
-
-
-def _commands() -> list[list[str]]:
-    text = README.read_text(encoding="utf-8").replace("\\\n", " ")
-    lines = [line for line in text.splitlines() if line.startswith("    ")]
-    return [_split(line) for line in lines if not line.startswith("     ")]
 
 
 def _split(block: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""The ways in of the README, as they stand there, on the CPU and at a small size.
+"""The commands of README and quickstart, as they stand there, on the CPU and at a small size.
 
-The job script's is in test_slurm_jobs.py, NeMo's in test_bridge_config.py.
+What another test runs already is not run again here; `RUN_BY` says which test that is.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 from megatron_world import _FLAGS, SEQ_LENGTH, ChatFile
-from readme import README, command
+from readme import QUICKSTART, README, command, commands
 from test_patch_checkout import INSTALLED
+
+from odb_megatron.cli import main
 
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -26,6 +28,36 @@ SMALL = [
     *("--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH)),
     *("--global-batch-size", "8", "--train-samples", "21", "--eval-iters", "1"),
 ]
+# Every command: words that tell it from the others, and the test that runs it.
+RUN_BY = (
+    (("make", "train"), "test_readme.py::test_make_train"),
+    (("odb_megatron.run",), "test_readme.py::test_in_a_checkout"),
+    (("pretrain", "--device"), "test_readme.py::test_quickstart"),
+    (("pretrain", "16384"), "test_readme.py::test_with_the_package_alone"),
+    (("odb-megatron", "launch"), "test_readme.py::test_on_one_machine"),
+    (("odb-megatron", "simulate"), "test_readme.py::test_simulate"),
+    (("odb-megatron", "inspect"), "test_readme.py::test_inspect"),
+    (("sbatch",), "test_slurm_jobs.py::test_the_command_of_the_readme"),
+    (("odb_megatron.bridge.run_recipe",), "test_bridge_config.py::test_the_command_of_the_readme"),
+    (
+        ("benchmarks/train_throughput.py",),
+        "test_benchmarks.py::test_the_throughput_benchmark_measures_every_variant",
+    ),
+    (
+        ("benchmarks/loss_parity.py",),
+        "test_benchmarks.py::test_packed_training_has_the_padded_baselines_losses",
+    ),
+    (
+        ("benchmarks/parallel_parity.py",),
+        "test_benchmarks.py::test_a_topology_trains_as_one_process",
+    ),
+    (("odb_megatron.testing.fuzz",), "test_fuzz.py::test_result"),
+    (("odb_megatron.testing.resume_fuzz",), "test_resume_fuzz.py::test_the_command"),
+    (("odb_megatron.testing.backends",), "test_attention_backends.py::test_the_report"),
+)
+# What runs the tests cannot be run by one.
+THE_CHECKS = ("test", "test-matrix", "test-slurm", "test-bridge", "verify", "bench", "docs")
+
 LAUNCH = [sys.executable, "-m", "odb_megatron", "launch", "--device", "cpu"]
 
 
@@ -80,3 +112,108 @@ def test_on_one_machine(folder: Path, tokenizer_folder: Path) -> None:
     ours = [sys.executable, "-m", "odb_megatron", *words[1:]]
     data = shlex.split("--data-path chats.jsonl --split 90,10,0 --odb-token-budget 96")
     _run(ours, folder, tokenizer_folder, *_tokenizer(tokenizer_folder), *data)
+
+
+@pytest.mark.parametrize("page", [README, QUICKSTART], ids=lambda page: page.name)
+def test_every_command_is_run_by_a_test(page: Path) -> None:
+    found = commands(page)
+    assert len(found) >= 3
+    for words in found:
+        if words[0] == ".ci/run" or (words[0] == "make" and words[1] in THE_CHECKS):
+            continue
+        tests = [test for marks, test in RUN_BY if set(marks) <= set(words)]
+        assert len(tests) == 1, f"{' '.join(words)}: run by {tests or 'no test'}"
+
+
+@pytest.mark.parametrize(("marks", "test"), RUN_BY)
+def test_the_tests_that_run_them_exist(marks: tuple[str, ...], test: str) -> None:
+    file, _, name = test.partition("::")
+    text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+    assert f"def {name}(" in text
+    assert any(
+        set(marks) <= set(words) for page in (README, QUICKSTART) for words in commands(page)
+    )
+    # A benchmark's command is run by a test that names the same script.
+    scripts = [mark for mark in marks if mark.startswith("benchmarks/")]
+    assert all(Path(script).name in text for script in scripts)
+
+
+def test_flags_of_the_benchmarks_are_theirs() -> None:
+    for words in (words for page in (README, QUICKSTART) for words in commands(page)):
+        if len(words) > 1 and words[1].startswith("benchmarks/"):
+            text = (ROOT / words[1]).read_text(encoding="utf-8")
+            for flag in (word for word in words if word.startswith("--")):
+                assert f'"{flag}"' in text, f"{words[1]} has no {flag}"
+
+
+def test_targets_of_make() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {
+        words[1] for page in (README, QUICKSTART) for words in commands(page) if words[0] == "make"
+    }
+    assert named
+    for target in named:
+        assert f"\n{target}: venv" in text, target
+
+
+def test_make_train(folder: Path) -> None:
+    """The README's line for one's own data, in this environment in place of .venv."""
+    words = command("make", "train", "DATA=chats.jsonl")
+    words = [word.replace("DATA=", f"DATA={folder}/") for word in words]
+    done = subprocess.run(
+        [*words, "--assume-old", "venv", f"PYTHON={sys.executable}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "odb, policy cost: " in done.stdout
+    assert "samples (122 of 122 requested)" in done.stdout, done.stdout[-3000:]
+
+
+def test_quickstart(folder: Path, tokenizer_folder: Path) -> None:
+    words = command("odb-megatron", "pretrain", page=QUICKSTART)
+    words = [str(tokenizer_folder) if word == "/path/to/hf-tokenizer" else word for word in words]
+    done = subprocess.run(
+        [sys.executable, "-m", "odb_megatron", *words[1:]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "odb, policy cost: " in done.stdout
+    assert list((folder / "checkpoints").glob("iter_*/odb/*.json"))
+    assert list((folder / "logs").iterdir())
+
+
+@pytest.mark.parametrize("page", [README, QUICKSTART], ids=lambda page: page.name)
+def test_simulate(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = command("odb-megatron", "simulate", page=page)
+    at = words.index("--lengths") + 1
+    words[at] = words[at].partition(",n=")[0] + ",n=1024"  # the page's own number takes a minute
+    assert main(words[1:]) == 0
+    output = capsys.readouterr().out
+    assert all(name in output for name in ("samples", "cost", "standard", "sorted"))
+
+
+def test_inspect(
+    folder: Path,
+    tokenizer_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra pages)")
+    monkeypatch.chdir(folder)
+    words = command("odb-megatron", "inspect", page=QUICKSTART)
+    words = [str(tokenizer_folder) if word == "/path/to/hf-tokenizer" else word for word in words]
+    assert main([*words[1:], "--workers", "1"]) == 0
+    assert "61" in capsys.readouterr().out
+    assert "<title>" in (folder / "inspect.html").read_text(encoding="utf-8")
