@@ -393,6 +393,7 @@ class _Noted:
 
 def _replaced_names(training: Any) -> dict[str, Any]:
     from megatron.core import num_microbatches_calculator
+    from megatron.core.datasets import utils
     from megatron.training import checkpointing
 
     from odb_megatron.megatron.compat_pretrain import prediction_module
@@ -404,6 +405,7 @@ def _replaced_names(training: Any) -> dict[str, Any]:
         "compute_throughputs_and_append_to_progress_log",
     )
     return {name: getattr(training, name) for name in names} | {
+        "compile_helpers": utils.compile_helpers,
         "check_checkpoint_args": checkpointing.check_checkpoint_args,
         "GPTModel": getattr(prediction_module(), "GPTModel", None),
         "micro-batch calculator": num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,

@@ -6,6 +6,7 @@ reads them are in test_doctor_command.py.
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import shlex
 import sys
@@ -145,10 +146,10 @@ OVERLONG = DataFacts(
         ),
         (changed("packages", python=(3, 11, 7)), WARNING, "megatron.training", "Python 3.12"),
         (
-            changed("packages.megatron", has_makefile=False),
+            changed("packages.megatron", has_helpers=False),
             FAILURE,
             "dataset helpers",
-            "/site/megatron/core/datasets/Makefile",
+            "/site/megatron/core/datasets has no compiled helpers",
         ),
         (changed("packages", versions={"numpy": "2"}), FAILURE, "torch", "not installed"),
         (changed("packages", versions={"torch": "2"}), FAILURE, "numpy", "pip install numpy"),
@@ -421,10 +422,13 @@ def test_which_megatron_is_found(tmp_path: Path) -> None:
     )
     found = _megatron([str(checkout.parent)])
     assert found == MegatronFacts(
-        version="0.20.1rc0", folder=str(checkout / "core"), has_training=True, has_makefile=True
+        version="0.20.1rc0", folder=str(checkout / "core"), has_training=True, has_helpers=True
     )
     (checkout / "core" / "datasets" / "Makefile").unlink()
-    assert not _megatron([str(checkout.parent)]).has_makefile
+    assert not _megatron([str(checkout.parent)]).has_helpers
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    (checkout / "core" / "datasets" / f"helpers_cpp{suffix}").touch()
+    assert _megatron([str(checkout.parent)]).has_helpers
 
 
 # --- reading a command line ------------------------------------------------------------------

@@ -18,6 +18,7 @@ from pathlib import Path
 from odb_megatron import __version__
 from odb_megatron.doctor.finding import Finding, failure, fine, not_applicable, warning
 from odb_megatron.megatron.compat import MAX_VERSION, MIN_VERSION, check_version
+from odb_megatron.megatron.compat_helpers import are_compiled
 
 __all__ = ["MegatronFacts", "PackageFacts", "check_packages", "gather_packages"]
 
@@ -42,14 +43,14 @@ class MegatronFacts:
         folder: where `megatron.core` lies.
         foreign: file of an unrelated package of that name, which hides it.
         has_training: whether `megatron.training` is there.
-        has_makefile: whether `megatron/core/datasets` can be built where it lies.
+        has_helpers: whether the dataset helpers are compiled, or can be where they lie.
     """
 
     version: str = ""
     folder: str = ""
     foreign: str = ""
     has_training: bool = False
-    has_makefile: bool = True
+    has_helpers: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,15 +185,15 @@ def _check_megatron(
             expected="Python 3.12 or later: 0.17 and later need it",
             way_out="make an environment with Python 3.12",
         )
-    if on_gpu and found.has_training and not found.has_makefile:
+    if on_gpu and found.has_training and not found.has_helpers:
         yield failure(
             "dataset helpers",
-            f"{found.folder}/datasets has no Makefile: Megatron runs make in it as it starts, and "
-            "ends where that fails (initialize.py `_compile_dependencies`, datasets/utils.py 20, "
-            "0.19.2)",
-            expected="a Makefile there, as a checkout of Megatron-LM has it; the wheel holds the "
-            "compiled helpers without one",
-            way_out=f"printf 'all:\\n' > {found.folder}/datasets/Makefile",
+            f"{found.folder}/datasets has no compiled helpers (helpers_cpp*.so) for this Python, "
+            "and no Makefile: Megatron ends as it starts (initialize.py `_compile_dependencies`, "
+            "datasets/utils.py 20, 0.19.2)",
+            expected="either of them",
+            way_out="install megatron-core's wheel for this Python again, or use a checkout of "
+            "Megatron-LM",
         )
     if "psutil" not in facts.versions:
         yield warning(
@@ -268,7 +269,7 @@ def _megatron_in(core: Path, training: Sequence[Path]) -> MegatronFacts:
         version=_read_version(core / "package_info.py"),
         folder=str(core),
         has_training=any((place / "__init__.py").is_file() for place in training),
-        has_makefile=(core / "datasets" / "Makefile").is_file(),
+        has_helpers=are_compiled(core / "datasets") or (core / "datasets" / "Makefile").is_file(),
     )
 
 

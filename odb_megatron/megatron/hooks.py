@@ -14,6 +14,7 @@ Each replacement wraps the original and is undone by `Hooks.remove`. Must not pl
 | two functions of `moe.router` | what they do with a padding mask (`routers`) |
 | `train_step`, with `--odb-warmup-worst-case` | tells a listener of the first one |
 | `evaluate_and_print_results` | fails on `--full-validation` (training.py 4382, 0.19.2) |
+| `compile_helpers` of `core.datasets.utils` | ends the run with a wheel (`compat_helpers`) |
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 
 from odb_megatron.data.finished_step import StepHeader
 from odb_megatron.data.step_feed import ChunkIterator
+from odb_megatron.megatron.compat_helpers import compiled_once
 from odb_megatron.megatron.compat_metrics import (
     LoggedFlops,
     counts_real_flops,
@@ -125,6 +127,7 @@ class Hooks:
             wrappers["train_step"] = self._wrap_train_step
         for name, wrap in wrappers.items():
             self._replace(_training_module(), name, wrap)
+        self._replace(_dataset_utils_module(), "compile_helpers", compiled_once)
         if self._packed:
             wrap = self._wrap_check_checkpoint_args
             self._replace(_checkpointing_module(), "check_checkpoint_args", wrap)
@@ -331,6 +334,12 @@ def _training_module() -> Any:
     from megatron.training import training
 
     return training
+
+
+def _dataset_utils_module() -> Any:
+    from megatron.core.datasets import utils
+
+    return utils
 
 
 def _checkpointing_module() -> Any:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from odb_megatron.megatron.compat_helpers import compiled_once
 
 __all__ = ["REPLACEMENTS", "Replacement"]
 
@@ -247,15 +247,6 @@ def _as_list(sizes: Any) -> Any:
     return sizes.tolist() if hasattr(sizes, "tolist") else sizes
 
 
-def _compile_helpers(original: Any) -> Callable[[], None]:
-    """A no-op where the compiled helpers are there; the wheel ships no Makefile to build them."""
-    folder = Path(sys.modules["megatron.core.datasets.utils"].__file__ or "").parent
-    if any(folder.glob("helpers_cpp*.so")):
-        made: Callable[[], None] = _nothing(original)
-        return made
-    return functools.partial(original)
-
-
 def _initialize_megatron(original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
@@ -326,7 +317,7 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         _norm_with_sequence_parallel, "refuses sequence parallelism; Apex's norms need CUDA",
     ),
     _row(
-        "megatron.core.datasets.utils", "compile_helpers", _compile_helpers,
+        "megatron.core.datasets.utils", "compile_helpers", compiled_once,
         "the wheel ships the compiled helpers but no Makefile, so compiling exits",
     ),
     _row(
