@@ -65,7 +65,12 @@ def check_backends(check: BackendCheck, clock: Clock) -> dict[str, dict[str, obj
         if why_not is not None:
             found[name] = {"available": False, "reason": why_not}
             continue
-        found[name] = {"available": True, **_check(backend, check, clock)}
+        is_reference = name == REFERENCE and check.device_type == "cpu"
+        found[name] = {
+            "available": True,
+            "is_reference": is_reference,
+            **_check(backend, check, clock),
+        }
     return found
 
 

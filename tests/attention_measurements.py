@@ -314,11 +314,11 @@ def _attention(**options: Any) -> Any:
 
 
 def _padding() -> dict[str, Any]:
-    """Samples of 3 and 5 tokens padded to 4 and 8, two more tokens behind the last."""
+    """Samples of 3 and 5 tokens padded to 4 and 10."""
     import torch
 
     query, key, value = (torch.randn(14, n, 8, requires_grad=True) for n in (4, 2, 2))
-    packed = _packed_seq_params([3, 5], [4, 8])
+    packed = _packed_seq_params([3, 5], [4, 10])
     out = _attention()(query, key, value, None, packed_seq_params=packed)
     real = torch.zeros(14, dtype=torch.bool)
     real[:3] = real[4:9] = True
@@ -427,6 +427,7 @@ def _errors() -> dict[str, str]:
         "key_value_cache": run(sbhd[:1], key=sbhd),
         "layout": run(packed_seq_params=other_layout),
         "beyond_pack": run(packed_seq_params=packed([9])),
+        "short_of_pack": run(packed_seq_params=packed([5])),
         "not_from_0": run(packed_seq_params=not_from_0),
         "overlap": run(packed_seq_params=packed([5, 3], [4, 4])),
         "key_lengths": run(packed_seq_params=other_keys),

@@ -20,7 +20,7 @@ pytest.importorskip("megatron.core")
 from odb_megatron.megatron.attention.registry import BACKENDS
 from odb_megatron.testing import backends
 from odb_megatron.testing.attention_cases import CASES, Case, attend, real_places
-from odb_megatron.testing.backend_checks import _build, contract, measure
+from odb_megatron.testing.backend_checks import Difference, _build, contract, measure, worst
 from odb_megatron.testing.fake_kernels import fake_flash, fake_torch_varlen
 
 BF16 = torch.bfloat16
@@ -220,6 +220,19 @@ def test_layouts_that_do_not_fit(changes: dict[str, Any], text: str) -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["cpu", "torch_flex"])
+@pytest.mark.parametrize("offsets", [[0, 5, 9], [3, 9, 33], [0, 9, 5, 33], [0, 5, 34]])
+def test_boundaries_that_do_not_fit(name: str, offsets: list[int]) -> None:
+    """Every backend that runs here."""
+    case = CASES["several samples"]
+    module = _build(BACKENDS[name].load(), case)
+    made = torch.tensor(offsets, dtype=torch.int32)
+    names = [f"cu_seqlens_{side}{end}" for side in ("q", "kv") for end in ("", "_padded")]
+    packed = _packed(case.layout(), **dict.fromkeys(names, made))
+    with pytest.raises(ValueError, match="cu_seqlens"), torch.no_grad():
+        module(*case.tensors(dtype=torch.float32), None, packed_seq_params=packed)
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
@@ -288,3 +301,23 @@ def test_the_report(
     monkeypatch.setattr(backends.Difference, "fits", lambda _self, _dtype: False)
     assert backends.main(["--only", "cpu"]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+def test_the_worst_of_several_versions_counts_in_outputs_and_in_gradients() -> None:
+    one = Difference(output=1e-3, gradient=0.5, num_cases=3)
+    other = Difference(output=2e-3, gradient=1e-4, num_cases=4)
+    assert worst([one, other]) == Difference(output=2e-3, gradient=0.5, num_cases=3)
+    assert not worst([one, other]).fits(BF16)
+    without = Difference(output=0.0, gradient=None, num_cases=3)
+    assert worst([without]).gradient is None
+
+
+def test_a_file_that_cannot_be_written_is_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        backends.main(["--only", "cpu", "--json", str(tmp_path / "none" / "out.json")])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert "there is no folder" in printed.err
+    assert not printed.out

@@ -71,7 +71,11 @@ def test_a_named_backend_is_taken() -> None:
     [
         ("flahs", "cuda", r"'flahs' is unknown: choose auto or one of fast, slow, anywhere"),
         ("fast", "cuda", r"'fast' cannot run on cuda: flash-attn is not installed. Mend that, or"),
-        ("slow", "cpu", r"'slow' cannot run on cpu: not for cpu. Mend that, or pass .* auto"),
+        (
+            "slow",
+            "cpu",
+            r"'slow' runs on cuda, and this is cpu: pass --odb-attention auto, or start",
+        ),
     ],
 )
 def test_refusals(name: str, device_type: str, text: str) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from odb_megatron.megatron.attention.registry import AttentionBackend
 from odb_megatron.testing.attention_cases import CASES, Case, attend, real_places
 from odb_megatron.testing.fake_kernels import fake_flash, fake_torch_varlen
 
-__all__ = ["Difference", "contract", "measure", "te_contract"]
+__all__ = ["Difference", "contract", "measure", "te_contract", "worst"]
 
 TE_VERSIONS = ("2.9.0", "2.18.0")
 
@@ -71,8 +71,7 @@ def measure(core_attention: type[Any], *, device: str, dtype: torch.dtype) -> Di
 def contract(backend: AttentionBackend) -> Difference | None:
     """Run a backend on a fake of its kernel, on the CPU; None where there is none to fake."""
     if backend.name == "te":
-        results = [_in_own_process(version) for version in TE_VERSIONS]
-        return max(results, key=lambda result: result.output)
+        return worst([_in_own_process(version) for version in TE_VERSIONS])
     with contextlib.ExitStack() as stack:
         if backend.name.startswith("flash"):
             kernel = stack.enter_context(fake_flash(backend.name))
@@ -83,6 +82,16 @@ def contract(backend: AttentionBackend) -> Difference | None:
         found = measure(backend.load(), device="cpu", dtype=torch.bfloat16)
         assert len(kernel.calls) == found.num_cases, "a case did not reach the kernel"
     return found
+
+
+def worst(results: Sequence[Difference]) -> Difference:
+    """Return the largest difference of each kind, and the fewest cases."""
+    gradients = [result.gradient for result in results if result.gradient is not None]
+    return Difference(
+        output=max(result.output for result in results),
+        gradient=max(gradients, default=None),
+        num_cases=min(result.num_cases for result in results),
+    )
 
 
 def te_contract(version: str) -> Difference:

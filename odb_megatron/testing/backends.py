@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=None, metavar="OUT", help="write this file")
     parser.add_argument("--only", nargs="+", choices=list(BACKENDS), default=list(BACKENDS))
     options = parser.parse_args(arguments)
+    if options.json is not None and not options.json.parent.is_dir():
+        parser.error(f"--json {options.json}: there is no folder {str(options.json.parent)!r}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = select("auto", device_type=device)

@@ -295,8 +295,7 @@ def segment_bounds(packed: PackedSeqParams, *, num_tokens: int) -> Bounds:
         num_tokens: T, the length of the pack.
 
     Returns:
-        (start, end, padded_end) per sample, covering [0, T) without gaps; padding behind the last
-        sample is its padding.
+        (start, end, padded_end) per sample, covering [0, T) without gaps.
 
     Raises:
         ValueError: another layout than `thd`, key lengths that differ from query lengths, or
@@ -308,16 +307,15 @@ def segment_bounds(packed: PackedSeqParams, *, num_tokens: int) -> Bounds:
     ends: list[int] = packed.cu_seqlens_q.tolist()
     offsets = ends if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded.tolist()
     fits = len(ends) >= 2 and len(offsets) == len(ends) and ends[0] == offsets[0] == 0
-    if not fits or offsets[-1] > num_tokens:
+    if not fits or offsets[-1] != num_tokens:
         raise ValueError(
             f"cu_seqlens_q {ends} and its padded form {offsets} must hold a sample, start at 0, "
-            f"be equally long and end within the pack of {num_tokens} tokens"
+            f"be equally long, and the latter end at the pack's {num_tokens} tokens"
         )
     lengths = [end - start for start, end in pairwise(ends)]
-    limits = [*offsets[1:-1], num_tokens]
     bounds = [
         (start, start + length, limit)
-        for start, length, limit in zip(offsets, lengths, limits, strict=False)
+        for (start, limit), length in zip(pairwise(offsets), lengths, strict=True)
     ]
     for index, (start, end, limit) in enumerate(bounds):
         if not start <= end <= limit:

@@ -287,6 +287,12 @@ def select(
             f"{', '.join(backends)} (--odb-attention)"
         )
     backend = backends[name]
+    if device_type not in backend.named_devices:
+        raise ValueError(
+            f"attention backend {name!r} runs on {' and '.join(backend.named_devices)}, and "
+            f"this is {device_type}: pass --odb-attention auto, or start where there is such a "
+            "device"
+        )
     why_not = _why_not(backend, device_type, need, devices=backend.named_devices)
     if why_not is not None:
         raise ValueError(

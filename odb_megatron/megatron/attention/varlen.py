@@ -198,8 +198,8 @@ def packed_segments(packed: PackedSeqParams, *, num_tokens: int) -> Segments:
         num_tokens: T.
 
     Raises:
-        ValueError: another layout; no bound on the lengths; offsets that do not end at T (on a GPU
-            an assertion there: nothing waits for it).
+        ValueError: another layout; no bound on the lengths; offsets that do not begin at 0 and end
+            at T (on a GPU an assertion there: nothing waits for it), or (CPU) decrease.
     """
     if packed.qkv_format != "thd":
         raise ValueError(f"packed samples must come as qkv_format 'thd', got {packed.qkv_format!r}")
@@ -221,12 +221,20 @@ def packed_segments(packed: PackedSeqParams, *, num_tokens: int) -> Segments:
         )
     if packed.max_seqlen_q is None:
         raise ValueError("packed samples must come with max_seqlen_q, which kernels size grids by")
-    ends_there = offsets[-1] == num_tokens
     if offsets.is_cuda:
-        torch._assert_async(ends_there)
-    elif not ends_there:
-        raise ValueError(
-            f"cu_seqlens {offsets.tolist()} do not end at the pack's {num_tokens} tokens: a kernel "
-            "would leave what is behind unwritten; end them there"
-        )
+        torch._assert_async((offsets[0] == 0) & (offsets[-1] == num_tokens))
+    else:
+        _check(offsets.tolist(), num_tokens=num_tokens)
     return Segments(offsets_K1=offsets, longest=int(packed.max_seqlen_q))
+
+
+def _check(offsets: list[int], *, num_tokens: int) -> None:
+    if offsets[-1] != num_tokens:
+        raise ValueError(
+            f"cu_seqlens {offsets} do not end at the pack's {num_tokens} tokens: a kernel would "
+            "leave what is behind unwritten; end them there"
+        )
+    if offsets[0] != 0 or sorted(offsets) != offsets:
+        raise ValueError(
+            f"cu_seqlens {offsets} do not go up from 0: samples would overlap or be left out"
+        )
