@@ -172,7 +172,7 @@ def test_two_processes_all_reduce_on_the_cpu(tmp_path: Path) -> None:
 
 
 FAILURES = """
-import os, signal, sys, time
+import atexit, os, signal, sys, time
 from odb_megatron.comm.elastic import leave_reason
 from odb_megatron.megatron.usage import usage_errors
 rank, how = int(os.environ["RANK"]), sys.argv[1]
@@ -188,6 +188,10 @@ if how in ("signal", "silent"):
     leave_reason("a peer is gone", is_told=True)
     time.sleep(600)
 if how == "usage":
+    if rank == 0:
+        atexit.register(time.sleep, 600)  # the launcher ends it before it has ended itself
+    else:
+        time.sleep(1.5)
     with usage_errors():
         raise ValueError("--odb-window 2 is too small: raise it")
 if rank == 1:

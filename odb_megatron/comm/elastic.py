@@ -50,20 +50,23 @@ class Reason:
         text: what was seen, expected, and the way out.
         is_told: the rank only heard of another's failure, and `text` may be cut.
         time_ns: when.
+        code: exit code that the rank is about to end with.
     """
 
     rank: int
     text: str
     is_told: bool
     time_ns: int
+    code: int = 1
 
 
-def leave_reason(text: str, *, is_told: bool = False) -> bool:
+def leave_reason(text: str, *, is_told: bool = False, code: int = 1) -> bool:
     """Leave the reason of this rank's failure to the launcher; the first one left stays.
 
     Args:
         text: the reason.
         is_told: see `Reason`.
+        code: see `Reason`.
 
     Returns:
         Whether there is a launcher that will print it: a caller prints it itself if not.
@@ -72,7 +75,8 @@ def leave_reason(text: str, *, is_told: bool = False) -> bool:
     if not path or path == os.devnull:
         return False
     now = time.time_ns()
-    reason = Reason(rank=int(os.environ.get("RANK", "0")), text=text, is_told=is_told, time_ns=now)
+    rank = int(os.environ.get("RANK", "0"))
+    reason = Reason(rank=rank, text=text, is_told=is_told, time_ns=now, code=code)
     about = {"py_callstack": text, "timestamp": str(now // 1_000_000_000)}
     about |= {_KEY: asdict(reason)}  # type: ignore[dict-item]
     try:
@@ -113,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         first, reason = _first_to_fail(failed)
         code = failed.failures[first].exitcode
         if code < 0 and reason is not None and (code == -signal.SIGTERM or reason.rank == first):
-            code = 1  # it had failed, and was ended by the launcher before it had ended itself
+            code = reason.code  # it was ended by the launcher before it had ended itself
         print(f"\nodb: {describe(reason, rank=first, code=code)}", file=sys.stderr)
         return code if code > 0 else 128 - code
     _end_orphans(grace_s=_GRACE_S)

@@ -36,7 +36,7 @@ def usage_errors() -> Iterator[None]:
         text = usage_reason(error)
         if text is None:
             raise
-        if not leave_reason(text):
+        if not leave_reason(text, code=USAGE_ERROR):
             print(f"odb: error: {text}", file=sys.stderr, flush=True)
         raise SystemExit(USAGE_ERROR) from error
 
