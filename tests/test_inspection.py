@@ -18,10 +18,11 @@ from odb_megatron.data.tokenizer import train_bpe
 from odb_megatron.inspection.advice import advise
 from odb_megatron.inspection.command import parse
 from odb_megatron.inspection.example import EXAMPLE_FLAGS, example_data
+from odb_megatron.inspection.findings import cut_offs
+from odb_megatron.inspection.lengths import read_length_file
 from odb_megatron.inspection.logits import LogitsMemory, padded_vocabulary
 from odb_megatron.inspection.prediction import METHODS, predict, replica_costs
-from odb_megatron.inspection.reading import DataRequest, read_data, read_length_file
-from odb_megatron.inspection.report import cut_offs
+from odb_megatron.inspection.reading import DataRequest, read_data
 from odb_megatron.inspection.setting import TrainingSetting, parse_shape
 from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.plan.policy import ExchangeMode
