@@ -1,10 +1,10 @@
 """What `odb-megatron inspect` predicts, against what `make train` then measures, on the CPU.
 
-Real runs of `examples/train_chat.py`'s training (its data, flags and default length), each in
+Real runs of `examples/train_chat.py`'s training (its data and flags, fewer samples), each in
 processes of its own: ODB under both policies, and the padded baseline whose worst case fits the
 budget. Must not tune the prediction: it is what the command prints for the same flags.
 
-    python benchmarks/inspect_against_training.py --dp 1 2 --json build/bench/inspect.json
+    python benchmarks/inspect_against_training.py --dp 2 1 --json build/bench/inspect.json
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--data", type=data_name, default="chitchat", help="chitchat (default), chat-mix or a file")
-    add("--dp", type=whole(1), nargs="+", default=[1, 2], help="data-parallel sizes (default 1 2)")
-    add("--samples", type=whole(128), default=2048, help="of each run (default 2048: make train's)")
+    add("--dp", type=whole(1), nargs="+", default=[2, 1], help="data-parallel sizes (default 2 1)")
+    add("--samples", type=whole(128), default=512, help="of each run (default 512: 16 steps)")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default all")
     add("--json", type=output_file, help="write the result here")
     return parser.parse_args()

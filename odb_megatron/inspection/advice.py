@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from odb_megatron.inspection.logits import LogitsMemory
 from odb_megatron.inspection.prediction import ADVISED, Run, run_policy, simulable
-from odb_megatron.inspection.setting import TrainingSetting
+from odb_megatron.inspection.setting import TrainingSetting, require_samples
 from odb_megatron.inspection.trials import (
     TOLERANCE,
     WINDOW_TOLERANCE,
@@ -103,7 +103,7 @@ def advise(
     """Try settings and choose.
 
     Args:
-        lengths: kept and padded, in the order of the training.
+        lengths: of the positions, kept and padded, in the order of the training; 0 for none.
         setting: what the user asked for.
         cost: cost model; the same for every budget.
         vocab: padded vocabulary, 0 where it is not known.
@@ -122,7 +122,7 @@ def run_advised(
 
     Args:
         advice: recommended.
-        lengths: of those samples; where all replicas plan an exchange, their beginning.
+        lengths: of those positions; where all replicas plan an exchange, their beginning.
         setting: what the user asked for.
         cost: cost model.
     """
@@ -150,7 +150,7 @@ class _Adviser:
         progress: Callable[[str], None],
     ) -> None:
         most = min(_MOST_TRIED, _MOST_EXCHANGED // setting.dp)
-        lengths = lengths[: max(most, 2 * setting.global_batch_size)]
+        lengths = require_samples(lengths[: max(most, 2 * setting.global_batch_size)])
         self._stream = Stream.of_epochs(lengths, epochs=1, cost=cost, seed=setting.seed)
         self._setting, self._cost = setting, cost
         self._vocab, self._max_logits_gib, self._progress = vocab, max_logits_gib, progress

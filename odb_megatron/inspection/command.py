@@ -87,16 +87,17 @@ def inspect(options: argparse.Namespace) -> Findings:
     from odb_megatron.inspection.findings import Findings
     from odb_megatron.inspection.logits import LogitsMemory
     from odb_megatron.inspection.prediction import ADVISED, predict, simulable
+    from odb_megatron.inspection.setting import require_samples
     from odb_megatron.simulation.setting import Stream
 
     vocab = _vocab(options, setting, reading)
     if setting.shape is not None:
         setting = replace(setting, shape=replace(setting.shape, vocab=vocab))
-    kept = setting.keep(reading.lengths)
+    kept = setting.keep(reading.positions)
     cost = setting.cost(kept.lengths)
     simulated = setting.simulated(cost)
-    epoch = kept.lengths[: options.train_samples or None]
-    part = epoch[: simulable(simulated, len(epoch))]
+    epoch = kept.positions[: options.train_samples or None]
+    part = require_samples(epoch[: simulable(simulated, len(epoch))])
     stream = Stream.of_epochs(part, epochs=1, cost=cost, seed=setting.seed)
     runs = predict(stream, simulated, progress=_say)
     logits = None
@@ -107,7 +108,7 @@ def inspect(options: argparse.Namespace) -> Findings:
     advice = None
     if not options.no_advice:
         advice = advise(
-            kept.lengths,
+            kept.positions,
             setting,
             cost,
             vocab=vocab,
@@ -123,9 +124,7 @@ def inspect(options: argparse.Namespace) -> Findings:
         runs=runs,
         logits=logits,
         advice=advice,
-        epoch_samples=round(len(epoch) * reading.num_records / reading.num_read)
-        if not options.train_samples
-        else len(epoch),
+        epoch_samples=options.train_samples or reading.num_records,
     )
 
 
@@ -135,9 +134,9 @@ def _read(options: argparse.Namespace) -> Reading:
 
     if options.lengths is not None:
         found = read_length_file(options.lengths)
-        if options.max_samples and len(found.lengths) > options.max_samples:
-            part = found.lengths[: options.max_samples]
-            found = replace(found, lengths=part, num_read=len(part))
+        if options.max_samples and found.num_read > options.max_samples:
+            part = found.positions[: options.max_samples]
+            found = replace(found, positions=part, num_read=len(part))
         return found
     request = data_request(options)
     from tqdm import tqdm

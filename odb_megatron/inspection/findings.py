@@ -38,7 +38,8 @@ class Findings:
         runs: by method.
         logits: None where the vocabulary is not known.
         advice: None where none was asked for.
-        epoch_samples: kept samples of an epoch, those that were not read included.
+        epoch_samples: positions of an epoch, or of the run where its length was given: bad records,
+            dropped samples and those that were not read included, as training counts them.
     """
 
     reading: Reading
@@ -55,7 +56,7 @@ class Findings:
         run = self.runs[name]
         if self.epoch_samples == len(run.stream):
             return run.method.num_steps
-        return math.ceil(self.epoch_samples / run.method.samples_per_step)
+        return math.ceil(self.epoch_samples * run.method.num_steps / len(run.stream))
 
     def speedup(self, name: str, rival: str) -> float:
         """Return the rate of a method over that of another."""
@@ -68,8 +69,12 @@ class Findings:
 
     def avoided(self) -> float:
         """Return the share of the tokens of a batch padded to the context that are not computed."""
-        context = self.setting.seq_length * len(self.kept.lengths)
-        return 1 - int(self.kept.lengths.sum()) / context
+        return 1 - int(self.kept.positions.sum()) / self.context_tokens
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of a batch padded to the context, in which a bad record has its row too."""
+        return self.setting.seq_length * len(self.kept.positions)
 
 
 def cut_offs(lengths: Integers, *, limit: int) -> list[dict[str, float | int]]:

@@ -27,7 +27,8 @@ class Reading:
 
     Attributes:
         name: of the data.
-        lengths: tokens of each sample, uncut, in the order of the training's first epoch, int64.
+        positions: tokens of the sample at each position of the training's first epoch, uncut,
+            int64; 0 for a bad record, which the policy `skip` leaves out of its step.
         num_records: records of the training split.
         num_read: how many of them were read.
         num_bad: how many of those training would refuse.
@@ -38,7 +39,7 @@ class Reading:
     """
 
     name: str
-    lengths: Integers
+    positions: Integers
     num_records: int
     num_read: int
     num_bad: int = 0
@@ -46,6 +47,11 @@ class Reading:
     vocab_size: int = 0
     read_s: float | None = None
     num_workers: int = 0
+
+    @property
+    def lengths(self) -> Integers:
+        """Tokens of each sample, without the bad records."""
+        return self.positions[self.positions > 0]
 
 
 def read_length_file(spec: str) -> Reading:
@@ -71,7 +77,7 @@ def read_length_file(spec: str) -> Reading:
 
 
 def _of_lengths(name: str, values: Integers) -> Reading:
-    return Reading(name=name, lengths=values, num_records=len(values), num_read=len(values))
+    return Reading(name=name, positions=values, num_records=len(values), num_read=len(values))
 
 
 def _text_lengths(path: str) -> Integers:

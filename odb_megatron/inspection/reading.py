@@ -104,15 +104,14 @@ def read_data(request: DataRequest, *, start: Callable[[int], Advance]) -> Readi
             advance(len(found_lengths))
     except (ChatTemplateError, DataFileError) as error:  # no record is to blame for it
         raise ValueError(f"training would stop: {error}") from error
-    good = lengths[lengths > 0]
-    if not len(good):
+    if not lengths.any():
         raise ValueError(
             f"all {len(order)} records that were read are bad; the first: {bad[0]}. Mend the data, "
             "or name the tokenizer it was written for"
         )
     return Reading(
         name=" ".join(request.paths),
-        lengths=good,
+        positions=lengths,
         num_records=num_records,
         num_read=len(order),
         num_bad=len(bad),

@@ -66,7 +66,7 @@ def as_json(findings: Findings) -> dict[str, Any]:
         },
         "padding": {
             "num_tokens": kept.num_tokens,
-            "context_padded": 1 - kept.num_tokens / (setting.seq_length * len(kept.lengths)),
+            "context_padded": 1 - kept.num_tokens / findings.context_tokens,
             "avoided": findings.avoided(),
             "rounding": 1 - kept.num_tokens / tokens,
         },

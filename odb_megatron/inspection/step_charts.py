@@ -59,7 +59,8 @@ def micro_batch_chart(findings: Findings) -> Chart:
         is_padded = findings.runs[name].schedule.is_padded
         for row, lengths in enumerate(batches):
             computed = max(lengths, default=0) * len(lengths) if is_padded else sum(lengths)
-            rows.append([f"{name} {row + 1}", str(len(lengths)), str(sum(lengths)), str(computed)])
+            num = sum(length > 0 for length in lengths)
+            rows.append([f"{name} {row + 1}", str(num), str(sum(lengths)), str(computed)])
     before = findings.runs["standard-safe"].method
     planned = findings.runs[after].method
     return Chart(
@@ -200,8 +201,9 @@ def _draw_micro_batch(axes: Axes, row: int, lengths: Sequence[int], *, is_padded
     at = 0
     for index, length in enumerate(lengths):
         colour = BLUE if index % 2 == 0 else GREEN
-        (bar,) = axes.barh(row, length, left=at, height=0.72, color=colour, linewidth=0.8)
-        set_tooltip(bar, f"micro-batch {row + 1}, sample {index + 1}: {length} tokens")
+        if length:  # else a bad record, of which a padded batch has the padding
+            (bar,) = axes.barh(row, length, left=at, height=0.72, color=colour, linewidth=0.8)
+            set_tooltip(bar, f"micro-batch {row + 1}, sample {index + 1}: {length} tokens")
         at += length
         if is_padded and longest > length:
             (bar,) = axes.barh(

@@ -99,7 +99,8 @@ def bad_lines(findings: Findings) -> list[str]:
     share = reading.num_bad / reading.num_read
     lines = [
         f"bad records: {reading.num_bad} of {reading.num_read} ({share:.2%}). --odb-bad-record "
-        "error, the default, stops at the first; skip leaves them out and counts them. The first:"
+        "error, the default, stops at the first; skip leaves them out of their steps, as "
+        "predicted here. The first:"
     ]
     return lines + [f"  {message}" for message in reading.bad]
 
@@ -112,7 +113,7 @@ def read_line(findings: Findings) -> str:
     if reading.read_s is not None:
         how = f"{reading.num_workers} processes" if reading.num_workers else "one process"
         text += f" in {reading.read_s:.1f} s by {how}"
-    if len(findings.stream) < len(findings.kept.lengths):
+    if len(findings.stream) < len(findings.kept.positions):
         text += f"; the first {len(findings.stream)} are planned"
     return text
 
@@ -168,7 +169,7 @@ def _data_text(findings: Findings) -> str:
 
 def _setting_text(findings: Findings) -> str:
     kept, setting = findings.kept, findings.setting
-    padded = 1 - kept.num_tokens / (setting.seq_length * len(kept.lengths))
+    padded = 1 - kept.num_tokens / findings.context_tokens
     return "\n".join(
         [
             f"prediction: {setting_line(findings)}",
