@@ -55,18 +55,19 @@ def main() -> int:
             )
             for name in options.methods
         }
-        results[f"dp{num_replicas}"] = compare(predicted, runs)
-    write_json(
-        options.json,
-        {
-            "results": results,
-            "data": options.data,
-            "num_samples": options.samples,
-            "cores": os.cpu_count(),
-            "machine": platform.platform(),
-        },
-    )
-    _print(results)
+        own = compare(predicted, runs)
+        _print(own)
+        results[f"dp{num_replicas}"] = own
+        write_json(  # after each, so that an interrupted benchmark leaves what it has
+            options.json,
+            {
+                "results": results,
+                "data": options.data,
+                "num_samples": options.samples,
+                "cores": os.cpu_count(),
+                "machine": platform.platform(),
+            },
+        )
     worst = max(row["error"] for one in results.values() for row in one["figures"])
     print(f"largest error of padding and M: {worst:.2%} (limit {LIMIT:.0%})", flush=True)
     return 0 if worst <= LIMIT else 1
@@ -150,16 +151,17 @@ def _row(method: str, what: str, predicted: float, measured: float) -> dict[str,
     }
 
 
-def _print(results: Mapping[str, Mapping[str, Any]]) -> None:
-    for name, one in results.items():
-        print(f"{name}: method, figure, predicted, measured, error")
-        for row in one["figures"]:
-            print(
-                f"  {row['method']:14s} {row['figure']:16s} {row['predicted']:9.4f} "
-                f"{row['measured']:9.4f} {row['error']:7.2%}"
-            )
-        for pair, speed in one["speedups"].items():
-            print(f"  {pair}: predicted {speed['predicted']:.2f}, measured {speed['measured']:.2f}")
+def _print(one: Mapping[str, Any]) -> None:
+    print("  method, figure, predicted, measured, error")
+    for row in one["figures"]:
+        print(
+            f"  {row['method']:14s} {row['figure']:16s} {row['predicted']:9.4f} "
+            f"{row['measured']:9.4f} {row['error']:7.2%}"
+        )
+    for pair, speed in one["speedups"].items():
+        print(f"  {pair}: predicted {speed['predicted']:.2f}, measured {speed['measured']:.2f}")
+    load = ", ".join(f"{name} {value:.1f}" for name, value in one["load_average"].items())
+    print(f"  load average of the machine before each run: {load}", flush=True)
 
 
 def _parse() -> argparse.Namespace:
