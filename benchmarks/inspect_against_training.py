@@ -169,7 +169,7 @@ def _parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--data", type=data_name, default="chitchat", help="chitchat (default), chat-mix or a file")
     add("--dp", type=whole(1), nargs="+", default=[2, 1], help="data-parallel sizes (default 2 1)")
-    add("--samples", type=whole(128), default=512, help="of each run (default 512: 16 steps)")
+    add("--samples", type=whole(128), default=256, help="of each run (default 256: 8 steps)")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default all")
     add("--json", type=output_file, help="write the result here")
     return parser.parse_args()
