@@ -53,7 +53,7 @@ def lengths_chart(findings: Findings) -> Chart:
         draw=draw,
         caption=f"{len(lengths)} samples, tokens after templating and tokenization, before any "
         f"cut; mean {lengths.mean():.0f}, median {np.median(lengths):.0f}, coefficient of "
-        f"variation {lengths.std() / lengths.mean():.2f}. Length doubles with each mark.",
+        f"variation {lengths.std() / lengths.mean():.2f}. The axis is logarithmic.",
         table=Table(columns=("tokens", "samples"), rows=rows),
         height=300,
         narrow_height=260,
