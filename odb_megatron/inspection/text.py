@@ -43,7 +43,7 @@ def as_text(findings: Findings) -> str:
 
 def prediction_rows(findings: Findings) -> list[list[str]]:
     """Return the head and a row per method."""
-    rows = [["method", "padding", "fill", "balance", "M", "M range", "steps/epoch", "speed"]]
+    rows = [["method", "speed", "padding", "fill", "balance", "M", "M range", "steps/epoch"]]
     for name, run in findings.runs.items():
         method = run.method
         mean, least, most = method.micro_batches
@@ -51,13 +51,13 @@ def prediction_rows(findings: Findings) -> list[list[str]]:
         rows.append(
             [
                 name,
+                f"{findings.speedup(name, 'standard-safe'):.2f}",
                 f"{method.padding:.1%}",
                 f"{method.fill:.3f}{over}",
                 f"{method.balance:.3f}",
                 f"{mean:.2f}",
                 f"{least}-{most}",
                 str(findings.steps_per_epoch(name)),
-                f"{findings.speedup(name, 'standard-safe'):.2f}",
             ]
         )
     return rows
