@@ -1,10 +1,10 @@
 """What `odb-megatron inspect` predicts, against what `make train` then measures, on the CPU.
 
-Real runs of `examples/train_chat.py`'s training (its data, flags and default length), each in
+Real runs of `examples/train_chat.py`'s training (its data and flags, fewer samples), each in
 processes of its own: ODB under both policies, and the padded baseline whose worst case fits the
 budget. Must not tune the prediction: it is what the command prints for the same flags.
 
-    python benchmarks/inspect_against_training.py --dp 1 2 --json build/bench/inspect.json
+    python benchmarks/inspect_against_training.py --dp 2 1 --json build/bench/inspect.json
 """
 
 from __future__ import annotations
@@ -55,18 +55,19 @@ def main() -> int:
             )
             for name in options.methods
         }
-        results[f"dp{num_replicas}"] = compare(predicted, runs)
-    write_json(
-        options.json,
-        {
-            "results": results,
-            "data": options.data,
-            "num_samples": options.samples,
-            "cores": os.cpu_count(),
-            "machine": platform.platform(),
-        },
-    )
-    _print(results)
+        own = compare(predicted, runs)
+        _print(own)
+        results[f"dp{num_replicas}"] = own
+        write_json(  # after each, so that an interrupted benchmark leaves what it has
+            options.json,
+            {
+                "results": results,
+                "data": options.data,
+                "num_samples": options.samples,
+                "cores": os.cpu_count(),
+                "machine": platform.platform(),
+            },
+        )
     worst = max(row["error"] for one in results.values() for row in one["figures"])
     print(f"largest error of padding and M: {worst:.2%} (limit {LIMIT:.0%})", flush=True)
     return 0 if worst <= LIMIT else 1
@@ -150,24 +151,25 @@ def _row(method: str, what: str, predicted: float, measured: float) -> dict[str,
     }
 
 
-def _print(results: Mapping[str, Mapping[str, Any]]) -> None:
-    for name, one in results.items():
-        print(f"{name}: method, figure, predicted, measured, error")
-        for row in one["figures"]:
-            print(
-                f"  {row['method']:14s} {row['figure']:16s} {row['predicted']:9.4f} "
-                f"{row['measured']:9.4f} {row['error']:7.2%}"
-            )
-        for pair, speed in one["speedups"].items():
-            print(f"  {pair}: predicted {speed['predicted']:.2f}, measured {speed['measured']:.2f}")
+def _print(one: Mapping[str, Any]) -> None:
+    print("  method, figure, predicted, measured, error")
+    for row in one["figures"]:
+        print(
+            f"  {row['method']:14s} {row['figure']:16s} {row['predicted']:9.4f} "
+            f"{row['measured']:9.4f} {row['error']:7.2%}"
+        )
+    for pair, speed in one["speedups"].items():
+        print(f"  {pair}: predicted {speed['predicted']:.2f}, measured {speed['measured']:.2f}")
+    load = ", ".join(f"{name} {value:.1f}" for name, value in one["load_average"].items())
+    print(f"  load average of the machine before each run: {load}", flush=True)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--data", type=data_name, default="chitchat", help="chitchat (default), chat-mix or a file")
-    add("--dp", type=whole(1), nargs="+", default=[1, 2], help="data-parallel sizes (default 1 2)")
-    add("--samples", type=whole(128), default=2048, help="of each run (default 2048: make train's)")
+    add("--dp", type=whole(1), nargs="+", default=[2, 1], help="data-parallel sizes (default 2 1)")
+    add("--samples", type=whole(128), default=256, help="of each run (default 256: 8 steps)")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default all")
     add("--json", type=output_file, help="write the result here")
     return parser.parse_args()

@@ -18,13 +18,15 @@ from odb_megatron.data.tokenizer import train_bpe
 from odb_megatron.inspection.advice import advise
 from odb_megatron.inspection.command import parse
 from odb_megatron.inspection.example import EXAMPLE_FLAGS, example_data
+from odb_megatron.inspection.findings import cut_offs
+from odb_megatron.inspection.lengths import read_length_file
 from odb_megatron.inspection.logits import LogitsMemory, padded_vocabulary
 from odb_megatron.inspection.prediction import METHODS, predict, replica_costs
-from odb_megatron.inspection.reading import DataRequest, read_data, read_length_file
-from odb_megatron.inspection.report import cut_offs
+from odb_megatron.inspection.reading import DataRequest, read_data
 from odb_megatron.inspection.setting import TrainingSetting, parse_shape
+from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.padding import OverlongPolicy
-from odb_megatron.plan.policy import ExchangeMode
+from odb_megatron.plan.policy import ExchangeMode, PolicyName
 from odb_megatron.simulation.setting import Stream
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,32 +128,141 @@ def test_chats(chats: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> 
     assert found["logits"]["vocab"] == 384  # 300, padded to a multiple of 128
     sampled = _run(*flags, "--max-samples", "10", capsys=capsys)
     assert sampled["data"]["num_read"] == 10
-    assert sampled["prediction"]["epoch_samples"] == pytest.approx(
-        sampled["lengths"]["count"] * 4.3, abs=1
-    )
+    assert sampled["prediction"]["epoch_samples"] == 43
 
 
-def test_lengths_and_order_are_the_trainings_own(chats: tuple[Path, Path]) -> None:
+def _stream(chats: tuple[Path, Path], *, num: int, seed: int, **changes: Any) -> Any:
+    """Return the training's own stream over the first `num` records."""
     from odb_megatron.data.chat_template import ChatRenderer
     from odb_megatron.data.order import PassOrder
     from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
-    from odb_megatron.data.sample import Sample
     from odb_megatron.data.sources import ChatSource
     from odb_megatron.data.stream import SampleStream, SourcePart
     from odb_megatron.data.tokenizer import load_tokenizer
 
     path, tokenizer = chats
-    request = DataRequest(paths=(str(path),), tokenizer=str(tokenizer), split=(0.0, 0.9), seed=5)
-    reading = read_data(request, start=lambda total: lambda num: None)
-    rules = SampleRules(context=10_000, token_budget=10_000, bad_record=BadRecordPolicy.SKIP)
+    values = {"context": 512, "token_budget": 512, **changes}
+    rules = SampleRules(bad_record=BadRecordPolicy.SKIP, **values)
     renderer = ChatRenderer(load_tokenizer(tokenizer))
     source = ChatSource(str(path), rules=rules, renderer=renderer)
-    order = PassOrder(np.arange(round(0.9 * len(source))), seed=5)
-    stream = SampleStream([SourcePart(source=source, order=order)])
+    order = PassOrder(np.arange(num), seed=seed)
+    return SampleStream([SourcePart(source=source, order=order)])
+
+
+def test_lengths_and_order_are_the_trainings_own(chats: tuple[Path, Path]) -> None:
+    from odb_megatron.data.sample import Sample
+
+    path, tokenizer = chats
+    request = DataRequest(paths=(str(path),), tokenizer=str(tokenizer), split=(0.0, 0.9), seed=5)
+    reading = read_data(request, start=lambda total: lambda num: None)
+    stream = _stream(chats, num=39, seed=5)
     samples = [stream.fetch(position) for position in range(len(stream))]
-    expected = [len(sample) for sample in samples if isinstance(sample, Sample)]
-    assert reading.lengths.tolist() == expected
+    expected = [len(sample) if isinstance(sample, Sample) else 0 for sample in samples]
+    assert reading.positions.tolist() == expected
+    assert reading.lengths.tolist() == [length for length in expected if length]
+    assert 0 < reading.num_bad == expected.count(0)
     assert reading.num_records == len(stream)
+
+
+@pytest.mark.parametrize("policy", list(PolicyName))
+@pytest.mark.parametrize("overlong", [OverlongPolicy.TRUNCATE, OverlongPolicy.DROP])
+def test_steps_are_those_of_the_training_bad_records_and_all(
+    chats: tuple[Path, Path], policy: PolicyName, overlong: OverlongPolicy
+) -> None:
+    """The training's loaders of two replicas emit the very micro-batches that are predicted."""
+    from odb_megatron.data.step_loader import StepLoader
+    from odb_megatron.testing.replicas import ThreadExchange, run_in_threads, thread_exchanges
+
+    longest = 56
+    setting = _setting(
+        seq_length=longest, token_budget=2 * longest, global_batch_size=8, overlong=overlong
+    )
+    request = DataRequest(paths=(str(chats[0]),), tokenizer=str(chats[1]), seed=5)
+    reading = read_data(request, start=lambda total: lambda num: None)
+    kept = setting.keep(reading.positions)
+    changed = kept.num_dropped or kept.num_truncated
+    assert reading.num_bad == 3
+    assert changed, "guard: some samples are too long"
+    cost = setting.cost(kept.lengths)
+    predicted = predict(
+        Stream.of_epochs(kept.positions, epochs=1, cost=cost, seed=0), setting.simulated(cost)
+    )[policy.value].schedule
+    stream = _stream(
+        chats, num=43, seed=5, context=longest, token_budget=2 * longest, overlong=overlong
+    )
+    config = PlanConfig(
+        policy=policy,
+        total=len(stream),
+        global_batch_size=8,
+        num_replicas=2,
+        token_budget=2 * longest,
+        window=setting.window_in_force,
+        max_bad_records=len(stream),
+        cost=cost,
+    )
+
+    def emitted(exchange: ThreadExchange) -> list[list[list[int]]]:
+        loader = StepLoader(stream, config, exchange=exchange)
+        steps = []
+        while (step := loader.make_step()) is not None:
+            steps.append([list(one) for one in step.header.micro_batches])
+        return steps
+
+    replicas: Any = run_in_threads(emitted, thread_exchanges(2))
+    flat = iter(np.split(predicted.positions, predicted.sample_starts[1:-1]))
+    expected = [
+        [[next(flat).tolist() for _ in range(count)] for _ in range(2)]
+        for count in predicted.counts.tolist()
+    ]
+    assert [list(step) for step in zip(*replicas, strict=True)] == expected
+    if policy is PolicyName.SAMPLES:
+        assert len(expected) == 6  # 43 positions over 8, though 40 samples at most are left
+
+
+def test_every_method_bears_positions_without_a_sample() -> None:
+    """A whole global batch of bad records is a step of idle micro-batches, or is left out."""
+    positions = _lengths(64)
+    positions[8:16] = 0
+    setting = _setting(global_batch_size=8)
+    kept = setting.keep(positions)
+    cost = setting.cost(kept.lengths)
+    stream = Stream.of_epochs(kept.positions, epochs=1, cost=cost, seed=0)
+    for name, run in predict(stream, setting.simulated(cost)).items():
+        done = run.schedule.positions
+        assert stream.lengths[done].sum() == kept.num_tokens, name
+        keeps_place = name in ("standard", "standard-safe")
+        assert len(done) == (64 if keeps_place else 56), name
+        assert run.method.samples_per_step == pytest.approx(56 / run.method.num_steps)
+        if name in ("samples", "dp-balanced"):
+            assert run.method.num_steps == 8
+            assert run.schedule.step_samples[1] == 0
+            assert run.times.balance_step[1] == 1.0
+
+
+def test_nothing_but_bad_records_is_refused() -> None:
+    setting = _setting()
+    positions = np.array([0] * 80_000 + [5], dtype=np.int64)
+    cost = setting.cost(setting.keep(positions).lengths)
+    with pytest.raises(ValueError, match="the first 8192 records are all bad or dropped"):
+        advise(positions, setting, cost)
+
+
+def test_a_megatron_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    prefix = str(tmp_path / "documents")
+    builder = module.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    sizes = [3 + number % 40 for number in range(60)]
+    for size in sizes:
+        builder.add_document(np.arange(1, size + 1), [size])
+    builder.finalize(f"{prefix}.idx")
+    found = _run(prefix, *RUN, "--no-advice", "--split", "5,1,0", capsys=capsys)
+    assert found["data"]["num_read"] == found["data"]["num_records"] == 50
+    assert found["data"]["num_bad"] == 0
+    assert found["lengths"]["num_tokens"] == sum(sizes[:50]) - 50  # the last is a label only
+    assert found["lengths"]["max"] == max(sizes) - 1
+    assert found["logits"] is None
+    said = _error(prefix, "--tokenizer", "t", *RUN, capsys=capsys)
+    assert "has tokens already; drop it" in " ".join(said.split())
 
 
 def test_a_blend_draws_by_weight(chats: tuple[Path, Path], tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra
 pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra pages)")
 
 CASES = {
-    "long-tail": "--lengths lognormal:mean=500,cv=1.2,max=4096,n=1500 --dp 4 --token-budget 8192 "
+    "long-tail": "--lengths lognormal:mean=500,cv=1.2,max=4096,n=600 --dp 4 --token-budget 8192 "
     "--seq-length 4096 --model-shape layers=4,hidden=256,heads=4,vocab=32000",
-    "many-replicas": "--lengths lognormal:mean=80,cv=0.5,max=300,n=1200 --dp 24 "
-    "--token-budget 2048 --global-batch-size 192",
+    "many-replicas": "--lengths lognormal:mean=80,cv=0.5,max=300,n=480 --dp 24 "
+    "--token-budget 2048 --global-batch-size 96 --no-advice",
     "one-length": "--lengths lognormal:mean=64,cv=0,max=64,n=200 --dp 1 --token-budget 256 "
     "--no-advice",
 }

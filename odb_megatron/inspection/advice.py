@@ -13,19 +13,27 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.inspection.logits import LogitsMemory
-from odb_megatron.inspection.prediction import ADVISED, Method, Run, run_policy, simulable
-from odb_megatron.inspection.setting import TrainingSetting
+from odb_megatron.inspection.prediction import ADVISED, Run, run_policy, simulable
+from odb_megatron.inspection.setting import TrainingSetting, require_samples
+from odb_megatron.inspection.trials import (
+    TOLERANCE,
+    WINDOW_TOLERANCE,
+    Trial,
+    budget_reason,
+    exchange_reason,
+    first_within,
+    way_reason,
+    window_reason,
+)
 from odb_megatron.plan.batch_size import batch_size_warning
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.policy import ExchangeMode, PolicyName
 from odb_megatron.simulation.setting import Stream
 
-__all__ = ["Advice", "Choice", "Trial", "advise", "run_advised"]
+__all__ = ["Advice", "Choice", "advise", "run_advised"]
 
 Integers = npt.NDArray[np.int64]
 
-_TOLERANCE = 0.02
-_WINDOW_TOLERANCE = 0.01
 _WINDOW_FACTORS = (1, 2, 4, 8, 16)
 _BUDGET_FACTORS = (1, 2, 3, 4, 6, 8)
 _MOST_TRIED = 8192
@@ -40,27 +48,6 @@ _WAYS = (
     (PolicyName.COST, ExchangeMode.TOKENS),
 )
 """From what changes a padded baseline least to what changes it most."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """One run of the planner.
-
-    Attributes:
-        policy: step policy.
-        exchange: exchange mode.
-        token_budget: of a micro-batch.
-        window: in force under `cost`, else 0.
-        method: its figures.
-        logits: memory of its logits; None where the vocabulary is not known.
-    """
-
-    policy: PolicyName
-    exchange: ExchangeMode
-    token_budget: int
-    window: int
-    method: Method
-    logits: LogitsMemory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +103,7 @@ def advise(
     """Try settings and choose.
 
     Args:
-        lengths: kept and padded, in the order of the training.
+        lengths: of the positions, kept and padded, in the order of the training; 0 for none.
         setting: what the user asked for.
         cost: cost model; the same for every budget.
         vocab: padded vocabulary, 0 where it is not known.
@@ -135,7 +122,7 @@ def run_advised(
 
     Args:
         advice: recommended.
-        lengths: of those samples; where all replicas plan an exchange, their beginning.
+        lengths: of those positions; where all replicas plan an exchange, their beginning.
         setting: what the user asked for.
         cost: cost model.
     """
@@ -163,7 +150,7 @@ class _Adviser:
         progress: Callable[[str], None],
     ) -> None:
         most = min(_MOST_TRIED, _MOST_EXCHANGED // setting.dp)
-        lengths = lengths[: max(most, 2 * setting.global_batch_size)]
+        lengths = require_samples(lengths[: max(most, 2 * setting.global_batch_size)])
         self._stream = Stream.of_epochs(lengths, epochs=1, cost=cost, seed=setting.seed)
         self._setting, self._cost = setting, cost
         self._vocab, self._max_logits_gib, self._progress = vocab, max_logits_gib, progress
@@ -177,20 +164,20 @@ class _Adviser:
             and (policy is PolicyName.SAMPLES or setting.global_batch_size >= setting.dp)
         ]
         trials = [self._try(policy, exchange) for policy, exchange in ways]
-        first, chosen = trials[0], _first_within(trials, _TOLERANCE)
+        first, chosen = trials[0], first_within(trials, TOLERANCE)
         windows = self._windows(chosen) if chosen.policy is PolicyName.COST else []
         if windows:
-            chosen = _first_within(windows, _WINDOW_TOLERANCE)
+            chosen = first_within(windows, WINDOW_TOLERANCE)
         budgets = self._budgets(chosen)
-        final = _first_within(budgets, _TOLERANCE)
+        final = first_within(budgets, TOLERANCE)
         choices = [
             Choice(
-                flag="--odb-policy", value=chosen.policy.value, reason=_way_reason(trials, chosen)
+                flag="--odb-policy", value=chosen.policy.value, reason=way_reason(trials, chosen)
             ),
             Choice(
                 flag="--odb-exchange",
                 value=chosen.exchange.value,
-                reason=_exchange_reason(trials, chosen, num_replicas=setting.dp),
+                reason=exchange_reason(trials, chosen, num_replicas=setting.dp),
             ),
         ]
         if windows:
@@ -198,14 +185,14 @@ class _Adviser:
                 Choice(
                     flag="--odb-window",
                     value=str(chosen.window),
-                    reason=_window_reason(windows, chosen),
+                    reason=window_reason(windows, chosen),
                 )
             )
         choices.append(
             Choice(
                 flag="--odb-token-budget",
                 value=str(final.token_budget),
-                reason=_budget_reason(budgets, final, setting.token_budget),
+                reason=budget_reason(budgets, final, setting.token_budget),
             )
         )
         return Advice(
@@ -309,60 +296,3 @@ class _Adviser:
                 "helps more than any flag here"
             )
         return found
-
-
-def _first_within(trials: Sequence[Trial], tolerance: float) -> Trial:
-    best = max(trial.method.rate for trial in trials)
-    return next(trial for trial in trials if trial.method.rate >= best * (1 - tolerance))
-
-
-def _gain(over: Trial, under: Trial) -> str:
-    return f"{over.method.rate / under.method.rate - 1:+.1%}"
-
-
-def _way_reason(trials: Sequence[Trial], chosen: Trial) -> str:
-    best = max(trials, key=lambda trial: trial.method.rate)
-    if chosen.policy is PolicyName.SAMPLES:
-        others = [trial for trial in trials if trial.policy is PolicyName.COST]
-        if not others:
-            return "keeps the baseline's samples in every step"
-        other = max(others, key=lambda trial: trial.method.rate)
-        return (
-            f"keeps the baseline's samples in every step; cost, exchange {other.exchange.value}, "
-            f"is {_gain(other, chosen)} against it, and below +{_TOLERANCE:.0%} that decides"
-        )
-    same = [trial for trial in trials if trial.policy is PolicyName.SAMPLES]
-    other = max(same, key=lambda trial: trial.method.rate)
-    what = "the fastest" if chosen is best else f"within {_TOLERANCE:.0%} of the fastest"
-    return (
-        f"{what}: {_gain(chosen, other)} against samples, exchange {other.exchange.value} (steps "
-        "are composed anew, around the same global batch size)"
-    )
-
-
-def _exchange_reason(trials: Sequence[Trial], chosen: Trial, *, num_replicas: int) -> str:
-    if num_replicas == 1:
-        return "one replica has nobody to hand samples to"
-    pair = {trial.exchange: trial for trial in trials if trial.policy is chosen.policy}
-    none, tokens = pair[ExchangeMode.NONE], pair[ExchangeMode.TOKENS]
-    moved = tokens.method.bytes_moved_per_step / 1e6
-    return (
-        f"tokens is {_gain(tokens, none)} against none: balance {none.method.balance:.3f} to "
-        f"{tokens.method.balance:.3f}, for {moved:.2f} MB per step on the CPU network"
-    )
-
-
-def _window_reason(trials: Sequence[Trial], chosen: Trial) -> str:
-    rates = ", ".join(f"{trial.window}: {trial.method.rate:.3f}" for trial in trials)
-    return f"the smallest within {_WINDOW_TOLERANCE:.0%} of the fastest (rate by window: {rates})"
-
-
-def _budget_reason(trials: Sequence[Trial], chosen: Trial, asked: int) -> str:
-    rates = ", ".join(f"{trial.token_budget}: {trial.method.rate:.3f}" for trial in trials)
-    text = f"the smallest within {_TOLERANCE:.0%} of the fastest (rate by budget: {rates})"
-    if chosen.logits is not None:
-        text += f"; its logits peak at {chosen.logits.peak_gib:.2f} GiB"
-    used = next((trial for trial in trials if trial.token_budget == asked), None)
-    if used is not None and used is not chosen:
-        text += f"; {_gain(chosen, used)} against the {asked} asked for"
-    return text

@@ -1,13 +1,13 @@
-"""`odb-megatron inspect`: arguments, order of work, and where the findings go.
+"""`odb-megatron inspect`: the order of work, and where the findings go.
 
-Imports numpy and what reads data only after the arguments are parsed, so that `--help` is instant.
+Must not judge arguments: `options` does. Imports numpy and what reads data only after the arguments
+are parsed, so that `--help` is instant.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -16,22 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from odb_megatron import __version__
-from odb_megatron.inspection.example import EXAMPLE_FLAGS, example_data
+from odb_megatron.inspection.options import (
+    check_outputs,
+    data_request,
+    fill_in,
+    make_parser,
+    training_setting,
+)
 
 if TYPE_CHECKING:
-    from odb_megatron.inspection.reading import Reading
-    from odb_megatron.inspection.report import Findings
+    from odb_megatron.inspection.findings import Findings
+    from odb_megatron.inspection.lengths import Reading
     from odb_megatron.inspection.setting import TrainingSetting
 
 __all__ = ["inspect", "main", "parse"]
-
-_DEFAULT_SAMPLES = 100_000
-_DESCRIPTION = """\
-Look at a data set before training on it: lengths, bad records, what padding costs, how even and how
-fast steps would be, how much memory logits take, and which flags to use. Reads with the training's
-own reader and plans with its own planner; runs no model. docs/inspect.md says what each figure
-means. Without DATA: what 'make train' prepared in this folder, with its flags.
-"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,13 +41,14 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: arguments that do not parse or cannot be used (2), or `--help` (0).
     """
-    parser = _parser()
+    parser = make_parser()
     options = parser.parse_args(argv)
     text_to = sys.stderr if options.json == "-" else sys.stdout
     try:
-        _check_outputs(options)
+        check_outputs(options)
         findings = inspect(options)
-        from odb_megatron.inspection.report import as_json, as_text
+        from odb_megatron.inspection.report import as_json
+        from odb_megatron.inspection.text import as_text
 
         print(as_text(findings), file=text_to)
         if options.json:
@@ -62,16 +61,14 @@ def main(argv: Sequence[str]) -> int:
         _write_pictures(options, findings, argv)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    except (
-        RuntimeError
-    ) as error:  # of the reader: a template or a file that no record can be blamed for
+    except RuntimeError as error:  # of the reader: a file or template, not a record, is to blame
         parser.error(f"training would stop: {error}")
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options for `inspect`; a SystemExit for arguments that do not parse."""
-    return _parser().parse_args(argv)
+    return make_parser().parse_args(argv)
 
 
 def inspect(options: argparse.Namespace) -> Findings:
@@ -83,23 +80,24 @@ def inspect(options: argparse.Namespace) -> Findings:
     Raises:
         ValueError: an argument or the data cannot be used; says which, and the way out.
     """
-    _fill_in(options)
-    setting = _setting(options)
+    fill_in(options)
+    setting = training_setting(options)
     reading = _read(options)
     from odb_megatron.inspection.advice import advise, run_advised
+    from odb_megatron.inspection.findings import Findings
     from odb_megatron.inspection.logits import LogitsMemory
     from odb_megatron.inspection.prediction import ADVISED, predict, simulable
-    from odb_megatron.inspection.report import Findings
+    from odb_megatron.inspection.setting import require_samples
     from odb_megatron.simulation.setting import Stream
 
     vocab = _vocab(options, setting, reading)
     if setting.shape is not None:
         setting = replace(setting, shape=replace(setting.shape, vocab=vocab))
-    kept = setting.keep(reading.lengths)
+    kept = setting.keep(reading.positions)
     cost = setting.cost(kept.lengths)
     simulated = setting.simulated(cost)
-    epoch = kept.lengths[: options.train_samples or None]
-    part = epoch[: simulable(simulated, len(epoch))]
+    epoch = kept.positions[: options.train_samples or None]
+    part = require_samples(epoch[: simulable(simulated, len(epoch))])
     stream = Stream.of_epochs(part, epochs=1, cost=cost, seed=setting.seed)
     runs = predict(stream, simulated, progress=_say)
     logits = None
@@ -110,7 +108,7 @@ def inspect(options: argparse.Namespace) -> Findings:
     advice = None
     if not options.no_advice:
         advice = advise(
-            kept.lengths,
+            kept.positions,
             setting,
             cost,
             vocab=vocab,
@@ -126,88 +124,21 @@ def inspect(options: argparse.Namespace) -> Findings:
         runs=runs,
         logits=logits,
         advice=advice,
-        epoch_samples=round(len(epoch) * reading.num_records / reading.num_read)
-        if not options.train_samples
-        else len(epoch),
-    )
-
-
-def _fill_in(options: argparse.Namespace) -> None:
-    """Give options their defaults: those of `make train` where no data is named."""
-    if not options.data and options.lengths is None:
-        data, tokenizer = example_data()
-        options.data = [data]
-        defaults = {**EXAMPLE_FLAGS, "tokenizer": tokenizer}
-    elif options.data and options.lengths is not None:
-        raise ValueError(
-            f"DATA {' '.join(options.data)} and --lengths {options.lengths}: name one of them"
-        )
-    else:
-        defaults = {}
-    if options.lengths is not None and options.tokenizer is not None:
-        raise ValueError(
-            f"--tokenizer {options.tokenizer!r} would do nothing: --lengths has lengths, no text; "
-            "drop it"
-        )
-    defaults = {**_DEFAULTS, **defaults}
-    for name, value in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    if options.seq_length is None:
-        options.seq_length = options.token_budget
-
-
-def _setting(options: argparse.Namespace) -> TrainingSetting:
-    from odb_megatron.inspection.setting import TrainingSetting, parse_shape
-    from odb_megatron.plan.cost import CostPrices
-    from odb_megatron.plan.padding import OverlongPolicy
-    from odb_megatron.plan.policy import ExchangeMode
-
-    prices = None
-    if options.cost is not None:
-        linear, quadratic, fixed = options.cost
-        prices = CostPrices(linear=linear, quadratic=quadratic, fixed=fixed)
-    if options.dp < 1:
-        raise ValueError(f"--dp must be at least 1, got {options.dp}")
-    return TrainingSetting(
-        seq_length=options.seq_length,
-        token_budget=options.token_budget,
-        dp=options.dp,
-        global_batch_size=options.global_batch_size or 16 * options.dp,
-        window=options.window or 0,
-        overlong=OverlongPolicy(options.overlong),
-        exchange=ExchangeMode(options.exchange),
-        max_delay_steps=options.max_delay_steps,
-        tp=options.tp,
-        cp=options.cp,
-        pp=options.pp,
-        vpp=options.vpp,
-        sequence_parallel=options.sequence_parallel,
-        shape=None if options.model_shape is None else parse_shape(options.model_shape),
-        prices=prices,
-        seed=options.seed,
+        epoch_samples=options.train_samples or reading.num_records,
     )
 
 
 def _read(options: argparse.Namespace) -> Reading:
-    from odb_megatron.inspection.reading import DataRequest, read_data, read_length_file
+    from odb_megatron.inspection.lengths import read_length_file
+    from odb_megatron.inspection.reading import read_data
 
     if options.lengths is not None:
         found = read_length_file(options.lengths)
-        if options.max_samples and len(found.lengths) > options.max_samples:
-            part = found.lengths[: options.max_samples]
-            found = replace(found, lengths=part, num_read=len(part))
+        if options.max_samples and found.num_read > options.max_samples:
+            part = found.positions[: options.max_samples]
+            found = replace(found, positions=part, num_read=len(part))
         return found
-    paths, weights = _blend(options.data)
-    request = DataRequest(
-        paths=paths,
-        weights=weights,
-        tokenizer=options.tokenizer,
-        split=_split(options.split),
-        seed=options.seed,
-        max_samples=options.max_samples,
-        num_workers=len(os.sched_getaffinity(0)) if options.workers is None else options.workers,
-    )
+    request = data_request(options)
     from tqdm import tqdm
 
     with tqdm(
@@ -233,59 +164,6 @@ def _vocab(options: argparse.Namespace, setting: TrainingSetting, reading: Readi
     if vocab < 1:
         return 0
     return padded_vocabulary(vocab, divisible_by=options.vocab_divisible_by, tp=setting.tp)
-
-
-def _blend(data: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """Return paths and weights, as Megatron's `--data-path` has them."""
-    if len(data) % 2 == 0:
-        try:
-            weights = tuple(float(text) for text in data[::2])
-        except ValueError:
-            return tuple(data), ()
-        if min(weights) <= 0:
-            raise ValueError(f"weights of a blend must be above 0, got {data[::2]}")
-        return tuple(data[1::2]), weights
-    return tuple(data), ()
-
-
-def _split(text: str) -> tuple[float, float]:
-    """Return the training split's bounds, normalized as Megatron does."""
-    try:
-        parts = [float(part) for part in text.split(",")]
-    except ValueError:
-        parts = []
-    if not 1 <= len(parts) <= 3 or min(parts) < 0 or not parts[0]:
-        raise ValueError(
-            f"--split {text!r} is not understood; expected shares of training, validation and "
-            "test, as 98,1,1"
-        )
-    return 0.0, parts[0] / sum(parts)
-
-
-def _check_outputs(options: argparse.Namespace) -> None:
-    """Refuse before anything is read what cannot be written after it."""
-    from odb_megatron.pages.needs import require
-
-    for flag in ("json", "plot", "html"):
-        value = getattr(options, flag)
-        if value is None or (flag == "json" and value == "-"):
-            continue
-        path = Path(value)
-        if path.is_dir():
-            raise ValueError(f"--{flag} {value} is a folder: name a file in it")
-        if not path.parent.is_dir():
-            raise ValueError(
-                f"--{flag} {value}: there is no folder {str(path.parent)!r}; make it first"
-            )
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"--{flag} {value} cannot be written: name another file")
-    if options.plot is not None:
-        if not options.plot.endswith(".png"):
-            raise ValueError(f"--plot {options.plot}: expected a name that ends in .png")
-        require("matplotlib", purpose="--plot")
-    if options.html is not None:
-        require("matplotlib", purpose="--html")
-        require("jinja2", purpose="--html")
 
 
 def _write_pictures(options: argparse.Namespace, findings: Findings, argv: Sequence[str]) -> None:
@@ -315,101 +193,3 @@ def _versions() -> dict[str, str]:
 def _say(name: str) -> None:
     if sys.stderr.isatty():
         print(f"... {name}", file=sys.stderr, flush=True)
-
-
-_DEFAULTS: dict[str, object] = {
-    "token_budget": 8192,
-    "dp": 8,
-    "overlong": "error",
-    "split": "100,0,0",
-    "vocab_divisible_by": 128,
-}
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="odb-megatron inspect",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    data = parser.add_argument_group("data")
-    data.add_argument(
-        "data",
-        nargs="*",
-        metavar="DATA",
-        help="chat or text files (.jsonl, .json), Megatron .bin/.idx prefixes, or WEIGHT PATH "
-        "pairs, as --data-path of the training",
-    )
-    data.add_argument(
-        "--lengths",
-        metavar="FILE",
-        help="lengths in place of DATA: .npy, .json[#key], text with one per line, or "
-        "lognormal:mean=500,cv=1.0,max=8192; needs numpy alone",
-    )
-    data.add_argument("--tokenizer", metavar="T", help="folder or tokenizer.json, for text")
-    data.add_argument("--split", metavar="A,B,C", help="as of the training (default 100,0,0)")
-    data.add_argument(
-        "--max-samples",
-        type=_whole,
-        default=_DEFAULT_SAMPLES,
-        metavar="N",
-        help=f"records read, a random sample; 0 for all (default {_DEFAULT_SAMPLES})",
-    )
-    data.add_argument("--workers", type=_whole, metavar="N", help="processes (default: all cores)")
-    run = parser.add_argument_group("training (values of its flags)")
-    run.add_argument("--token-budget", type=int, metavar="B", help="default 8192")
-    run.add_argument("--seq-length", type=int, metavar="L", help="default: the token budget")
-    run.add_argument("--dp", type=int, metavar="N", help="data-parallel replicas (default 8)")
-    run.add_argument("--global-batch-size", type=int, metavar="G", help="default 16 per replica")
-    run.add_argument(
-        "--overlong", choices=("error", "truncate", "drop", "solo"), help="default error"
-    )
-    run.add_argument("--window", type=_whole, metavar="W", help="default 4 x G / N")
-    run.add_argument("--exchange", choices=("none", "tokens", "auto"), default="none")
-    run.add_argument("--max-delay-steps", type=int, default=8, metavar="K")
-    run.add_argument(
-        "--train-samples", type=_whole, default=0, metavar="N", help="default: one epoch"
-    )
-    run.add_argument("--seed", type=_whole, default=1234, help="default 1234, as Megatron's")
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model-shape",
-        metavar="SHAPE",
-        help="layers=32,hidden=4096,heads=32[,groups=8][,ffn=14336][,kv_channels=128]"
-        "[,vocab=128256][,mlp=gated|plain]: its FLOPs are the cost model",
-    )
-    model.add_argument(
-        "--cost",
-        nargs=3,
-        type=float,
-        metavar=("LINEAR", "QUADRATIC", "FIXED"),
-        help="prices in place of FLOPs, as --odb-cost auto of a training prints them",
-    )
-    for name, what in (
-        ("tp", "tensor-parallel size"),
-        ("cp", "context-parallel size"),
-        ("pp", "pipeline stages"),
-        ("vpp", "virtual chunks per stage"),
-    ):
-        model.add_argument(f"--{name}", type=int, default=1, metavar="N", help=what)
-    model.add_argument("--sequence-parallel", action="store_true")
-    model.add_argument("--vocab-divisible-by", type=int, metavar="N", help="default 128")
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", metavar="FILE", help="write the figures; '-' for stdout")
-    output.add_argument("--plot", metavar="FILE.png", help="write the charts")
-    output.add_argument("--html", metavar="FILE.html", help="write a page that needs no network")
-    output.add_argument("--no-advice", action="store_true", help="skip the trials of settings")
-    output.add_argument(
-        "--max-logits-gib",
-        type=float,
-        metavar="G",
-        help="advise no budget whose logits peak above this",
-    )
-    return parser

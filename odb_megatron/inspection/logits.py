@@ -3,8 +3,9 @@
 Pure arithmetic on what Megatron's loss does (megatron-core 0.19.2): the output layer gives logits
 in the parameters' type; `VocabParallelCrossEntropy` makes a float32 copy, overwrites it with the
 softmax and keeps it for the backward pass, which overwrites it with the gradient and casts that to
-the logits' type. So the peak is the logits and the copy: 6 bytes each in bfloat16. Nothing here was
-measured on a GPU.
+the logits' type. So the peak is the logits and the copy: 6 bytes each in bfloat16. The fusion `te`
+(Transformer Engine, `pytorch/triton/cross_entropy.py`) writes the gradient over the logits up to
+2.17.1 and into a float32 tensor from 2.18 on. Nothing here was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ class LogitsMemory:
 
 
 NOTE = (
-    "bfloat16 logits and Megatron's float32 copy. --cross-entropy-loss-fusion with "
-    "--cross-entropy-fusion-impl native keeps the copy; te works in Transformer Engine's kernel, "
-    "without it. A loss in chunks that never holds all logits is not in megatron-core 0.19. "
-    "Computed, not measured."
+    "bfloat16 logits and the float32 copy of Megatron's loss, which its fusion native keeps. Its "
+    "fusion te (refused by the arguments of Megatron 0.19) overwrites the logits up to Transformer "
+    "Engine 2.17 and so needs no copy; from 2.18 its float32 gradient takes the same place. "
+    "Computed from the sources, not measured."
 )
 
 

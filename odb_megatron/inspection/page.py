@@ -8,8 +8,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from odb_megatron.inspection.report import (
-    Findings,
+from odb_megatron.inspection.findings import Findings
+from odb_megatron.inspection.text import (
     bad_lines,
     cut_rows,
     length_rows,

@@ -66,7 +66,7 @@ class Method:
         balance: mean over largest cost of the replicas, mean over steps (of each micro-batch index,
             where replicas wait in each).
         micro_batches: per replica and step: mean, least, most.
-        samples_per_step: mean.
+        samples_per_step: mean; without bad records and dropped samples.
         num_steps: of the simulated samples.
         over_budget: micro-batches that compute more tokens than the budget.
         rate: work per replica and time; 1.0 without padding, idling or fixed prices.
@@ -172,7 +172,7 @@ def _scored(name: str, schedule: Schedule, stream: Stream, setting: Setting) -> 
             int(schedule.counts.min()),
             int(schedule.counts.max()),
         ),
-        samples_per_step=float(schedule.step_samples.mean()),
+        samples_per_step=int(np.count_nonzero(stream.lengths[schedule.positions])) / len(schedule),
         num_steps=len(schedule),
         over_budget=int(times.over_budget.sum()),
         rate=float(times.work.sum()) / (float(spent.sum()) * setting.num_replicas),

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from odb_megatron.simulation.lengths import read_lengths
+from odb_megatron.inspection.lengths import ANY_LENGTH, Reading
 
 if TYPE_CHECKING:
     from odb_megatron.data.chat_template import ChatRenderer
     from odb_megatron.data.sources import SampleSource
 
-__all__ = ["DataRequest", "Reading", "read_data", "read_length_file"]
+__all__ = ["DataRequest", "read_data"]
 
 Integers = npt.NDArray[np.int64]
 Advance = Callable[[int], None]
@@ -32,7 +32,6 @@ Advance = Callable[[int], None]
 NUM_NAMED = 5
 """Bad records that are named."""
 
-_ANY_LENGTH = 1 << 40
 _PIECE = 64  # records that a worker reads at a time
 _FEW = 4 * _PIECE  # records below which no worker is started
 _MOST_REASON = 300
@@ -60,55 +59,6 @@ class DataRequest:
     seed: int = 1234
     max_samples: int = 0
     num_workers: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What was read.
-
-    Attributes:
-        name: of the data.
-        lengths: tokens of each sample, uncut, in the order of the training's first epoch, int64.
-        num_records: records of the training split.
-        num_read: how many of them were read.
-        num_bad: how many of those training would refuse.
-        bad: messages of the first.
-        vocab_size: entries of the tokenizer; 0 where there is none.
-        read_s: seconds that reading took; None where nothing was tokenized.
-        num_workers: processes that read.
-    """
-
-    name: str
-    lengths: Integers
-    num_records: int
-    num_read: int
-    num_bad: int = 0
-    bad: tuple[str, ...] = ()
-    vocab_size: int = 0
-    read_s: float | None = None
-    num_workers: int = 0
-
-
-def read_length_file(spec: str) -> Reading:
-    """Return lengths from a file: `.npy`, `.json[#key]`, text with a number per line; or `SPEC`.
-
-    Args:
-        spec: a path, or what `odb-megatron simulate --lengths` takes.
-
-    Raises:
-        ValueError: there is no such file, or no lengths in it.
-    """
-    path = spec.partition("#")[0]
-    if ":" not in spec and path.endswith((".npy", ".json")):
-        spec = f"file:{spec}"
-    elif os.path.isfile(spec):
-        return _of_lengths(spec, _text_lengths(spec))
-    elif ":" not in spec:
-        raise ValueError(
-            f"--lengths {spec!r}: there is no such file; expected PATH.npy, PATH.json[#key], a "
-            "text file with one whole number per line, or lognormal:mean=500,cv=1.0,max=8192"
-        )
-    return _of_lengths(spec, read_lengths(spec, token_budget=_ANY_LENGTH).values)
 
 
 def read_data(request: DataRequest, *, start: Callable[[int], Advance]) -> Reading:
@@ -154,15 +104,14 @@ def read_data(request: DataRequest, *, start: Callable[[int], Advance]) -> Readi
             advance(len(found_lengths))
     except (ChatTemplateError, DataFileError) as error:  # no record is to blame for it
         raise ValueError(f"training would stop: {error}") from error
-    good = lengths[lengths > 0]
-    if not len(good):
+    if not lengths.any():
         raise ValueError(
             f"all {len(order)} records that were read are bad; the first: {bad[0]}. Mend the data, "
             "or name the tokenizer it was written for"
         )
     return Reading(
         name=" ".join(request.paths),
-        lengths=good,
+        positions=lengths,
         num_records=num_records,
         num_read=len(order),
         num_bad=len(bad),
@@ -171,28 +120,6 @@ def read_data(request: DataRequest, *, start: Callable[[int], Advance]) -> Readi
         read_s=time.monotonic() - since,
         num_workers=workers,
     )
-
-
-def _of_lengths(name: str, values: Integers) -> Reading:
-    return Reading(name=name, lengths=values, num_records=len(values), num_read=len(values))
-
-
-def _text_lengths(path: str) -> Integers:
-    values = []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            text = line.strip()
-            if not text:
-                continue
-            if not text.isdecimal() or not 0 < int(text) < _ANY_LENGTH:
-                raise ValueError(
-                    f"--lengths {path}:{number}: {text[:40]!r} is no length; expected one whole "
-                    "number of at least 1 per line. Data files are named without --lengths"
-                )
-            values.append(int(text))
-    if not values:
-        raise ValueError(f"--lengths {path!r} is empty; expected one whole number per line")
-    return np.array(values, dtype=np.int64)
 
 
 def _order(ranges: Sequence[range], *, weights: Sequence[float], seed: int) -> Integers:
@@ -237,8 +164,8 @@ def _sources(request: DataRequest) -> list[SampleSource]:
             "'odb-megatron[megatron]', or give lengths with --lengths FILE"
         ) from error
     rules = SampleRules(
-        context=_ANY_LENGTH,
-        token_budget=_ANY_LENGTH,
+        context=ANY_LENGTH,
+        token_budget=ANY_LENGTH,
         overlong=OverlongPolicy.TRUNCATE,
         bad_record=BadRecordPolicy.SKIP,
     )

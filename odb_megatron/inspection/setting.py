@@ -15,7 +15,7 @@ from odb_megatron.plan.padding import OverlongPolicy, budget_length, length_mult
 from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 from odb_megatron.simulation.setting import CostShares, Setting
 
-__all__ = ["Kept", "TrainingSetting", "parse_shape"]
+__all__ = ["Kept", "TrainingSetting", "parse_shape", "require_samples"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -31,7 +31,7 @@ class Kept:
     """Lengths after the overlong policy.
 
     Attributes:
-        lengths: padded to the multiple, int64.
+        positions: padded to the multiple, int64; 0 where nothing is left of a position.
         num_tokens: before that padding.
         num_truncated: samples that were cut.
         num_cut_tokens: tokens that were.
@@ -39,12 +39,17 @@ class Kept:
         num_solo: samples over the budget, in micro-batches of their own.
     """
 
-    lengths: Integers
+    positions: Integers
     num_tokens: int
     num_truncated: int = 0
     num_cut_tokens: int = 0
     num_dropped: int = 0
     num_solo: int = 0
+
+    @property
+    def lengths(self) -> Integers:
+        """Those of the samples that are left."""
+        return self.positions[self.positions > 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +126,17 @@ class TrainingSetting:
         """`window` with the training's default."""
         return self.window or 4 * -(-self.global_batch_size // self.dp)
 
-    def keep(self, lengths: Integers) -> Kept:
+    def keep(self, positions: Integers) -> Kept:
         """Apply the overlong policy.
+
+        Args:
+            positions: tokens of the sample at each position, int64; 0 for none.
 
         Raises:
             ValueError: samples are too long and the policy is `error`, or nothing is left.
         """
         longest = budget_length(self.limit, self.multiple)
-        too_long = lengths > longest
+        too_long, lengths = positions > longest, positions[positions > 0]
         num = int(too_long.sum())
         policy = self.overlong
         if num and policy is OverlongPolicy.SOLO:
@@ -152,13 +160,13 @@ class TrainingSetting:
                 f"all {num} samples are longer than {self.limit} tokens and --overlong drop leaves "
                 "them out: raise --seq-length and --token-budget, or pass --overlong truncate"
             )
-        kept = lengths
+        kept = positions
         if policy is OverlongPolicy.TRUNCATE:
-            kept = np.minimum(lengths, longest)
+            kept = np.minimum(positions, longest)
         elif policy is OverlongPolicy.DROP:
-            kept = lengths[~too_long]
+            kept = np.where(too_long, 0, positions)
         return Kept(
-            lengths=-(-kept // self.multiple) * self.multiple,
+            positions=-(-kept // self.multiple) * self.multiple,
             num_tokens=int(kept.sum()),
             num_truncated=num if policy is OverlongPolicy.TRUNCATE else 0,
             num_cut_tokens=int((lengths - np.minimum(lengths, longest)).sum())
@@ -213,6 +221,20 @@ class TrainingSetting:
         if policy is PolicyName.COST:
             flags += f" --odb-window {self.window_in_force}"
         return f"{flags} --odb-exchange {self.exchange.value} --odb-overlong {self.overlong.value}"
+
+
+def require_samples(positions: Integers) -> Integers:
+    """Return `positions`.
+
+    Raises:
+        ValueError: none of them holds a sample.
+    """
+    if not positions.any():
+        raise ValueError(
+            f"the first {len(positions)} records are all bad or dropped, so that no step would "
+            "train: mend the data, or raise --train-samples or --max-samples"
+        )
+    return positions
 
 
 def parse_shape(text: str) -> ModelShape:

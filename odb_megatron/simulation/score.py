@@ -70,8 +70,8 @@ def measure_times(schedule: Schedule, stream: Stream, setting: Setting) -> Times
         per_replica = part.sum(axis=1)
         slowest, highest = per_replica.max(), part.max(axis=0).sum()
         steps.append(slowest if setting.sync is BalanceScope.STEP else highest)
-        balances.append(per_replica.mean() / slowest)
-        aligned.append(part.mean(axis=0).sum() / highest)
+        balances.append(per_replica.mean() / slowest if slowest else 1.0)
+        aligned.append(part.mean(axis=0).sum() / highest if highest else 1.0)
         if setting.num_stages > 1:
             paths = critical_path(
                 part, num_stages=setting.num_stages, num_chunks=setting.num_chunks

@@ -133,7 +133,7 @@ class Stream:
     """The samples of a run, in the order in which it reads them.
 
     Attributes:
-        lengths: tokens of the sample at each position, int64.
+        lengths: tokens of the sample at each position, int64; 0 where a position emits nothing.
         costs: its cost, int64.
         num_epochs: the stream is so many epochs of equal size.
     """

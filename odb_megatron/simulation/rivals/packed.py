@@ -83,10 +83,12 @@ def _per_global_batch(
 ) -> Schedule:
     num, steps = setting.num_replicas, []
     for start in range(0, len(stream), setting.global_batch_size):
-        lengths = stream.lengths[start : start + setting.global_batch_size].tolist()
+        batch = stream.lengths[start : start + setting.global_batch_size]
+        filled = np.flatnonzero(batch)
+        multiple = num * setting.count_multiple
         bins = raise_to_multiple(
-            pack(lengths, token_budget=setting.token_budget), num * setting.count_multiple
-        )
-        positions = [[start + slot for slot in slots] for slots in bins]
+            pack(batch[filled].tolist(), token_budget=setting.token_budget), multiple
+        ) or [[] for _ in range(multiple)]
+        positions = [(start + filled[slots]).tolist() if slots else [] for slots in bins]
         steps += rectangular(positions, num_replicas=num, count=len(bins) // num)
     return Schedule.build(steps, num_replicas=num)

@@ -1,6 +1,7 @@
 """Rivals that pad: the standard sampler, and offline sorting with all lengths known beforehand.
 
-Pure. Their micro-batches are computed at the length of their longest sample.
+Pure. Their micro-batches are computed at the length of their longest sample. A position without a
+sample keeps its place in a fixed batch, as padding, and is left out by those who know all lengths.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def standard(stream: Stream, setting: Setting) -> Schedule:
 
     Its micro-batches fit the budget on average only.
     """
-    return _fixed_size(stream, setting, typical=max(1, round(float(stream.lengths.mean()))))
+    return _fixed_size(stream, setting, typical=max(1, round(float(_filled(stream).mean()))))
 
 
 def standard_safe(stream: Stream, setting: Setting) -> Schedule:
@@ -100,6 +101,7 @@ def _shuffled(stream: Stream, setting: Setting, *, buckets: int, group: int) -> 
     num = setting.num_replicas
     dealt: list[list[int]] = []
     for positions in stream.epochs():
+        positions = positions[stream.lengths[positions] > 0]
         order = positions[np.argsort(-stream.lengths[positions], kind="stable")]
         parts = [order]
         if buckets:
@@ -112,7 +114,7 @@ def _shuffled(stream: Stream, setting: Setting, *, buckets: int, group: int) -> 
             dealt += batches[first : first + group]
         rest = batches[whole:]
         dealt += rest + [[]] * (-len(rest) % num)
-    mean = len(stream) / len(dealt)
+    mean = len(_filled(stream)) / len(dealt)
     steps = rectangular(
         dealt,
         num_replicas=num,
@@ -120,3 +122,7 @@ def _shuffled(stream: Stream, setting: Setting, *, buckets: int, group: int) -> 
         multiple=setting.count_multiple,
     )
     return Schedule.build(steps, num_replicas=num, is_padded=True)
+
+
+def _filled(stream: Stream) -> Integers:
+    return stream.lengths[stream.lengths > 0]

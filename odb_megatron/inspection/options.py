@@ -1,0 +1,256 @@
+"""Arguments of `odb-megatron inspect`: their parser, their defaults, and what they ask for.
+
+Must not read data. Imports what needs numpy only after the arguments are parsed, so that `--help`
+is instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from odb_megatron.inspection.example import EXAMPLE_FLAGS, example_data
+
+if TYPE_CHECKING:
+    from odb_megatron.inspection.reading import DataRequest
+    from odb_megatron.inspection.setting import TrainingSetting
+
+__all__ = ["check_outputs", "data_request", "fill_in", "make_parser", "training_setting"]
+
+_DEFAULT_SAMPLES = 100_000
+_DESCRIPTION = """\
+Look at a data set before training on it: lengths, bad records, what padding costs, how even and how
+fast steps would be, how much memory logits take, and which flags to use. Reads with the training's
+own reader and plans with its own planner; runs no model. docs/inspect.md says what each figure
+means. Without DATA: what 'make train' prepared in this folder, with its flags.
+"""
+
+_DEFAULTS: dict[str, object] = {
+    "token_budget": 8192,
+    "dp": 8,
+    "overlong": "error",
+    "split": "100,0,0",
+    "vocab_divisible_by": 128,
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="odb-megatron inspect",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "data",
+        nargs="*",
+        metavar="DATA",
+        help="chat or text files (.jsonl, .json), Megatron .bin/.idx prefixes, or WEIGHT PATH "
+        "pairs, as --data-path of the training",
+    )
+    data.add_argument(
+        "--lengths",
+        metavar="FILE",
+        help="lengths in place of DATA: .npy, .json[#key], text with one per line, or "
+        "lognormal:mean=500,cv=1.0,max=8192; needs numpy alone",
+    )
+    data.add_argument("--tokenizer", metavar="T", help="folder or tokenizer.json, for text")
+    data.add_argument("--split", metavar="A,B,C", help="as of the training (default 100,0,0)")
+    data.add_argument(
+        "--max-samples",
+        type=_whole,
+        default=_DEFAULT_SAMPLES,
+        metavar="N",
+        help=f"records read, a random sample; 0 for all (default {_DEFAULT_SAMPLES})",
+    )
+    data.add_argument("--workers", type=_whole, metavar="N", help="processes (default: all cores)")
+    run = parser.add_argument_group("training (values of its flags)")
+    run.add_argument("--token-budget", type=int, metavar="B", help="default 8192")
+    run.add_argument("--seq-length", type=int, metavar="L", help="default: the token budget")
+    run.add_argument("--dp", type=int, metavar="N", help="data-parallel replicas (default 8)")
+    run.add_argument("--global-batch-size", type=int, metavar="G", help="default 16 per replica")
+    run.add_argument(
+        "--overlong", choices=("error", "truncate", "drop", "solo"), help="default error"
+    )
+    run.add_argument("--window", type=_whole, metavar="W", help="default 4 x G / N")
+    run.add_argument("--exchange", choices=("none", "tokens", "auto"), default="none")
+    run.add_argument("--max-delay-steps", type=int, default=8, metavar="K")
+    run.add_argument(
+        "--train-samples", type=_whole, default=0, metavar="N", help="default: one epoch"
+    )
+    run.add_argument("--seed", type=_whole, default=1234, help="default 1234, as Megatron's")
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model-shape",
+        metavar="SHAPE",
+        help="layers=32,hidden=4096,heads=32[,groups=8][,ffn=14336][,kv_channels=128]"
+        "[,vocab=128256][,mlp=gated|plain]: its FLOPs are the cost model",
+    )
+    model.add_argument(
+        "--cost",
+        nargs=3,
+        type=float,
+        metavar=("LINEAR", "QUADRATIC", "FIXED"),
+        help="prices in place of FLOPs, as --odb-cost auto of a training prints them",
+    )
+    for name, what in (
+        ("tp", "tensor-parallel size"),
+        ("cp", "context-parallel size"),
+        ("pp", "pipeline stages"),
+        ("vpp", "virtual chunks per stage"),
+    ):
+        model.add_argument(f"--{name}", type=int, default=1, metavar="N", help=what)
+    model.add_argument("--sequence-parallel", action="store_true")
+    model.add_argument("--vocab-divisible-by", type=int, metavar="N", help="default 128")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", metavar="FILE", help="write the figures; '-' for stdout")
+    output.add_argument("--plot", metavar="FILE.png", help="write the charts")
+    output.add_argument("--html", metavar="FILE.html", help="write a page that needs no network")
+    output.add_argument("--no-advice", action="store_true", help="skip the trials of settings")
+    output.add_argument(
+        "--max-logits-gib",
+        type=float,
+        metavar="G",
+        help="advise no budget whose logits peak above this",
+    )
+    return parser
+
+
+def fill_in(options: argparse.Namespace) -> None:
+    """Give options their defaults: those of `make train` where no data is named."""
+    if not options.data and options.lengths is None:
+        data, tokenizer = example_data()
+        options.data = [data]
+        defaults = {**EXAMPLE_FLAGS, "tokenizer": tokenizer}
+    elif options.data and options.lengths is not None:
+        raise ValueError(
+            f"DATA {' '.join(options.data)} and --lengths {options.lengths}: name one of them"
+        )
+    else:
+        defaults = {}
+    if options.lengths is not None and options.tokenizer is not None:
+        raise ValueError(
+            f"--tokenizer {options.tokenizer!r} would do nothing: --lengths has lengths, no text; "
+            "drop it"
+        )
+    defaults = {**_DEFAULTS, **defaults}
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.seq_length is None:
+        options.seq_length = options.token_budget
+
+
+def training_setting(options: argparse.Namespace) -> TrainingSetting:
+    from odb_megatron.inspection.setting import TrainingSetting, parse_shape
+    from odb_megatron.plan.cost import CostPrices
+    from odb_megatron.plan.padding import OverlongPolicy
+    from odb_megatron.plan.policy import ExchangeMode
+
+    prices = None
+    if options.cost is not None:
+        linear, quadratic, fixed = options.cost
+        prices = CostPrices(linear=linear, quadratic=quadratic, fixed=fixed)
+    if options.dp < 1:
+        raise ValueError(f"--dp must be at least 1, got {options.dp}")
+    return TrainingSetting(
+        seq_length=options.seq_length,
+        token_budget=options.token_budget,
+        dp=options.dp,
+        global_batch_size=options.global_batch_size or 16 * options.dp,
+        window=options.window or 0,
+        overlong=OverlongPolicy(options.overlong),
+        exchange=ExchangeMode(options.exchange),
+        max_delay_steps=options.max_delay_steps,
+        tp=options.tp,
+        cp=options.cp,
+        pp=options.pp,
+        vpp=options.vpp,
+        sequence_parallel=options.sequence_parallel,
+        shape=None if options.model_shape is None else parse_shape(options.model_shape),
+        prices=prices,
+        seed=options.seed,
+    )
+
+
+def data_request(options: argparse.Namespace) -> DataRequest:
+    """Return what is to be read.
+
+    Raises:
+        ValueError: weights or a split that cannot be.
+    """
+    from odb_megatron.inspection.reading import DataRequest
+
+    paths, weights = _blend(options.data)
+    return DataRequest(
+        paths=paths,
+        weights=weights,
+        tokenizer=options.tokenizer,
+        split=_split(options.split),
+        seed=options.seed,
+        max_samples=options.max_samples,
+        num_workers=len(os.sched_getaffinity(0)) if options.workers is None else options.workers,
+    )
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Refuse before anything is read what cannot be written after it."""
+    from odb_megatron.pages.needs import require
+
+    for flag in ("json", "plot", "html"):
+        value = getattr(options, flag)
+        if value is None or (flag == "json" and value == "-"):
+            continue
+        path = Path(value)
+        if path.is_dir():
+            raise ValueError(f"--{flag} {value} is a folder: name a file in it")
+        if not path.parent.is_dir():
+            raise ValueError(
+                f"--{flag} {value}: there is no folder {str(path.parent)!r}; make it first"
+            )
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"--{flag} {value} cannot be written: name another file")
+    if options.plot is not None:
+        if not options.plot.endswith(".png"):
+            raise ValueError(f"--plot {options.plot}: expected a name that ends in .png")
+        require("matplotlib", purpose="--plot")
+    if options.html is not None:
+        require("matplotlib", purpose="--html")
+        require("jinja2", purpose="--html")
+
+
+def _blend(data: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """Return paths and weights, as Megatron's `--data-path` has them."""
+    if len(data) % 2 == 0:
+        try:
+            weights = tuple(float(text) for text in data[::2])
+        except ValueError:
+            return tuple(data), ()
+        if min(weights) <= 0:
+            raise ValueError(f"weights of a blend must be above 0, got {data[::2]}")
+        return tuple(data[1::2]), weights
+    return tuple(data), ()
+
+
+def _split(text: str) -> tuple[float, float]:
+    """Return the training split's bounds, normalized as Megatron does."""
+    try:
+        parts = [float(part) for part in text.split(",")]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or min(parts) < 0 or not parts[0]:
+        raise ValueError(
+            f"--split {text!r} is not understood; expected shares of training, validation and "
+            "test, as 98,1,1"
+        )
+    return 0.0, parts[0] / sum(parts)
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)

@@ -1,0 +1,212 @@
+"""An inspection's findings as text, and the lines and rows that its page shows as well.
+
+Pure: figures in, words out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from odb_megatron.inspection.advice import Advice
+from odb_megatron.inspection.findings import Findings, cut_offs
+from odb_megatron.inspection.prediction import RIVALS
+
+__all__ = [
+    "as_text",
+    "bad_lines",
+    "cut_rows",
+    "length_rows",
+    "overlong_line",
+    "prediction_rows",
+    "read_line",
+    "setting_line",
+]
+
+Rows = Sequence[Sequence[str]]
+
+
+def as_text(findings: Findings) -> str:
+    """Return what is printed."""
+    parts = [
+        _data_text(findings),
+        _setting_text(findings),
+        aligned(prediction_rows(findings), names=1),
+        "\n".join(_speed_lines(findings)),
+        _logits_text(findings),
+    ]
+    if findings.advice is not None:
+        parts.append(_advice_text(findings.advice))
+    return "\n\n".join(part for part in parts if part)
+
+
+def prediction_rows(findings: Findings) -> list[list[str]]:
+    """Return the head and a row per method."""
+    rows = [["method", "speed", "padding", "fill", "balance", "M", "M range", "steps/epoch"]]
+    for name, run in findings.runs.items():
+        method = run.method
+        mean, least, most = method.micro_batches
+        over = f" ({method.over_budget} over)" if method.over_budget else ""
+        rows.append(
+            [
+                name,
+                f"{findings.speedup(name, 'standard-safe'):.2f}",
+                f"{method.padding:.1%}",
+                f"{method.fill:.3f}{over}",
+                f"{method.balance:.3f}",
+                f"{mean:.2f}",
+                f"{least}-{most}",
+                str(findings.steps_per_epoch(name)),
+            ]
+        )
+    return rows
+
+
+def length_rows(findings: Findings) -> list[list[str]]:
+    """Return what describes the lengths."""
+    lengths = findings.reading.lengths
+    return [
+        ["samples", "tokens", "mean", "median", "p95", "max", "CV"],
+        [
+            str(len(lengths)),
+            str(int(lengths.sum())),
+            f"{lengths.mean():.1f}",
+            f"{np.median(lengths):.0f}",
+            f"{np.quantile(lengths, 0.95):.0f}",
+            str(int(lengths.max())),
+            f"{lengths.std() / lengths.mean():.2f}",
+        ],
+    ]
+
+
+def cut_rows(findings: Findings) -> list[list[str]]:
+    """Return what cutting would cost."""
+    limit = findings.setting.limit
+    found = cut_offs(findings.reading.lengths, limit=limit)
+    return [
+        ["cut at", *(f"{cut['at']}{'*' if cut['at'] == limit else ''}" for cut in found)],
+        ["samples cut", *(f"{cut['samples']:.1%}" for cut in found)],
+        ["tokens lost", *(f"{cut['tokens']:.1%}" for cut in found)],
+    ]
+
+
+def bad_lines(findings: Findings) -> list[str]:
+    """Return what is said of bad records."""
+    reading = findings.reading
+    if not reading.num_bad:
+        return ["bad records: none"]
+    share = reading.num_bad / reading.num_read
+    lines = [
+        f"bad records: {reading.num_bad} of {reading.num_read} ({share:.2%}). --odb-bad-record "
+        "error, the default, stops at the first; skip leaves them out of their steps, as "
+        "predicted here. The first:"
+    ]
+    return lines + [f"  {message}" for message in reading.bad]
+
+
+def read_line(findings: Findings) -> str:
+    """Return what was read, and how much of it was simulated."""
+    reading = findings.reading
+    part = "all" if reading.num_read == reading.num_records else "a random sample"
+    text = f"{reading.name}: {reading.num_read} of {reading.num_records} records read ({part})"
+    if reading.read_s is not None:
+        how = f"{reading.num_workers} processes" if reading.num_workers else "one process"
+        text += f" in {reading.read_s:.1f} s by {how}"
+    if len(findings.stream) < len(findings.kept.positions):
+        text += f"; the first {len(findings.stream)} are planned"
+    return text
+
+
+def overlong_line(findings: Findings) -> str:
+    """Return what the overlong policy does."""
+    kept, setting = findings.kept, findings.setting
+    what = "no sample is longer"
+    if kept.num_truncated:
+        what = f"{kept.num_truncated} samples lose {kept.num_cut_tokens} tokens"
+    elif kept.num_dropped:
+        what = f"{kept.num_dropped} samples are left out"
+    elif kept.num_solo:
+        what = f"{kept.num_solo} samples run alone, over the budget"
+    return f"* the limit in force, {setting.limit}; --overlong {setting.overlong.value}: {what}"
+
+
+def setting_line(findings: Findings) -> str:
+    """Return what was predicted for."""
+    setting = findings.setting
+    return (
+        f"DP {setting.dp}, token budget {setting.token_budget}, context {setting.seq_length}, "
+        f"global batch size {setting.global_batch_size}, window {setting.window_in_force} (cost), "
+        f"exchange {setting.exchange.value}"
+    )
+
+
+def aligned(rows: Rows, *, names: int) -> str:
+    """Return a table as text: the first columns to the left, the others to the right."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if at < names else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _data_text(findings: Findings) -> str:
+    lines = [
+        read_line(findings),
+        *bad_lines(findings),
+        "",
+        aligned(length_rows(findings), names=0),
+        "",
+        aligned(cut_rows(findings), names=1),
+        overlong_line(findings),
+    ]
+    return "\n".join(lines)
+
+
+def _setting_text(findings: Findings) -> str:
+    kept, setting = findings.kept, findings.setting
+    padded = 1 - kept.num_tokens / findings.context_tokens
+    return "\n".join(
+        [
+            f"prediction: {setting_line(findings)}",
+            f"cost model: {setting.cost_origin()}",
+            f"padded to the context {padded:.1%} of all tokens would be padding; ODB avoids "
+            f"{findings.avoided():.1%}",
+        ]
+    )
+
+
+def _speed_lines(findings: Findings) -> list[str]:
+    lines = ["speed is relative to standard-safe, predicted from cost, kernels not measured"]
+    for name in findings.runs:
+        if name not in RIVALS:
+            found = ", ".join(f"{rival} {findings.speedup(name, rival):.2f}" for rival in RIVALS)
+            lines.append(f"{name} over: {found}")
+            choice = findings.runs[name].method.exchange
+            lines += [f"{name}: {choice}"] if choice else []
+    return lines
+
+
+def _logits_text(findings: Findings) -> str:
+    logits = findings.logits
+    if logits is None:
+        return "logits memory: unknown without a tokenizer, or vocab in --model-shape"
+    note = str(logits.as_json()["note"])
+    return (
+        f"logits memory: {logits.token_budget} tokens x {logits.vocab} entries / TP {logits.tp}"
+        f"{f' / CP {logits.cp}' if logits.cp > 1 else ''}: {logits.logits_gib:.2f} GiB, peak "
+        f"{logits.peak_gib:.2f} GiB. {note}"
+    )
+
+
+def _advice_text(advice: Advice) -> str:
+    lines = [f"advice (planned on {advice.num_samples} samples):"]
+    width = max(len(f"{choice.flag} {choice.value}") for choice in advice.choices)
+    for choice in advice.choices:
+        lines.append(f"  {f'{choice.flag} {choice.value}'.ljust(width)}  {choice.reason}")
+    lines += [f"  warning: {warning}" for warning in advice.warnings]
+    return "\n".join(lines)
