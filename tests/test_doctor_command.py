@@ -17,7 +17,7 @@ import pytest
 from megatron_world import _FLAGS, ChatFile, chat_file
 
 from odb_megatron.doctor.command import main
-from odb_megatron.doctor.command_line import FlagFacts, Request, facts_of
+from odb_megatron.doctor.command_facts import FlagFacts, Request, facts_of
 
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DRIVER = """
 import json, os, sys, tempfile
 from dataclasses import asdict
-from odb_megatron.doctor.command_line import Request
+from odb_megatron.doctor.command_facts import Request
 from odb_megatron.doctor.flag_facts import examine
 
 found, (cases, out, documents) = {}, sys.argv[1:]  # which examine replaces
