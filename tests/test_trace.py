@@ -84,7 +84,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "padded", steps=3, replicas=1, seed=3, policy="padded", fill=None, balance=None,
         costs=(), micro_batch_s=(), loss=None,
     )  # fmt: skip
-    _write(folder / "long", steps=600, replicas=14, seed=4)
+    _write(folder / "long", steps=250, replicas=14, seed=4)
     return folder
 
 
@@ -223,7 +223,6 @@ def test_a_missing_package_for_pages_is_named(
 
 
 PAGES = {
-    "trace-cost": ["trace", "cost run"],
     "trace-padded": ["trace", "padded"],
     "trace-one": ["trace", "samples", "--steps", "3:3"],
     "trace-long": ["trace", "long"],
