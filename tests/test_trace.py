@@ -127,6 +127,20 @@ def test_figures_are_those_of_a_hand_count() -> None:
     assert found["seconds_per_step"] == 2
 
 
+def test_the_first_step_after_a_resume_is_no_part_of_rates() -> None:
+    steps = [
+        replace(_step({"iteration": at, "step_s": seconds, "tokens": 10}), part=part)
+        for at, seconds, part in ((1, 9.0, 0), (2, 1.0, 0), (3, 99.0, 1), (4, 2.0, 1))
+    ]
+    headers = (HEADER, replace(HEADER, iteration=2, run=6))
+    figures = RunFigures.of(RunLog(folder="x", headers=headers, steps=tuple(steps)))
+    assert figures.is_late.tolist() == [False, True, False, True]
+    found = figures.summary()
+    assert (found["seconds_per_step"], found["tokens_per_second"]) == (1.5, 20 / 3)
+    only = RunFigures.of(RunLog(folder="x", headers=headers[:1], steps=tuple(steps[:1])))
+    assert only.summary()["seconds_per_step"] == 9
+
+
 def test_bins_cover_every_step_once() -> None:
     x = np.arange(1.0, 1001.0)
     values = np.where(x % 2, x, np.nan)
