@@ -214,7 +214,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         options.script = ["-m", *options.module]
     elif not options.script:
         parser.error("no SCRIPT was named: odb-megatron launch --nproc-per-node 2 train.py ...")
-    elif options.script[0].startswith("-"):
+    elif options.script[0] == "-m" and len(options.script) == 1:
+        parser.error(
+            "no MODULE was named: odb-megatron launch --nproc-per-node 2 -- -m a.module ..."
+        )
+    elif options.script[0] != "-m" and options.script[0].startswith("-"):
         parser.error(f"SCRIPT expected, got {options.script[0]}: its options come after it")
     return options
 

@@ -426,7 +426,9 @@ def _final_values() -> dict[str, Any]:
 def _read_steps(case: Case) -> list[dict[str, Any]]:
     if "--odb-log-dir" not in case.flags:
         return []
-    folder = Path(case.flags[case.flags.index("--odb-log-dir") + 1])
+    given = [at for at, flag in enumerate(case.flags) if flag == "--odb-log-dir"]
+    folder = Path(case.flags[given[-1] + 1])
     path = folder / f"steps-{torch.distributed.get_rank():05d}.jsonl"
     lines = [json.loads(line) for line in path.open()] if path.exists() else []
-    return [line for line in lines if "format" not in line]  # without headers
+    starts = [at for at, line in enumerate(lines) if "format" in line]  # of processes: headers
+    return lines[starts[-1] + 1 :] if starts else []

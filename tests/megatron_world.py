@@ -268,13 +268,18 @@ class Megatron:
             *("--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH)),
             *("--global-batch-size", str(GLOBAL_BATCH_SIZE)),
             *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", self.tokenizer),
-            *("--odb-log-dir", str(self.folder / f"log{self._num_runs}"), "--odb-log-ids"),
+            *("--odb-log-dir", str(self.log_folder), "--odb-log-ids"),
             *(str(flag) for flag in flags),
         )
 
+    @property
+    def log_folder(self) -> Path:
+        """Where the last run's step log is, unless its flags said otherwise."""
+        return self.folder / f"log{self._num_runs}"
+
     def last_log(self, name: str) -> str:
         """Return a file of the last run's log folder."""
-        return (self.folder / f"log{self._num_runs}" / name).read_text(encoding="utf-8")
+        return (self.log_folder / name).read_text(encoding="utf-8")
 
     def train(self, *flags: Any, replicas: int = 2, items: Any = None, **case: Any) -> Run:
         """As `run`, for a run that must end without an error."""
@@ -306,10 +311,9 @@ class Megatron:
         world = _World.start(replicas, self._pool)
         with pytest.raises(ReplicaError, match="exit code -9"):
             world.run(case)
-        folder = self.folder / f"log{self._num_runs}"
         logs = [
             [line for line in map(json.loads, path.open()) if "format" not in line]
-            for path in sorted(folder.glob("*.jsonl"))
+            for path in sorted(self.log_folder.glob("*.jsonl"))
         ]
         return Run(replicas=[Outcome(steps=log) for log in logs]).steps
 

@@ -20,13 +20,8 @@ from hypothesis import strategies as st
 
 from odb_megatron.doctor import command
 from odb_megatron.doctor.command import Facts, check, main
-from odb_megatron.doctor.command_line import (
-    CommandFacts,
-    DataFacts,
-    FlagFacts,
-    check_command,
-    gather_command,
-)
+from odb_megatron.doctor.command_facts import CommandFacts, DataFacts, FlagFacts, gather_command
+from odb_megatron.doctor.command_line import check_command
 from odb_megatron.doctor.finding import Finding, Status, as_json, exit_code, fine, render
 from odb_megatron.doctor.host import UNLIMITED, HostFacts, Load, check_host, gather_host
 from odb_megatron.doctor.kernels import KernelFacts, TorchFacts, check_kernels

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -15,9 +16,12 @@ from typing import Any
 
 import pytest
 from megatron_world import _FLAGS, ChatFile, chat_file
+from readme import QUICKSTART, command
+from test_doctor import KERNELS
 
+from odb_megatron.doctor import kernels
 from odb_megatron.doctor.command import main
-from odb_megatron.doctor.command_line import FlagFacts, Request, facts_of
+from odb_megatron.doctor.command_facts import FlagFacts, Request, facts_of
 
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -27,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DRIVER = """
 import json, os, sys, tempfile
 from dataclasses import asdict
-from odb_megatron.doctor.command_line import Request
+from odb_megatron.doctor.command_facts import Request
 from odb_megatron.doctor.flag_facts import examine
 
 found, (cases, out, documents) = {}, sys.argv[1:]  # which examine replaces
@@ -237,21 +241,43 @@ def test_padded_baseline(found: dict[str, FlagFacts]) -> None:
 # --- the whole command -----------------------------------------------------------------------
 
 
-def test_a_run_that_is_ready(
-    chats: ChatFile, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_of_the_quickstart(
+    chats: ChatFile,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flags = flags_for(tokenizer_folder, "--data-path", chats.path)
-    words = ["odb-megatron", "pretrain", "--device", "cpu", "--nproc-per-node", "2", *flags]
-    code = main(["--", *words])
+    """A run that is ready: the training of the same page, behind what the page shows of it."""
+    shutil.copy(chats.path, tmp_path / "chats.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    words = command("odb-megatron", "doctor", page=QUICKSTART)
+    begin = words[words.index("--") + 1 :]
+    training = command("odb-megatron", "pretrain", "--odb-log-dir", page=QUICKSTART)
+    assert training[: len(begin)] == begin
+    rest = [
+        str(tokenizer_folder) if word == "/path/to/hf-tokenizer" else word
+        for word in training[len(begin) :]
+    ]
+    code = main([*words[2:], *rest])
     output = capsys.readouterr().out
     assert code == 0, output
     assert "failure" not in output.splitlines()[-1]
-    assert f"is the longest with {max(chats.lengths)} tokens" in " ".join(output.split())
+    told = " ".join(output.split())
+    assert "command odb-megatron pretrain starts -m odb_megatron.megatron.pretrain" in told
+    assert f"is the longest with {max(chats.lengths)} tokens" in told
+    assert not (tmp_path / "logs").exists()
 
 
 def test_a_run_that_is_not(
-    chats: ChatFile, tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    chats: ChatFile,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(kernels, "gather_kernels", lambda *_args, **_how: KERNELS)
     script = tmp_path / "pretrain_gpt.py"
     script.write_text("")
     flags = flags_for(tokenizer_folder, "--data-path", chats.path, "--mine", length=40)

@@ -113,6 +113,7 @@ def test_environment(
         (["--torchrun-args=--nnodes=2", "s.py"], ["s.py"]),
         (["--device", "cpu", "-m", "a.b", "--x", "-m"], ["-m", "a.b", "--x", "-m"]),
         (["s.py", "-m", "x"], ["s.py", "-m", "x"]),
+        (["--nproc-per-node", "2", "--", "-m", "a.b", "--x"], ["-m", "a.b", "--x"]),
     ],
 )
 def test_arguments_of_the_script_are_its_own(argv: list[str], script: list[str]) -> None:
@@ -124,6 +125,7 @@ def test_arguments_of_the_script_are_its_own(argv: list[str], script: list[str])
     [
         ([], "no SCRIPT was named"),
         (["-m"], "no SCRIPT was named"),
+        (["--", "-m"], "no MODULE was named"),
         (["--nproc-per-node", "0", "s.py"], "'0' is not a whole number of at least 1"),
         (["--devcie", "cpu", "s.py"], "unrecognized arguments: --devcie"),
         (["--dev", "cpu", "s.py"], "unrecognized arguments: --dev"),

@@ -12,6 +12,9 @@ import pytest
 from megatron_world import Megatron, Run
 from parallel_runs import is_017
 
+from odb_megatron.cli import main
+from odb_megatron.report.run_log import read_run
+
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.megatron
 
@@ -162,7 +165,11 @@ def test_files_of_another_save_are_refused(
 
 
 def test_a_killed_job_goes_on(
-    megatron: Megatron, data_flags: tuple[str, ...], whole: dict[str, Run], tmp_path: Path
+    megatron: Megatron,
+    data_flags: tuple[str, ...],
+    whole: dict[str, Run],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`kill -9` of all processes in the middle of a step; a checkpoint after every second one."""
     killed_in = random.SystemRandom().randint(3, 6)
@@ -172,7 +179,8 @@ def test_a_killed_job_goes_on(
     lost = megatron.killed(*flags, *saving, killed_in=killed_in)
     assert [step.iteration for step in lost] == list(range(1, killed_in))
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last_saved)
-    rest = megatron.train(*flags, "--load", tmp_path)
+    log = megatron.log_folder
+    rest = megatron.train(*flags, "--load", tmp_path, "--odb-log-dir", log)
     assert "  sources since the start, before the resume too:" in rest.summary
     assert _source_lines(rest) == _source_lines(whole["cost"])
     steps = whole["cost"].steps
@@ -180,6 +188,15 @@ def test_a_killed_job_goes_on(
         assert [step.ids for step in resumed] == [step.ids for step in expected]
         losses = [step.loss for step in expected]
         assert [step.loss for step in resumed] == pytest.approx(losses, abs=1e-6)
+    run = read_run(str(log))
+    assert [header.iteration for header in run.headers] == [0, last_saved]
+    assert [step.iteration for step in run.steps] == [step.iteration for step in steps]
+    assert [step.part for step in run.steps] == [int(s.iteration > last_saved) for s in steps]
+    for logged, step in zip(run.steps, steps, strict=True):
+        ids = [sorted(name for batch in logged.records[at].ids for name in batch) for at in (0, 1)]
+        assert ids == [sorted(own) for own in step.ids]
+    assert main(["trace", str(log), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["summary"]["samples"] == 45
 
 
 def test_a_signal_saves_before_the_exit(

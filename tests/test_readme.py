@@ -6,6 +6,7 @@ What another test runs already is not run again here; `RUN_BY` says which test t
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -32,7 +33,10 @@ SMALL = [
 RUN_BY = (
     (("make", "train"), "test_readme.py::test_make_train"),
     (("odb_megatron.run",), "test_readme.py::test_in_a_checkout"),
-    (("pretrain", "--device"), "test_readme.py::test_quickstart"),
+    (("pretrain", "--odb-log-dir"), "test_readme.py::test_quickstart"),
+    (("odb-megatron", "doctor"), "test_doctor_command.py::test_the_command_of_the_quickstart"),
+    (("odb-megatron", "trace"), "test_readme.py::test_quickstart"),
+    (("odb-megatron", "compare"), "test_readme.py::test_quickstart"),
     (("pretrain", "16384"), "test_readme.py::test_with_the_package_alone"),
     (("odb-megatron", "launch"), "test_readme.py::test_on_one_machine"),
     (("odb-megatron", "simulate"), "test_readme.py::test_simulate"),
@@ -175,8 +179,14 @@ def test_make_train(folder: Path) -> None:
     assert "samples (122 of 122 requested)" in done.stdout, done.stdout[-3000:]
 
 
-def test_quickstart(folder: Path, tokenizer_folder: Path) -> None:
-    words = command("odb-megatron", "pretrain", page=QUICKSTART)
+def test_quickstart(
+    folder: Path,
+    tokenizer_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The training, and what looks at its log; the other run to compare it with is a copy."""
+    words = command("odb-megatron", "pretrain", "--odb-log-dir", page=QUICKSTART)
     words = [str(tokenizer_folder) if word == "/path/to/hf-tokenizer" else word for word in words]
     done = subprocess.run(
         [sys.executable, "-m", "odb_megatron", *words[1:]],
@@ -191,7 +201,15 @@ def test_quickstart(folder: Path, tokenizer_folder: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
     assert "odb, policy cost: " in done.stdout
     assert list((folder / "checkpoints").glob("iter_*/odb/*.json"))
-    assert list((folder / "logs").iterdir())
+    pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra pages)")
+    monkeypatch.chdir(folder)
+    assert main(command("odb-megatron", "trace", page=QUICKSTART)[1:]) == 0
+    assert "policy cost, 2 replicas" in capsys.readouterr().out
+    shutil.copytree("logs", "logs-samples")
+    assert main(command("odb-megatron", "compare", page=QUICKSTART)[1:]) == 0
+    assert re.search("^samples .* equal$", capsys.readouterr().out, re.MULTILINE)
+    for page in ("run.html", "both.html"):
+        assert "<title>" in (folder / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", [README, QUICKSTART], ids=lambda page: page.name)

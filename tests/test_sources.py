@@ -364,6 +364,25 @@ def test_a_datasets_own_failure_is_a_bad_record_with_its_traceback() -> None:
     assert (hole.reason, hole.source) == (HoleReason.BAD_RECORD, 4)
 
 
+def test_what_this_package_refuses_has_no_traceback() -> None:
+    for item, reason in BAD_ITEMS:
+        with pytest.raises(BadRecordError, match=reason) as caught:
+            _map_source(item).sample(0, source=0)
+        assert caught.value.trace == "", reason
+
+
+def test_the_way_through_a_users_code_is_a_traceback() -> None:
+    """Also where what is raised is our own."""
+
+    class Nested(Records):
+        def __getitem__(self, index: int) -> object:
+            return Sample(tokens=np.zeros(2), labels=np.zeros(3), loss_mask=np.ones(3))
+
+    with pytest.raises(BadRecordError, match="got shapes") as caught:
+        MapSource(Nested([3]), rules=rules(), name="mine").sample(0, source=0)
+    assert "in __getitem__" in caught.value.trace
+
+
 def test_a_record_that_hangs_is_named_with_where() -> None:
     class Hanging(Records):
         def __getitem__(self, index: int) -> object:

@@ -84,7 +84,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "padded", steps=3, replicas=1, seed=3, policy="padded", fill=None, balance=None,
         costs=(), micro_batch_s=(), loss=None,
     )  # fmt: skip
-    _write(folder / "long", steps=600, replicas=14, seed=4)
+    _write(folder / "long", steps=250, replicas=14, seed=4)
     return folder
 
 
@@ -125,6 +125,20 @@ def test_figures_are_those_of_a_hand_count() -> None:
     assert found["tokens_per_second"] == 250
     assert found["wait_share"] == 0.25
     assert found["seconds_per_step"] == 2
+
+
+def test_the_first_step_after_a_resume_is_no_part_of_rates() -> None:
+    steps = [
+        replace(_step({"iteration": at, "step_s": seconds, "tokens": 10}), part=part)
+        for at, seconds, part in ((1, 9.0, 0), (2, 1.0, 0), (3, 99.0, 1), (4, 2.0, 1))
+    ]
+    headers = (HEADER, replace(HEADER, iteration=2, run=6))
+    figures = RunFigures.of(RunLog(folder="x", headers=headers, steps=tuple(steps)))
+    assert figures.is_late.tolist() == [False, True, False, True]
+    found = figures.summary()
+    assert (found["seconds_per_step"], found["tokens_per_second"]) == (1.5, 20 / 3)
+    only = RunFigures.of(RunLog(folder="x", headers=headers[:1], steps=tuple(steps[:1])))
+    assert only.summary()["seconds_per_step"] == 9
 
 
 def test_bins_cover_every_step_once() -> None:
@@ -223,7 +237,6 @@ def test_a_missing_package_for_pages_is_named(
 
 
 PAGES = {
-    "trace-cost": ["trace", "cost run"],
     "trace-padded": ["trace", "padded"],
     "trace-one": ["trace", "samples", "--steps", "3:3"],
     "trace-long": ["trace", "long"],

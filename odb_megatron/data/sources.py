@@ -365,12 +365,17 @@ def file_fingerprint(path: str) -> str:
 def _trace(error: Exception) -> str:
     """Return where a user's dataset raised, or hangs; empty where only this package was at work."""
     frames = traceback.extract_tb(error.__traceback__)
-    if all(frame.filename.startswith(_PACKAGE) for frame in frames):
+    if all(frame.filename.startswith(_PACKAGE) or _is_generated(frame) for frame in frames):
         return ""
     try:
         return "".join(traceback.format_exception(error))
     except Exception as failure:  # of what the user's error prints
         return f"(no traceback: it cannot be printed, {type(failure).__name__})"
+
+
+def _is_generated(frame: traceback.FrameSummary) -> bool:
+    """Whether `dataclasses` wrote the frame's code: the way to a `__post_init__`."""
+    return (frame.filename, frame.name) == ("<string>", "__init__")
 
 
 def _mapping_sample(item: Any, *, source: int) -> Sample:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from odb_megatron.doctor.command_line import CommandFacts
+    from odb_megatron.doctor.command_facts import CommandFacts
     from odb_megatron.doctor.finding import Finding
     from odb_megatron.doctor.host import HostFacts
     from odb_megatron.doctor.kernels import KernelFacts
@@ -111,7 +111,7 @@ def gather(
         started: what the command starts.
         num_records: most records of a file that are read, besides its largest.
     """
-    from odb_megatron.doctor.command_line import gather_command
+    from odb_megatron.doctor.command_facts import gather_command
     from odb_megatron.doctor.host import gather_host
     from odb_megatron.doctor.kernels import gather_kernels
     from odb_megatron.doctor.network import gather_network

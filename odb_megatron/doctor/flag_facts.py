@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from odb_megatron.doctor.command_line import DataFacts, FlagFacts, Request
+from odb_megatron.doctor.command_facts import DataFacts, FlagFacts, Request
 
 __all__ = ["examine", "main"]
 
@@ -40,7 +40,7 @@ def examine(request: Request, *, cache: str) -> FlagFacts:
     """Check flags and read data.
 
     Args:
-        request: see `command_line.Request`.
+        request: see `command_facts.Request`.
         cache: folder for what Megatron and the tokenizer keep; instead of `--data-cache-path`.
     """
     if request.folder:

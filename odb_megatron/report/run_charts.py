@@ -109,6 +109,8 @@ def _draw(panel: Panel, found: Sequence[tuple[str, Bins]]) -> Callable[[FigureBa
             )
         if panel.bounds is not None:
             axes.set_ylim(*panel.bounds)
+        elif panel.whole:  # from 0: one value in all steps would else have an axis of fractions
+            axes.set_ylim(0, 1.1 * max(1.0, *(float(np.nanmax(bins.most)) for _, bins in found)))
         axes.set_ylabel(panel.unit)
         axes.set_xlabel("samples consumed" if panel.by_samples else "iteration")
         axes.xaxis.set_major_locator(MaxNLocator(4 if form.is_narrow else 9, integer=True))

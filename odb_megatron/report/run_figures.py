@@ -28,30 +28,37 @@ class RunFigures:
         iterations: of the steps.
         per_step: by name (`STEP_FIGURES`), float64 [steps].
         num_replicas: of the last process start.
+        is_late: steps that are not the first one of a process start, bool [steps]; all where every
+            step is.
     """
 
     iterations: Values
     per_step: Mapping[str, Values]
     num_replicas: int
+    is_late: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, run: RunLog) -> RunFigures:
         """Take the figures of a run."""
         rows = [[figure(step) for figure in STEP_FIGURES.values()] for step in run.steps]
         columns = np.array(rows, dtype=np.float64).T
+        parts = np.array([step.part for step in run.steps])
+        is_late = np.diff(parts, prepend=-1) == 0
         return cls(
             iterations=np.array([step.iteration for step in run.steps], dtype=np.float64),
             per_step=dict(zip(STEP_FIGURES, columns, strict=True)),
             num_replicas=run.headers[-1].num_replicas,
+            is_late=is_late if is_late.any() else ~is_late,
         )
 
     def summary(self) -> dict[str, float | None]:
         """Return the run as a whole, by name.
 
-        Rates leave out the first step, which pays for what is done once, if there are others.
+        Rates leave out the first step of each process start, which pays for what is done once, if
+        there are others.
         """
         step = self.per_step
-        late = {name: values[1:] if len(values) > 1 else values for name, values in step.items()}
+        late = {name: values[self.is_late] for name, values in step.items()}
         seconds = float(np.nansum(late["step_s"]))
         tokens, computed = float(step["tokens"].sum()), float(step["computed_tokens"].sum())
         return {

@@ -202,7 +202,9 @@ def compare_page(runs: Sequence[tuple[str, RunLog]], *, command: str) -> Page:
     sections: list[Chart | Section] = [
         Section(
             title="Differences",
-            paragraphs=["Rates leave out each run's first step. The difference is B over A."],
+            paragraphs=[
+                "Rates leave out the first step of each start. The difference is B over A."
+            ],
             table=Table(
                 columns=("figure", f"A: {named[0].name}", f"B: {named[1].name}", "difference"),
                 rows=compare_rows(named[0].figures, named[1].figures),
@@ -278,9 +280,7 @@ def _timelines(run: RunLog, figures: RunFigures) -> list[Chart]:
     if np.isnan(known).all():
         usual, worst = len(run.steps) // 2, None
     else:
-        late = known.copy()
-        if len(late) > 1:
-            late[0] = math.nan  # pays for what is done once
+        late = np.where(figures.is_late, known, math.nan)  # others pay for what is done once
         if np.isnan(late).all():
             late = known
         half = float(np.nanmedian(late))
@@ -321,7 +321,9 @@ def _whole_run(figures: RunFigures) -> Section:
     ]
     return Section(
         title="The run as a whole",
-        paragraphs=["Rates leave out the first step, which pays for what is done once."],
+        paragraphs=[
+            "Rates leave out the first step of each start, which pays for what is done once."
+        ],
         table=Table(columns=("figure", "value"), rows=rows),
     )
 
