@@ -181,12 +181,12 @@ rank, how = int(os.environ["RANK"]), sys.argv[1]
 if how == "code":
     sys.exit(3)
 if how in ("signal", "silent") and rank == 0:
-    time.sleep(1 - time.time() % 1 - 0.04)  # the launcher looks every 0.1 s: in the next second
+    time.sleep((0.96 - time.time()) % 1)  # the launcher looks every 0.1 s: in the next second
     if how == "silent":
         os._exit(3)
     os.kill(os.getpid(), signal.SIGKILL)
 if how in ("signal", "silent"):
-    time.sleep(1 - time.time() % 1 - 0.03)
+    time.sleep((0.97 - time.time()) % 1)
     leave_reason("a peer is gone", is_told=True)
     time.sleep(600)
 if how == "usage":
