@@ -145,11 +145,14 @@ def _parse(
 
 
 def _check_stage(args: argparse.Namespace) -> None:
+    from odb_megatron.megatron.modelopt.checkpoint import require_checkpoint
+
     for name in ("load", "save"):
         if not getattr(args, name):
             raise ValueError(f"this stage reads a model and writes another: give --{name} DIR")
     if Path(args.load).resolve() == Path(args.save).resolve():
         raise ValueError(f"--load and --save are both {args.save}: give --save another folder")
+    require_checkpoint(args)
     args.iteration = 0
     args.finetune = True  # weights alone: no iteration, samples, optimizer or generators
     args.no_load_optim = args.no_load_rng = args.no_save_optim = args.no_save_rng = True
