@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ if importlib.util.find_spec("modelopt") is None:
     )
 
 from megatron_world import Megatron, Run
+from readme import README, commands
 
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
@@ -298,6 +300,35 @@ def test_export(stages: Stages, fold: tuple[str, ...]) -> None:
         assert exported.losses == plain.losses
     student = stages("train", *ODB, "--modelopt-teacher", folder)
     assert falls(student)
+
+
+# --- the page --------------------------------------------------------------------------------
+
+SMALLER = {"512": "16", "64000": "32", "16384": "96", "500": "2"}
+
+
+def test_the_commands_of_the_page(
+    megatron: Megatron, data_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """One after the other, each with smaller numbers; `$FLAGS` gives them no length."""
+    page = README.parent / "docs" / "modelopt.md"
+    programs = []
+    for words in commands(page):
+        if "$FLAGS" not in words:
+            continue
+        at = words.index("$FLAGS")
+        program, given = words[at - 1], words[at + 1 :]
+        folders = {"--load", "--save", "--modelopt-teacher"}
+        flags = [
+            tmp_path / word if before in folders else SMALLER.get(word, word)
+            for before, word in pairwise(["", *given])
+        ]
+        programs.append(Path(program).stem)
+        stage = programs[-1] if program.endswith(".py") else ""
+        megatron.train(*data_flags, "--eval-iters", "0", *flags, stage=stage)
+    assert programs == ["pretrain", "quantize", "train", "export", "train"]
+    assert (tmp_path / "plain" / "model_config.yaml").is_file()
+    assert (tmp_path / "student" / "latest_checkpointed_iteration.txt").read_text() == "4"
 
 
 # --- refusals --------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ Datasets = Callable[[Sequence[int | None]], Sequence[Any]]
 
 _DEFAULTS = {"tokenizer_type": "HuggingFaceTokenizer"}
 _SAVES_ONCE = {**_DEFAULTS, "save_interval": 1}  # Megatron wants an interval beside --save
+_TRAINS_NOTHING = {**_SAVES_ONCE, "train_samples": 1}  # and a length
 
 
 def train_gpt(*, datasets: Datasets | None = None) -> None:
@@ -109,7 +110,7 @@ def export_gpt() -> None:
     from odb_megatron.megatron.run import OdbRun
     from odb_megatron.megatron.usage import usage_errors
 
-    args = _parse(add_export_arguments)
+    args = _parse(add_export_arguments, _TRAINS_NOTHING)
     with usage_errors():
         _check_stage(args)
         run = ModelOptRun(args)
