@@ -41,15 +41,15 @@ test-matrix: venv ## Megatron tests on each supported version (VERSIONS="0.16.1 
 
 test-bridge: venv ## run the tests on Megatron-Bridge (NeMo), in an environment of its own
 	@tools/overlay_venv.sh bridge
-	CUDA_VISIBLE_DEVICES= .venv-bridge/bin/python -m pytest tests/test_bridge_config.py \
-	    tests/test_bridge_run.py $(ARGS)
+	CUDA_VISIBLE_DEVICES= .venv-bridge/bin/python -m pytest tests/test_overlay_venv.py \
+	    tests/test_bridge_config.py tests/test_bridge_run.py $(ARGS)
 
 venv-modelopt: venv ## .venv with NVIDIA ModelOpt on top, in .venv-modelopt
 	@tools/overlay_venv.sh modelopt
 
 test-modelopt: venv-modelopt ## run the tests of quantization and distillation, in that environment
-	CUDA_VISIBLE_DEVICES= .venv-modelopt/bin/python -m pytest tests/test_modelopt_losses.py \
-	    tests/test_modelopt_stages.py $(ARGS)
+	CUDA_VISIBLE_DEVICES= .venv-modelopt/bin/python -m pytest tests/test_overlay_venv.py \
+	    tests/test_modelopt_losses.py tests/test_modelopt_stages.py $(ARGS)
 
 lint: venv ## ruff: rules and format
 	$(PYTHON) -m ruff check .

@@ -324,7 +324,55 @@ def test_the_folder_that_is_loaded(tmp_path: Path) -> None:
     (trained / "latest_checkpointed_iteration.txt").write_text("12")
     assert folder(trained, pretrained_checkpoint=pretrained) == trained / "iter_0000012"
     assert folder(trained, ckpt_step=4) == trained / "iter_0000004"
+    assert folder(pretrained, ckpt_step=4) == pretrained / "release", "as in Megatron"
+    assert folder(tmp_path / "none", ckpt_step=4) == tmp_path / "none" / "iter_0000004"
     args = argparse.Namespace(load=trained, ckpt_format="torch_dist", ckpt_step=None)
     assert has_state(args)
     args.ckpt_step = 4
     assert not has_state(args)
+
+
+def test_a_checkpoint_must_be_there(tmp_path: Path) -> None:
+    from odb_megatron.megatron.modelopt.checkpoint import require_checkpoint
+
+    args = argparse.Namespace(load=tmp_path / "typo", ckpt_step=None, pretrained_checkpoint=None)
+    with pytest.raises(ValueError, match=r"--load \S+/typo is no folder, and the model would"):
+        require_checkpoint(args)
+    args.load = tmp_path
+    with pytest.raises(ValueError, match="no latest_checkpointed_iteration.txt"):
+        require_checkpoint(args)
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("12")
+    with pytest.raises(ValueError, match="no iter_0000012, which latest_.* no iteration at all"):
+        require_checkpoint(args)
+    (tmp_path / "iter_0000012").mkdir()
+    assert require_checkpoint(args) == tmp_path / "iter_0000012"
+    args.ckpt_step = 4
+    with pytest.raises(ValueError, match="no iter_0000004, which --ckpt-step names; .*_0000012: "):
+        require_checkpoint(args)
+    args.load, args.pretrained_checkpoint = None, tmp_path / "other"
+    with pytest.raises(ValueError, match=r"--pretrained-checkpoint \S+/other is no folder"):
+        require_checkpoint(args)
+
+
+@pytest.mark.parametrize(
+    ("content", "converted"),
+    [
+        ({"model": {}, "modelopt_state": {}}, True),
+        ({"model": {}, "modelopt_state_1": {}}, True),
+        ({"model": {}, "args": argparse.Namespace(load="/my/modelopt_state")}, False),
+        ({"model": {}}, False),
+    ],
+)
+def test_state_in_a_file_of_format_torch(
+    tmp_path: Path, content: dict[str, Any], converted: bool
+) -> None:
+    from odb_megatron.megatron.modelopt.checkpoint import is_converted
+
+    assert not is_converted(tmp_path)
+    path = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir()
+    torch.save(content, path)
+    assert is_converted(tmp_path) is converted
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+    assert not is_converted(tmp_path), "older than ModelOpt"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ if importlib.util.find_spec("modelopt") is None:
     )
 
 from megatron_world import Megatron, Run
+from readme import README, commands
 
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
@@ -54,6 +56,7 @@ class Stages:
         run = self._megatron.run(*self._data, *flags, stage=stage)
         assert {outcome.error for outcome in run.replicas} == {"SystemExit: 2"}, run
         assert all(outcome.restored for outcome in run.replicas)
+        assert not any("building " in outcome.output for outcome in run.replicas)
         return "".join(outcome.output for outcome in run.replicas)
 
     def trained(self, name: str, *flags: Any) -> Path:
@@ -62,6 +65,11 @@ class Stages:
         if not folder.exists():
             self("", *ODB, *flags, "--save", folder, "--save-interval", "100")
         return folder
+
+    def quantized_in_torch(self) -> Path:
+        """A model quantized in format torch, of one trained in it."""
+        form = ("--ckpt-format", "torch")
+        return self.quantized(INT8, *form, of=self.trained("float-torch", *form))
 
     def quantized(self, config: str, *flags: Any, of: Path | None = None) -> Path:
         """Quantize a trained model; return the folder of the checkpoint."""
@@ -160,6 +168,15 @@ def test_resume(stages: Stages, form: str) -> None:
     assert "model restored from the checkpoint" in resumed.replicas[0].output
 
 
+def test_the_format_is_that_of_the_files(stages: Stages) -> None:
+    """As Megatron goes by them, `--ckpt-format` says how to save."""
+    load = stages.quantized_in_torch()
+    given = stages("train", *ODB, "--load", load, "--finetune", "--ckpt-format", "torch")
+    other = stages("train", *ODB, "--load", load, "--finetune", "--ckpt-format", "torch_dist")
+    assert "model restored from the checkpoint" in other.replicas[0].output
+    assert other.losses == given.losses
+
+
 def test_pipeline(stages: Stages) -> None:
     """Quantized and trained in two stages, or trained by replicas after that."""
     of = stages.trained("teacher", *BIG)
@@ -246,6 +263,21 @@ def test_a_quantized_student_resumes(stages: Stages, taught: tuple[Any, ...]) ->
     assert falls(alone)
 
 
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_a_student_starts_in_its_own_folder(
+    stages: Stages, taught: tuple[Any, ...], form: str
+) -> None:
+    """Which holds nothing at first; a plain script takes it when it has been exported."""
+    folder = stages.folder / f"student-{form}"
+    own = ("--load", folder, "--save", folder, "--save-interval", "4", "--ckpt-format", form)
+    assert falls(stages("train", *ODB, *taught, *own))
+    errors = stages._megatron.refused(*stages._data, *ODB, "--load", folder)
+    assert all("is a model that ModelOpt has converted" in error for error in errors)
+    plain = stages.folder / f"plain-{form}"
+    stages("export", "--load", folder, "--save", plain, "--ckpt-format", form)
+    assert falls(stages("", *ODB, "--load", plain, "--finetune", "--ckpt-format", form))
+
+
 # --- export ----------------------------------------------------------------------------------
 
 
@@ -270,7 +302,38 @@ def test_export(stages: Stages, fold: tuple[str, ...]) -> None:
     assert falls(student)
 
 
+# --- the page --------------------------------------------------------------------------------
+
+SMALLER = {"512": "16", "64000": "32", "16384": "96", "500": "2"}
+
+
+def test_the_commands_of_the_page(
+    megatron: Megatron, data_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """One after the other, each with smaller numbers; `$FLAGS` gives them no length."""
+    page = README.parent / "docs" / "modelopt.md"
+    programs = []
+    for words in commands(page):
+        if "$FLAGS" not in words:
+            continue
+        at = words.index("$FLAGS")
+        program, given = words[at - 1], words[at + 1 :]
+        folders = {"--load", "--save", "--modelopt-teacher"}
+        flags = [
+            tmp_path / word if before in folders else SMALLER.get(word, word)
+            for before, word in pairwise(["", *given])
+        ]
+        programs.append(Path(program).stem)
+        stage = programs[-1] if program.endswith(".py") else ""
+        megatron.train(*data_flags, "--eval-iters", "0", *flags, stage=stage)
+    assert programs == ["pretrain", "quantize", "train", "export", "train"]
+    assert (tmp_path / "plain" / "model_config.yaml").is_file()
+    assert (tmp_path / "student" / "latest_checkpointed_iteration.txt").read_text() == "4"
+
+
 # --- refusals --------------------------------------------------------------------------------
+
+TORCH = "is a model that ModelOpt has converted, and this script would load its weights"
 
 REFUSED: tuple[tuple[str, Callable[[Stages], tuple[Any, ...]], str], ...] = (
     ("train", lambda s: (*ODB, "--load", s.trained("float")), "nothing for ModelOpt to do"),
@@ -278,6 +341,57 @@ REFUSED: tuple[tuple[str, Callable[[Stages], tuple[Any, ...]], str], ...] = (
         "",
         lambda s: (*ODB, "--load", s.quantized(INT8)),
         "is a model that ModelOpt has converted, and this script would load its weights alone",
+    ),
+    ("", lambda s: (*ODB, "--load", s.quantized_in_torch(), "--ckpt-format", "torch"), TORCH),
+    ("", lambda s: (*ODB, "--load", s.quantized_in_torch()), TORCH),
+    (
+        "quantize",
+        lambda s: (*ODB, "--load", s.folder / "typo", "--save", s.folder / "x"),
+        "typo is no folder, and the model would have random weights: give the folder that --save",
+    ),
+    (
+        "quantize",
+        lambda s: (*ODB, "--load", s.folder, "--save", s.folder / "x"),
+        "holds no checkpoint (no latest_checkpointed_iteration.txt), and the model would have",
+    ),
+    (
+        "quantize",
+        lambda s: (
+            *(*ODB, "--load", s.trained("float"), "--save", s.folder / "x"),
+            *("--ckpt-step", "3"),
+        ),
+        "holds no iter_0000003, which --ckpt-step names; it holds iter_0000004: give one that",
+    ),
+    (
+        "export",
+        lambda s: ("--load", s.folder / "typo", "--save", s.folder / "x"),
+        "typo is no folder, and the model would have random weights",
+    ),
+    (
+        "train",
+        lambda s: (*ODB, "--load", s.folder / "typo"),
+        "--load {folder}/typo is no folder, and the model would have random weights",
+    ),
+    (
+        "train",
+        lambda s: (
+            *(*ODB, "--modelopt-teacher", s.trained("teacher", *BIG)),
+            *("--load", s.folder / "typo", "--finetune"),
+        ),
+        "--load {folder}/typo is no folder, and the model would have random weights",
+    ),
+    (
+        "train",
+        lambda s: (
+            *(*ODB, "--modelopt-teacher", s.trained("teacher", *BIG)),
+            *("--pretrained-checkpoint", s.folder / "typo"),
+        ),
+        "--pretrained-checkpoint {folder}/typo is no folder, and the model would have random",
+    ),
+    (
+        "train",
+        lambda s: (*ODB, "--modelopt-teacher", s.folder / "typo"),
+        "--modelopt-teacher {folder}/typo is no folder, and the model would have random weights",
     ),
     (
         "quantize",
@@ -314,7 +428,7 @@ REFUSED: tuple[tuple[str, Callable[[Stages], tuple[Any, ...]], str], ...] = (
     ),
     (
         "train",
-        lambda s: (*ODB, "--modelopt-teacher", s.folder / "nowhere"),
+        lambda s: (*ODB, "--modelopt-teacher", s.folder),
         "holds no checkpoint",
     ),
     (
@@ -338,6 +452,7 @@ def test_refused(
 ) -> None:
     """In one line, before a step is run."""
     given = flags(stages)
+    message = message.replace("{folder}", str(stages.folder))
     if stage:
         assert message in stages.refused(stage, *given)
     else:

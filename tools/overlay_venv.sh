@@ -4,9 +4,10 @@
 #     tools/overlay_venv.sh bridge            # or modelopt
 #     tools/overlay_venv.sh bridge --lock     # writes NAME.lock anew from NAME.in
 #
-# What such an environment does not have is taken from .venv, which must be up to date. A line
-# "# python: 3.12" of NAME.in says which Python it needs; packages behind "# alone: " are installed
-# without what they ask for.
+# What such an environment does not have is taken from .venv, which must be up to date: packages, this
+# repository's editable install, and commands such as odb-megatron and torchrun, which run in the
+# environment that they are in. A line "# python: 3.12" of NAME.in says which Python it needs;
+# packages behind "# alone: " are installed without what they ask for.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -26,7 +27,9 @@ said() {
     sed -n "s/^# $1: //p" "$INPUT"
 }
 
-# Makes an empty environment in $1 that sees the packages of .venv behind its own.
+# Makes an empty environment in $1 that sees the packages of .venv behind its own. The folder is added
+# as site-packages is, not as a bare path, so that Python reads the .pth files in it: this repository
+# is installed by one.
 make_venv() {
     local found wanted
     found=$(.venv/bin/python -I -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -36,8 +39,33 @@ make_venv() {
         return 1
     fi
     "$(tools/find_python.sh)" -m venv "$1"
-    .venv/bin/python -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-        >"$1/lib/python$found/site-packages/zz_base.pth"
+    .venv/bin/python -I -c '
+import sysconfig
+print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))
+' >"$1/lib/python$found/site-packages/zz_base.pth"
+}
+
+# Gives environment $1 the commands of .venv that it has not got from its own packages.
+add_commands() {
+    local base
+    base=$(.venv/bin/python -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    "$1/bin/python" -I - "$base" <<'EOF'
+import logging
+import sys
+import sysconfig
+from importlib.metadata import distributions
+from pathlib import Path
+
+from pip._vendor.distlib.scripts import ScriptMaker
+
+logging.disable(logging.WARNING)  # one line of each command that is there already
+maker = ScriptMaker(None, sysconfig.get_path("scripts"))  # none of those is replaced
+maker.variants = {""}
+for package in distributions(path=[sys.argv[1]]):
+    for point in package.entry_points.select(group="console_scripts"):
+        if not Path(maker.target_dir, point.name).exists():
+            maker.make(f"{point.name} = {point.module}:{point.attr}")
+EOF
 }
 
 pip_in() {
@@ -64,7 +92,7 @@ lock() {
 }
 
 digest() {
-    { cat "$LOCK" .venv/.lock.sha256 && pwd -P; } | sha256sum | cut -d ' ' -f 1
+    { cat "$LOCK" .venv/.lock.sha256 tools/overlay_venv.sh && pwd -P; } | sha256sum | cut -d ' ' -f 1
 }
 
 if [[ ${2:-} == --lock ]]; then
@@ -82,6 +110,7 @@ rm -rf -- "$VENV"
 make_venv "$VENV"
 # The lock is complete, so nothing is resolved.
 pip_in "$VENV" install --quiet --no-deps --requirement "$LOCK"
+add_commands "$VENV"
 digest >"$STAMP.new"
 mv -f -- "$STAMP.new" "$STAMP"
 echo "Built $VENV in $((SECONDS - started)) s" >&2

@@ -118,7 +118,7 @@ def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None
 
     Args:
         args: from `parse_flags`; changed as far as the checks come.
-        args_defaults: as upstream.
+        args_defaults: as upstream; `train_samples` is for a run whose length no flag gives.
 
     Raises:
         ValueError: flags that do not fit together, each named on a line of its own.
@@ -129,10 +129,14 @@ def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args)
     _resolve_tokenizer(args)
+    defaults = dict(args_defaults or {})
+    length = defaults.pop("train_samples", None)
+    if args.odb_epochs is args.train_samples is args.train_iters is None:
+        args.train_samples = length
     _check_length(args)
     _resolve_epochs(args)
     try:
-        megatron_arguments.validate_args(args, args_defaults or {})
+        megatron_arguments.validate_args(args, defaults)
     except Exception:
         refuse_flags(args)  # Megatron names what else a flag needs, which would not help
         raise

@@ -77,8 +77,8 @@ def require_modelopt() -> None:
     """
     if importlib.util.find_spec("modelopt") is None:
         raise ValueError(
-            "nvidia-modelopt is not installed: pip install 'odb-megatron[modelopt]' (in a checkout "
-            "of this repository: make venv-modelopt)"
+            "nvidia-modelopt is not installed: pip install '.[megatron,modelopt]' in a checkout of "
+            "this repository (or make venv-modelopt there)"
         )
 
 

@@ -8,6 +8,9 @@ gets from here the three names that it lacks, for the time of a run.
 from __future__ import annotations
 
 import argparse
+import pickletools
+import re
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +24,7 @@ __all__ = [
     "is_converted",
     "refuse_converted",
     "refuse_other_layout",
+    "require_checkpoint",
     "restore_state",
     "saving_state",
 ]
@@ -33,6 +37,11 @@ FORMATS = ("torch_dist", "torch")
 
 _FOLDER = "modelopt_state"
 _KEY = "modelopt_state"
+_KEYS = re.compile(rf"{_KEY}(_\d+)?")
+"""In a rank's file of format torch; numbered with virtual pipelines (Megatron-LM alone)."""
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+_RELEASE = "release"
 
 
 @contextmanager
@@ -71,27 +80,62 @@ def checkpoint_folder(args: argparse.Namespace, name: str = "load") -> Path | No
     """
     step = getattr(args, "ckpt_step", None) if name == "load" else None
     others = ("pretrained_checkpoint",) if name == "load" else ()
-    for folder in (getattr(args, each, None) for each in (name, *others)):
-        tracker = Path(folder or "") / "latest_checkpointed_iteration.txt"
+    given = [getattr(args, each, None) for each in (name, *others)]
+    for folder in given:
+        tracker = Path(folder or "") / _TRACKER
         if folder and tracker.is_file():
             said = tracker.read_text(encoding="utf-8").strip()
-            iteration = str(step) if step else said
+            iteration = str(step) if step and said != _RELEASE else said
             found = f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration
             return tracker.parent / found
+    if step and given[0] and not any(given[1:]):  # Megatron does not look for a tracker then
+        return Path(given[0]) / f"iter_{step:07d}"
     return None
+
+
+def require_checkpoint(args: argparse.Namespace, name: str = "load") -> Path:
+    """Return `checkpoint_folder`, which must be there.
+
+    Megatron prints a warning and begins with random weights.
+
+    Raises:
+        ValueError: nothing to load.
+    """
+    if getattr(args, name) is None:
+        name = "pretrained_checkpoint"
+    flag, given = "--" + name.replace("_", "-"), getattr(args, name)
+    folder = checkpoint_folder(args, "load" if name == "pretrained_checkpoint" else name)
+    if folder is None:
+        seen = f"holds no checkpoint (no {_TRACKER})" if Path(given).is_dir() else "is no folder"
+        raise ValueError(
+            f"{flag} {given} {seen}, and the model would have random weights: give the folder that "
+            "--save of the run before named"
+        )
+    if not folder.is_dir():
+        there = sorted(path.name for path in folder.parent.glob("iter_*"))
+        says = "--ckpt-step" if getattr(args, "ckpt_step", None) and name == "load" else _TRACKER
+        raise ValueError(
+            f"{flag} {given} holds no {folder.name}, which {says} names; it holds "
+            f"{', '.join(there) or 'no iteration at all'}: give one that is there"
+        )
+    return folder
 
 
 def has_state(args: argparse.Namespace) -> bool:
     """Whether the checkpoint that will be loaded holds ModelOpt's state."""
     folder = checkpoint_folder(args)
-    if folder is None:
-        return False
-    return is_converted(folder) or _unsharded_state(args, folder, "mp_rank_*") is not None
+    return folder is not None and is_converted(folder)
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether a checkpoint in format torch_dist holds ModelOpt's state."""
-    return (folder / _FOLDER).is_dir()
+    """Whether a checkpoint holds ModelOpt's state, in either format.
+
+    Megatron goes by the files in the folder (`_get_checkpoint_format`), not by `--ckpt-format`.
+
+    Args:
+        folder: of the iteration.
+    """
+    return _has_sharded_state(folder) or any(map(_names_state, _rank_files(folder)[:1]))
 
 
 def restore_state(models: Sequence[Any], args: argparse.Namespace) -> bool:
@@ -113,13 +157,13 @@ def restore_state(models: Sequence[Any], args: argparse.Namespace) -> bool:
             "ModelOpt's state does not know virtual pipeline stages: drop "
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
         )
-    if is_converted(folder):
+    if _has_sharded_state(folder):
         restore_sharded_modelopt_state(list(models), folder)
         return True
     from megatron.training import checkpointing
 
     own = Path(checkpointing.get_checkpoint_name(str(folder.parent), 0)).parent.name
-    state = _unsharded_state(args, folder, own)
+    state = _unsharded_state(folder, own)
     if state is None:
         return False
     mto.restore_from_modelopt_state(models[0], state)
@@ -129,7 +173,8 @@ def restore_state(models: Sequence[Any], args: argparse.Namespace) -> bool:
 def refuse_converted(args: argparse.Namespace) -> None:
     """Check that a script without ModelOpt loads no converted model.
 
-    Megatron drops what it does not expect, and so quantizers without a word.
+    Megatron drops what it does not expect, and so quantizers: without a word in format torch_dist,
+    with a line of names in format torch (checkpointing.py 2521-2528, 0.19.2).
 
     Raises:
         ValueError: it would.
@@ -156,7 +201,7 @@ def refuse_other_layout(model: Any, args: argparse.Namespace) -> None:
     from megatron.core import dist_checkpointing
 
     folder = checkpoint_folder(args)
-    if folder is None or not is_converted(folder) or not model.config.gated_linear_unit:
+    if folder is None or not _has_sharded_state(folder) or not model.config.gated_linear_unit:
         return
     saved = dist_checkpointing.load_common_state_dict(str(folder)).get("args")
     then, now = getattr(saved, "tensor_model_parallel_size", None), args.tensor_model_parallel_size
@@ -176,21 +221,48 @@ def refuse_other_layout(model: Any, args: argparse.Namespace) -> None:
         )
 
 
-def _unsharded_state(args: argparse.Namespace, folder: Path, name: str) -> dict[str, Any] | None:
-    """Return the state in one rank's file of a checkpoint in format `torch`; None without any.
+def _has_sharded_state(folder: Path) -> bool:
+    return (folder / _FOLDER).is_dir()
+
+
+def _rank_files(folder: Path, rank: str = "mp_rank_*") -> list[Path]:
+    """Return the files of a checkpoint in format torch; none of one in another format."""
+    return sorted(folder.glob(f"{rank}/model_optim_rng.pt"))
+
+
+def _names_state(path: Path) -> bool:
+    """Whether a file of `torch.save` has ModelOpt's state; reads names alone and executes nothing.
 
     Args:
-        args: Megatron's.
+        path: one that is no zip archive was written before torch 1.6, and ModelOpt.
+    """
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        contents = [archive.read(name) for name in pickles]
+    return any(
+        isinstance(value, str) and _KEYS.fullmatch(value)
+        for content in contents
+        if _KEY.encode() in content  # most have it nowhere, and this is quick
+        for _, value, _ in pickletools.genops(content)
+    )
+
+
+def _unsharded_state(folder: Path, rank: str) -> dict[str, Any] | None:
+    """Return the state in one rank's file of a checkpoint in format torch; None without any.
+
+    Args:
         folder: of the iteration.
-        name: pattern of the rank's folder within.
+        rank: the rank's folder within.
     """
     import torch
 
-    found = sorted(folder.glob(f"{name}/model_optim_rng.pt"))
-    if args.ckpt_format != "torch" or not found:
+    found = _rank_files(folder, rank)
+    if not found:
         return None
-    # As Megatron loads it: its arguments are in there, which are more than weights.
-    loaded = torch.load(found[0], map_location="cpu", mmap=True, weights_only=False)
+    # As Megatron loads it, whose import tells torch which classes of its arguments are safe.
+    loaded = torch.load(found[0], map_location="cpu", mmap=True, weights_only=True)
     state: dict[str, Any] | None = loaded.get(_KEY)
     return state
 

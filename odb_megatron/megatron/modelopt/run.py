@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,8 +17,10 @@ from odb_megatron.megatron.compat_pretrain import PretrainForm, pretrain_form
 from odb_megatron.megatron.forward_step import LossOf
 from odb_megatron.megatron.modelopt.arguments import refuse_unsupported
 from odb_megatron.megatron.modelopt.checkpoint import (
+    checkpoint_folder,
     has_state,
     refuse_other_layout,
+    require_checkpoint,
     restore_state,
     saving_state,
 )
@@ -39,7 +42,8 @@ class ModelOptRun(OdbRun):
         needs_conversion: whether a run with neither is refused.
 
     Raises:
-        ValueError: flags that ModelOpt does not work with, or nothing for it to do.
+        ValueError: flags that ModelOpt does not work with, folders without the checkpoint that
+            they should hold, or nothing for ModelOpt to do.
     """
 
     def __init__(
@@ -57,6 +61,10 @@ class ModelOptRun(OdbRun):
                 "does not have: use 0.19"
             )
         self._teacher_given = getattr(args, "modelopt_teacher", None) is not None
+        if self._teacher_given:
+            require_checkpoint(args, "modelopt_teacher")
+        if not _starts_by_itself(args):
+            require_checkpoint(args)
         if needs_conversion and not self._teacher_given and not has_state(args):
             raise ValueError(
                 f"there is nothing for ModelOpt to do: --load {args.load} holds no state of it, "
@@ -134,6 +142,19 @@ class ModelOptRun(OdbRun):
             return
         self._undo.callback(setattr, training, _ADJUST, getattr(training, _ADJUST))
         setattr(training, _ADJUST, lambda *_args, **_kwargs: None)
+
+
+def _starts_by_itself(args: argparse.Namespace) -> bool:
+    """Whether no weights are asked for.
+
+    A first start may have a `--load` that is its own `--save` and holds nothing yet.
+    """
+    if args.pretrained_checkpoint is not None:
+        return False
+    if args.load is None or args.save is None:
+        return args.load is None
+    own = Path(args.load).resolve() == Path(args.save).resolve()
+    return own and checkpoint_folder(args) is None
 
 
 class CalibrationRun(ModelOptRun):

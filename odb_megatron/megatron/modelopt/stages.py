@@ -20,6 +20,7 @@ Datasets = Callable[[Sequence[int | None]], Sequence[Any]]
 
 _DEFAULTS = {"tokenizer_type": "HuggingFaceTokenizer"}
 _SAVES_ONCE = {**_DEFAULTS, "save_interval": 1}  # Megatron wants an interval beside --save
+_TRAINS_NOTHING = {**_SAVES_ONCE, "train_samples": 1}  # and a length
 
 
 def train_gpt(*, datasets: Datasets | None = None) -> None:
@@ -109,7 +110,7 @@ def export_gpt() -> None:
     from odb_megatron.megatron.run import OdbRun
     from odb_megatron.megatron.usage import usage_errors
 
-    args = _parse(add_export_arguments)
+    args = _parse(add_export_arguments, _TRAINS_NOTHING)
     with usage_errors():
         _check_stage(args)
         run = ModelOptRun(args)
@@ -145,11 +146,14 @@ def _parse(
 
 
 def _check_stage(args: argparse.Namespace) -> None:
+    from odb_megatron.megatron.modelopt.checkpoint import require_checkpoint
+
     for name in ("load", "save"):
         if not getattr(args, name):
             raise ValueError(f"this stage reads a model and writes another: give --{name} DIR")
     if Path(args.load).resolve() == Path(args.save).resolve():
         raise ValueError(f"--load and --save are both {args.save}: give --save another folder")
+    require_checkpoint(args)
     args.iteration = 0
     args.finetune = True  # weights alone: no iteration, samples, optimizer or generators
     args.no_load_optim = args.no_load_rng = args.no_save_optim = args.no_save_rng = True

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from odb_megatron.megatron.modelopt.checkpoint import checkpoint_folder, is_converted
+from odb_megatron.megatron.modelopt.checkpoint import is_converted, require_checkpoint
 
 __all__ = ["SHAPE", "build_teacher", "shape_of"]
 
@@ -76,12 +76,7 @@ def build_teacher(
 def _teacher_folder(args: argparse.Namespace) -> Path:
     from megatron.core import dist_checkpointing
 
-    folder = checkpoint_folder(args, "modelopt_teacher")
-    if folder is None:
-        raise ValueError(
-            f"--modelopt-teacher {args.modelopt_teacher} holds no checkpoint (no "
-            "latest_checkpointed_iteration.txt): give the folder that --save named"
-        )
+    folder = require_checkpoint(args, "modelopt_teacher")
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         raise ValueError(
             f"--modelopt-teacher: {folder} is not in format torch_dist: save the teacher with "
