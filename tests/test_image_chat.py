@@ -154,7 +154,12 @@ def test_without_pictures_it_is_a_chat_source(tmp_path: Path, renderer: ChatRend
         (chat({"type": "video", "video": "a.mp4"}), "part of type 'video'"),
         (chat(text("look: <|image_pad|>")), "has 0 pictures, and its text 1 times"),
         (chat(*[{"type": "image", "path": "a.png"}] * 257), "257 pictures; up to 256"),
-        (chat({"type": "image", "path": "long.png"}), "differ by a factor of at most 200"),
+        (
+            chat({"type": "image", "path": "long.png"}),
+            "'long.png': .* differ by a factor of at most 200",
+        ),
+        (chat({"type": "image", "path": "thin.png"}), "'thin.png': .*; expected up to 1024 pixels"),
+        (chat({"type": "image", "path": "a\0b.png"}), r"'a\\x00b.png' is no path"),
     ],
 )
 def test_bad_records(
@@ -162,6 +167,7 @@ def test_bad_records(
 ) -> None:
     draw(tmp_path / "a.png", size=(8, 8))
     draw(tmp_path / "long.png", size=(900, 4))
+    draw(tmp_path / "thin.png", size=(700, 12))
     with pytest.raises(BadRecordError, match=rf"chat\d+.jsonl:1: .*{message}"):
         source(tmp_path, renderer, record).sample(0, source=0)
     hole = source(tmp_path, renderer, record, bad_record=BadRecordPolicy.SKIP).sample(0, source=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,14 +24,44 @@ def test_sizes_are_those_of_transformers(height: int, width: int, rules: PatchRu
         with pytest.raises(ValueError, match="differ by a factor of at most 200"):
             smart_resize(height, width, rules)
         return
-    found = smart_resize(height, width, rules)
     limits = {"min_pixels": rules.min_pixels, "max_pixels": rules.max_pixels}
-    assert found == upstream(height, width, factor=28, **limits)
+    theirs = upstream(height, width, factor=28, **limits)
+    if theirs[0] * theirs[1] > rules.max_pixels:
+        with pytest.raises(ValueError, match="expected up to 12544 pixels"):
+            smart_resize(height, width, rules)
+        return
+    found = smart_resize(height, width, rules)
+    assert found == theirs
     assert found[0] % 28 == found[1] % 28 == 0
-    assert found[0] * found[1] <= max(rules.max_pixels, 28 * max(found))
+    assert rules.min_pixels <= found[0] * found[1] <= rules.max_pixels
 
 
-@pytest.mark.parametrize("size", [(64, 48), (300, 200), (20, 31), (28, 28), (1000, 30)])
+@pytest.mark.parametrize(
+    ("size", "rules", "became", "needed"),
+    [
+        ((28, 5600), PatchRules(max_pixels=25088), (28, 2240), 200 * 784),
+        ((60, 10000), PatchRules(max_pixels=25088), (28, 2044), 167 * 784),
+        ((1, 200), SMALL, (28, 812), 29 * 784),
+        ((30, 60), PatchRules(max_pixels=3136), (56, 84), 6 * 784),
+    ],
+)
+def test_the_maximum_holds(
+    size: tuple[int, int], rules: PatchRules, became: tuple[int, int], needed: int
+) -> None:
+    for (height, width), (new_height, new_width) in ((size, became), (size[::-1], became[::-1])):
+        message = (
+            f"the picture has {width} x {height} pixels and would be brought to {new_width} x "
+            f"{new_height}, in squares of 28 x 28; expected up to {rules.max_pixels} pixels: crop "
+            f"it, or raise --odb-image-max-pixels to {needed}$"
+        )
+        with pytest.raises(ValueError, match=message):
+            smart_resize(height, width, rules)
+        enough = smart_resize(height, width, replace(rules, max_pixels=needed))
+        assert enough[0] * enough[1] <= needed
+    assert smart_resize(28, 896, PatchRules(max_pixels=25088)) == (28, 896)  # just fits
+
+
+@pytest.mark.parametrize("size", [(64, 48), (300, 200), (20, 31), (28, 28), (440, 30)])
 def test_patches_are_those_of_transformers(size: tuple[int, int], tmp_path: object) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil,

@@ -176,6 +176,24 @@ def test_the_patch_cap_holds(megatron: Megatron, initial: tuple[Any, ...], alone
     assert_equal(run, alone)
     free = train(megatron, initial, "--odb-token-budget", 400, replicas=1)
     assert sum(num_micro_batches(run)) > sum(num_micro_batches(free))
+    held, unheld = (
+        [list(step.record["patches"]) for step in of.steps if step.record["patches"]]
+        for of in (run, free)
+    )
+    assert sum(map(sum, held)) == sum(map(sum, unheld)) > 0
+    for step in run.steps:
+        record = step.record
+        assert len(record["patches"]) == len(record["lengths"])
+        alone_in_it = [len(lengths) == 1 for lengths in record["lengths"]]
+        assert all(
+            count <= 40 or one for count, one in zip(record["patches"], alone_in_it, strict=True)
+        )
+    assert max(map(max, unheld)) > max(map(max, held)) > 0
+    output, most = run.replicas[0].output, max(map(max, held))
+    assert f"  patches             at most {most} in a micro-batch (--odb-max-patches 40)" in output
+    (line,) = (line for line in output.splitlines() if line.startswith("odb: reproduce with"))
+    assert "--odb-max-patches 40 " in line
+    assert f" {' '.join(word for word in IMAGES[6:])} --seed" in line
     assert "cost model" in run.replicas[0].output
     assert "--odb-cost-patch" in run.replicas[0].output
 

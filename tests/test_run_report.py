@@ -9,12 +9,15 @@ import pytest
 
 from odb_megatron.megatron.arguments import add_odb_arguments
 from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.megatron.multimodal.arguments import add_image_arguments
 
 
-def _lines(flags: str, *, replicas: int, batch: int = 64) -> list[str]:
+def _lines(flags: str, *, replicas: int, batch: int = 64, has_images: bool = False) -> list[str]:
     from odb_megatron.megatron.run_report import start_lines
 
     parser = add_odb_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    if has_images:
+        add_image_arguments(parser)
     args = parser.parse_args(shlex.split(flags))
     args.seq_length, args.global_batch_size, args.seed = 128, batch, 7
     args.data_parallel_size = replicas
@@ -54,6 +57,26 @@ def test_what_is_said_of_every_run() -> None:
     assert reproduce.startswith("reproduce with --odb --odb-policy samples ")
     assert reproduce.endswith(" --seed 7")
     assert scope.startswith("balance scope step: ")
+
+    assert _lines("--odb", replicas=2, has_images=True)[0] == reproduce
+
+
+@pytest.mark.megatron
+def test_flags_of_images_are_in_the_line() -> None:
+    given = (
+        "--odb-image-folder '/a b' --odb-image-patch-size 16 --odb-image-merge 1 "
+        "--odb-image-min-pixels 512 --odb-image-max-pixels 25088 --odb-image-token '<|i|>' "
+        "--odb-vision-layers 0 --odb-vision-hidden-size 96 --odb-vision-ffn-hidden-size 7 "
+        "--odb-vision-attention-heads 8"
+    )
+    parser = add_image_arguments(argparse.ArgumentParser())
+    defaults = vars(parser.parse_args([]))
+    values = vars(parser.parse_args(shlex.split(given)))
+    assert all(values[name] != default for name, default in defaults.items())
+    line = _lines(f"--odb {given}", replicas=2, has_images=True)[0]
+    assert line.endswith(f" {given} --seed 7")
+    again = line.removeprefix("reproduce with ").removesuffix(" --seed 7")
+    assert _lines(again, replicas=2, has_images=True)[0] == line
 
 
 @pytest.mark.megatron

@@ -41,7 +41,7 @@ def test_the_same_pictures_each_time(script: dict[str, Any], tmp_path: Path) -> 
 def run(tmp_path: Path, *flags: str) -> list[float]:
     command = [sys.executable, str(EXAMPLE), "--cache", str(tmp_path), "--nproc-per-node", "1"]
     ended = subprocess.run(
-        [*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+        [*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     return [float(loss) for loss in _STEP.findall(ended.stdout)]
@@ -57,10 +57,12 @@ def test_it_trains(tmp_path: Path) -> None:
 
 @pytest.mark.megatron
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("skimage") is None, reason="needs scikit-image")
 def test_it_trains_on_photographs(tmp_path: Path) -> None:
-    losses = run(tmp_path, "--pictures", "real", "--odb-epochs", "10")
-    assert losses[-1] < losses[0] - 1
+    losses = run(tmp_path, "--pictures", "real")  # as documented, without a length
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 2
 
 
 @pytest.mark.skipif(importlib.util.find_spec("skimage") is not None, reason="scikit-image is there")

@@ -5,7 +5,7 @@ script. The default pictures are drawn at run time, always the same ones. `--pic
 photographs that come inside the package scikit-image, which must be installed; they stay there.
 
     python examples/multimodal/train_pictures.py
-    python examples/multimodal/train_pictures.py --pictures real --odb-epochs 8
+    python examples/multimodal/train_pictures.py --pictures real
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from odb_megatron.launch import main as launch
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_MADE = 320
+EPOCHS = {"made": 2, "real": 20}
+"""Of 20 steps and of one: there are few photographs."""
+
 COLOURS = {
     "red": (200, 30, 40),
     "green": (40, 160, 60),
@@ -83,7 +86,7 @@ def main() -> int:
     script += ["--data-path", str(data), "--odb-image-folder", str(pictures)]
     script += ["--tokenizer-model", str(tokenizer)]
     if not {flag.partition("=")[0] for flag in flags} & {"--odb-epochs", "--train-samples"}:
-        script += ["--odb-epochs", "2"]
+        script += ["--odb-epochs", str(EPOCHS[options.pictures])]
     device = ["--device", options.device, "--nproc-per-node", str(options.nproc_per_node)]
     return launch([*device, "--", *script, *flags])
 

@@ -18,7 +18,7 @@ from odb_megatron.data.chat_template import ChatRenderer
 from odb_megatron.data.image_parts import lift_images
 from odb_megatron.data.images import SampleImages
 from odb_megatron.data.patches import IMAGE_TEXT, IMAGE_TOKEN, PatchRules, cut_into_patches
-from odb_megatron.data.picture import check_pillow, open_picture
+from odb_megatron.data.picture import check_pillow, open_picture, shown_name
 from odb_megatron.data.preprocess import SampleRules, shift_labels
 from odb_megatron.data.sample import Sample
 from odb_megatron.data.sources import ChatSource
@@ -91,7 +91,7 @@ class ImageChatSource(ChatSource):
             )
         if not names:
             return shift_labels(ids, learn, source=source)
-        cut = [cut_into_patches(open_picture(n, folder=self._folder), rules) for n in names]
+        cut = [self._cut(name) for name in names]
         grid = np.array([one for _, one in cut], dtype=np.int64)
         ids, learn, starts = expand_images(
             ids, learn, token=self._token, counts=grid.prod(axis=1) // rules.merge**2
@@ -111,6 +111,13 @@ class ImageChatSource(ChatSource):
             num_patches=images.num_patches,
             images=images,
         )
+
+    def _cut(self, name: str) -> tuple[npt.NDArray[np.uint8], tuple[int, int, int]]:
+        picture = open_picture(name, folder=self._folder)
+        try:
+            return cut_into_patches(picture, self._images.patches)
+        except ValueError as error:
+            raise ValueError(f"{shown_name(name)}: {error}") from error
 
 
 def expand_images(

@@ -67,18 +67,20 @@ class PatchRules:
 
     @property
     def max_patches(self) -> int:
-        """Most patches of a picture whose sides differ by less than `max_pixels / side**2`."""
+        """Most patches of a picture."""
         return self.max_pixels // self.patch**2
 
 
 def smart_resize(height: int, width: int, rules: PatchRules) -> tuple[int, int]:
     """Return the size that a picture is brought to: multiples of the square, within the limits.
 
-    As `smart_resize` of transformers (models/qwen2_vl/image_processing_qwen2_vl.py, 5.24). A
-    picture that is very long for `max_pixels` keeps one square across and so has more pixels.
+    As `smart_resize` of transformers (models/qwen2_vl/image_processing_qwen2_vl.py, 5.24), which
+    exceeds the maximum where a picture is long for it: one square is the least across. Such a
+    picture is refused here, so that the maximum holds.
 
     Raises:
-        ValueError: an empty picture, or one more than 200 times as long as wide.
+        ValueError: an empty picture, one more than 200 times as long as wide, or one that would
+            have more than `max_pixels`.
     """
     if min(height, width) < 1 or max(height, width) > _MOST_ASPECT * min(height, width):
         raise ValueError(
@@ -86,16 +88,25 @@ def smart_resize(height: int, width: int, rules: PatchRules) -> tuple[int, int]:
             f"by a factor of at most {_MOST_ASPECT}"
         )
     side = rules.side
+    needed = rules.max_pixels
     new_height, new_width = (round(length / side) * side for length in (height, width))
     if new_height * new_width > rules.max_pixels:
         factor = math.sqrt(height * width / rules.max_pixels)
         new_height, new_width = (
             max(side, math.floor(length / factor / side) * side) for length in (height, width)
         )
+        needed = -(-max(height, width) // min(height, width)) * side**2
     elif new_height * new_width < rules.min_pixels:
         factor = math.sqrt(rules.min_pixels / (height * width))
         new_height, new_width = (
             math.ceil(length * factor / side) * side for length in (height, width)
+        )
+        needed = new_height * new_width
+    if new_height * new_width > rules.max_pixels:
+        raise ValueError(
+            f"the picture has {width} x {height} pixels and would be brought to {new_width} x "
+            f"{new_height}, in squares of {side} x {side}; expected up to {rules.max_pixels} "
+            f"pixels: crop it, or raise --odb-image-max-pixels to {needed}"
         )
     return new_height, new_width
 

@@ -7,17 +7,18 @@ becomes of the pixels. Whatever is wrong is a ValueError: a bad record.
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import re
 import stat
 from io import BytesIO
 from typing import TYPE_CHECKING
 
+from odb_megatron.data.colours import in_rgb
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["MAX_FILE_BYTES", "MAX_SOURCE_PIXELS", "check_pillow", "open_picture"]
+__all__ = ["MAX_FILE_BYTES", "MAX_SOURCE_PIXELS", "check_pillow", "open_picture", "shown_name"]
 
 MAX_FILE_BYTES = 64 << 20
 """Largest picture file that is read."""
@@ -48,6 +49,8 @@ def check_pillow() -> None:
 def open_picture(name: str, *, folder: str) -> Image:
     """Return the picture in RGB, turned upright as its EXIF says; of an animation the first frame.
 
+    See `colours.in_rgb` for 16 bits and transparency.
+
     Args:
         name: path relative to `folder`, or absolute and below it; or a `data:` URI in base64.
         folder: symbolic links out of it are not followed.
@@ -56,10 +59,12 @@ def open_picture(name: str, *, folder: str) -> Image:
         ValueError: a web address, a name outside the folder, no file, too large, damaged, or no
             picture.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     data = _decoded(name) if name.startswith("data:") else _read(name, folder)
-    shown = _shown(name)
+    shown = shown_name(name)
+    if not data:
+        raise ValueError(f"{shown} is empty; expected {', '.join(_FORMATS)}")
     try:
         with Image.open(BytesIO(data), formats=_FORMATS) as picture:
             width, height = picture.size
@@ -67,8 +72,14 @@ def open_picture(name: str, *, folder: str) -> Image:
                 raise ValueError(
                     f"it has {width} x {height} pixels; up to {MAX_SOURCE_PIXELS} are decoded"
                 )
+            is_png = picture.format == "PNG"
             upright: Image.Image = ImageOps.exif_transpose(picture)
-            return upright.convert("RGB")
+            return in_rgb(upright, is_png=is_png)
+    except UnidentifiedImageError as error:  # whose own text names a buffer
+        raise ValueError(
+            f"{shown} cannot be read as a picture: its {len(data)} bytes begin like none; "
+            f"expected {', '.join(_FORMATS)}"
+        ) from error
     except Exception as error:  # of PIL: its readers raise what they come upon
         raise ValueError(
             f"{shown} cannot be read as a picture ({type(error).__name__}: {str(error)[:200]}); "
@@ -77,29 +88,34 @@ def open_picture(name: str, *, folder: str) -> Image:
 
 
 def _decoded(name: str) -> bytes:
-    found = _DATA.match(name)
+    found, shown = _DATA.match(name), shown_name(name)
     if found is None:
-        raise ValueError(f"{_shown(name)} is no picture; expected data:image/...;base64,...")
+        raise ValueError(f"{shown} is no picture; expected data:image/...;base64,...")
     if len(name) > MAX_FILE_BYTES * 4 // 3:
         raise ValueError(
-            f"{_shown(name)} has {len(name)} characters; pictures of up to {MAX_FILE_BYTES} bytes "
-            "are read"
+            f"{shown} has {len(name)} characters; pictures of up to {MAX_FILE_BYTES} bytes are read"
         )
     try:
         return base64.b64decode(name[found.end() :], validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"{_shown(name)} is no base64 ({error})") from error
+    except ValueError as error:  # binascii.Error, or characters that are not ASCII
+        raise ValueError(f"{shown} is no base64 ({error})") from error
 
 
 def _read(name: str, folder: str) -> bytes:
-    shown = _shown(name)
+    shown = shown_name(name)
     if _SCHEME.match(name):
         raise ValueError(
             f"{shown} is a web address or another URI, and nothing is fetched while training: "
             "download the picture, and name its path below the picture folder"
         )
     root = os.path.realpath(folder)
-    path = os.path.realpath(os.path.join(root, name))
+    try:
+        path = os.path.realpath(os.path.join(root, name))
+        os.fsencode(path)
+    except ValueError as error:  # a null character, or half of a surrogate pair
+        raise ValueError(
+            f"{shown} is no path ({error}): correct the name in the record, or drop the record"
+        ) from error
     if os.path.commonpath([root, path]) != root:
         raise ValueError(
             f"{shown} lies outside the picture folder {folder}: move the picture, or name another "
@@ -121,5 +137,6 @@ def _read(name: str, folder: str) -> bytes:
         raise ValueError(f"{shown} in {folder} cannot be opened ({error.strerror})") from error
 
 
-def _shown(name: str) -> str:
+def shown_name(name: str) -> str:
+    """Return the name, or the start of a long one, in quotes and without control characters."""
     return repr(name if len(name) <= _MOST_SHOWN else name[:_MOST_SHOWN] + "...")

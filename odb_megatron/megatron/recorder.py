@@ -58,6 +58,7 @@ class StepRecorder:
         num_tokens: real tokens trained so far, over all replicas.
         source_counts: what this replica has consumed of each source, padded baseline only.
         shapes: rows and padded tokens of the micro-batches that this replica has trained.
+        most_patches: most image patches of one of them.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class StepRecorder:
         exchange: ControlGroup | None,
         clock: Clock | None = None,
     ) -> None:
-        self.num_tokens = 0
+        self.num_tokens = self.most_patches = 0
         self.shapes: set[tuple[int, int]] = set()
         self._args = args
         self._config = config
@@ -126,6 +127,7 @@ class StepRecorder:
             self._ids.append(tuple(_name(self._stream, position) for position in positions))
         self._lengths.append(lengths)
         self._patches.append(patches)
+        self.most_patches = max(self.most_patches, patches)
 
     def end_backward(self) -> None:
         """The step's last backward pass was launched."""
@@ -164,6 +166,7 @@ class StepRecorder:
             ids=tuple(self._ids),
             lengths=tuple(self._lengths),
             widths=tuple(self._widths),
+            patches=tuple(self._patches) if any(self._patches) else (),
             costs=() if cost is None else self._costs(cost),
             micro_batch_s=self._times(),
             wait_s=handed_out.wait_s,

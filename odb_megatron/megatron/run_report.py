@@ -24,6 +24,7 @@ from odb_megatron.megatron.compat import describe_megatron
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.cost_model import RunCost
 from odb_megatron.megatron.device_memory import MemoryUse
+from odb_megatron.megatron.multimodal.arguments import image_flags
 from odb_megatron.megatron.recorder import StepRecorder
 from odb_megatron.megatron.replica_data import ReplicaData
 from odb_megatron.megatron.series_writers import SeriesWriters
@@ -81,7 +82,7 @@ class RunReport:
         self._writers: SeriesWriters | None = None
         self.leads = False
         self._memory: MemoryUse | None = None
-        self._num_shapes = 0
+        self._num_shapes = self._most_patches = 0
         self._goes_on = False
         self._choice = ""  # what mode `auto` chose for the run
         self._eval_left_out = self._eval_truncated = 0
@@ -248,6 +249,10 @@ class RunReport:
         chosen = {}
         if self._memory is not None:
             chosen["memory"] = f"{self._memory}; {self._num_shapes} shapes of micro-batches"
+        if self._most_patches:
+            cap = self._config.max_patches
+            limit = f"--odb-max-patches {cap}" if cap else "no --odb-max-patches"
+            chosen["patches"] = f"at most {self._most_patches} in a micro-batch ({limit})"
         if self.cost is not None:
             chosen["cost model"] = self.cost.describe()
         if self._config.exchange is ExchangeMode.AUTO and feed is not None:
@@ -267,6 +272,8 @@ class RunReport:
             values = {"flags": flags, **chosen, "ended_cleanly": together}
             if self._memory is not None:
                 values |= {"memory_bytes": asdict(self._memory), "num_shapes": self._num_shapes}
+            if self._most_patches:
+                values["most_patches"] = self._most_patches
             write_run(self._config.log_dir, values)
 
     def _header(self, run: int, exchange: ControlGroup) -> LogHeader:
@@ -296,11 +303,12 @@ class RunReport:
         """Take the most of all replicas."""
         if self.recorder is None or self._memory is None or not self.leads:
             return
-        self._num_shapes = len(self.recorder.shapes)
+        self._num_shapes, self._most_patches = len(self.recorder.shapes), self.recorder.most_patches
         if together and self._exchange is not None:
             memory = self._memory
-            own = [memory.peak, memory.reserved, self._num_shapes]
-            peak, reserved, self._num_shapes = map(max, *self._exchange.gather_counts(own), own)
+            own = [memory.peak, memory.reserved, self._num_shapes, self._most_patches]
+            found = map(max, *self._exchange.gather_counts(own), own)
+            peak, reserved, self._num_shapes, self._most_patches = found
             self._memory = replace(memory, peak=peak, reserved=reserved)
 
     def _chosen_otherwise(self, live: LiveReport, feed: StepFeed) -> str:
@@ -350,8 +358,8 @@ def start_lines(args: argparse.Namespace, config: OdbConfig) -> list[str]:
 
 
 def _flags(args: argparse.Namespace, config: OdbConfig) -> str:
-    flags = f"{config.describe()} " if config.enabled else ""
-    return f"{flags}--seed {args.seed}"
+    flags = [config.describe(), *image_flags(args)] if config.enabled else []
+    return " ".join([*flags, f"--seed {args.seed}"])
 
 
 def _told_total(args: argparse.Namespace) -> int | None:

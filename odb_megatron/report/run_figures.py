@@ -75,6 +75,7 @@ class RunFigures:
             "balance_lowest": _least(step["balance"]),
             "balance_measured": _mean(step["balance_measured"]),
             "idle": float(step["idle"].sum()),
+            "patches_max": _greatest(step["patches"]),
             "seconds_per_step": seconds / len(late["step_s"]),
             "tokens_per_second": float(late["tokens"].sum()) / seconds if seconds else None,
             "wait_share": float(late["wait_s"].sum()) / seconds if seconds else None,
@@ -161,6 +162,12 @@ def _loss(step: LoggedStep) -> float:
     return found[0] if found else math.nan
 
 
+def _patches(step: LoggedStep) -> float:
+    return float(
+        max((max(r.patches) for r in step.records.values() if r.patches), default=math.nan)
+    )
+
+
 def _padding(step: LoggedStep) -> float:
     record = step.first
     return 1 - record.tokens / record.computed_tokens if record.computed_tokens else math.nan
@@ -178,6 +185,7 @@ STEP_FIGURES: dict[str, Callable[[LoggedStep], float]] = {
     "balance_measured": measured_balance,
     "idle": _first("idle"),
     "split": _first("split"),
+    "patches": _patches,
     "left_out": _first("left_out"),
     "bad_records": _first("bad_records"),
     "truncated": _first("truncated"),
@@ -203,6 +211,11 @@ def _mean(values: Values) -> float | None:
 def _least(values: Values) -> float | None:
     found = values[~np.isnan(values)]
     return float(found.min()) if len(found) else None
+
+
+def _greatest(values: Values) -> float | None:
+    found = values[~np.isnan(values)]
+    return float(found.max()) if len(found) else None
 
 
 def _at(values: Values, index: int) -> float | None:

@@ -65,6 +65,7 @@ class StepRecord:
         queue_steps: finished steps that wait behind this one.
         truncated: samples that were cut (all).
         bad_records: positions left out because their records are bad (all).
+        patches: image patches of this replica's micro-batches; empty where none has any.
     """
 
     iteration: int
@@ -108,6 +109,7 @@ class StepRecord:
     queue_steps: int = 0
     truncated: int = 0
     bad_records: int = 0
+    patches: tuple[int, ...] = ()
 
 
 def record_of(values: Mapping[str, Any]) -> StepRecord:

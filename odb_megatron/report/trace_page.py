@@ -106,6 +106,7 @@ _LABELS = {
     "balance_lowest": ("balance predicted, lowest", "{:.4f}"),
     "balance_measured": ("balance measured, mean", "{:.4f}"),
     "idle": ("idle micro-batches", "{:.0f}"),
+    "patches_max": ("patches per micro-batch, most", "{:,.0f}"),
     "seconds_per_step": ("seconds per step", "{:.4g}"),
     "tokens_per_second": ("tokens per second", "{:,.0f}"),
     "wait_share": ("time spent waiting for data", "{:.2%}"),

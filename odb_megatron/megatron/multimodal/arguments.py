@@ -6,6 +6,7 @@ Must not import Megatron. What does not work with images is refused in `refuse_u
 from __future__ import annotations
 
 import argparse
+import shlex
 from fractions import Fraction
 
 from odb_megatron.data.image_chat import ImageRules
@@ -13,8 +14,8 @@ from odb_megatron.data.patches import IMAGE_TOKEN, PatchRules
 from odb_megatron.megatron.multimodal.shape import VisionShape
 from odb_megatron.plan.cost import ModelShape
 
-__all__ = ["add_image_arguments", "has_images", "image_rules", "patch_tokens", "refuse_unsupported"]
-__all__ += ["vision_shape"]
+__all__ = ["add_image_arguments", "has_images", "image_flags", "image_rules", "patch_tokens"]
+__all__ += ["refuse_unsupported", "vision_shape"]
 
 _DEFAULTS = PatchRules()
 
@@ -55,6 +56,18 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 def has_images(args: argparse.Namespace) -> bool:
     """Whether the script has the flags of this module."""
     return hasattr(args, "odb_image_patch_size")
+
+
+def image_flags(args: argparse.Namespace) -> list[str]:
+    """Return the flags of this module that differ from their defaults, as a shell takes them."""
+    if not has_images(args):
+        return []
+    defaults = vars(add_image_arguments(argparse.ArgumentParser()).parse_args([]))
+    return [
+        f"--{name.replace('_', '-')} {shlex.quote(str(getattr(args, name)))}"
+        for name, default in defaults.items()
+        if getattr(args, name) != default
+    ]
 
 
 def image_rules(args: argparse.Namespace) -> ImageRules | None:
