@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -164,19 +165,25 @@ def test_make_train(folder: Path) -> None:
     """The README's line for one's own data, in this environment in place of .venv."""
     words = command("make", "train", "DATA=chats.jsonl")
     words = [word.replace("DATA=", f"DATA={folder}/") for word in words]
+    printed = _trained([*words, "--assume-old", "venv", f"PYTHON={sys.executable}"], folder=ROOT)
+    assert "samples (122 of 122 requested)" in printed, printed[-3000:]
+
+
+def _trained(words: Sequence[str], *, folder: Path) -> str:
+    """Run a command that trains with the policy `cost`; return what it prints."""
     done = subprocess.run(
-        [*words, "--assume-old", "venv", f"PYTHON={sys.executable}"],
+        words,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=180,
-        cwd=ROOT,
+        cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert "odb, policy cost: " in done.stdout
-    assert "samples (122 of 122 requested)" in done.stdout, done.stdout[-3000:]
+    return done.stdout
 
 
 def test_quickstart(
@@ -188,18 +195,7 @@ def test_quickstart(
     """The training, and what looks at its log; the other run to compare it with is a copy."""
     words = command("odb-megatron", "pretrain", "--odb-log-dir", page=QUICKSTART)
     words = [str(tokenizer_folder) if word == "/path/to/hf-tokenizer" else word for word in words]
-    done = subprocess.run(
-        [sys.executable, "-m", "odb_megatron", *words[1:]],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=180,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "odb, policy cost: " in done.stdout
+    _trained([sys.executable, "-m", "odb_megatron", *words[1:]], folder=folder)
     assert list((folder / "checkpoints").glob("iter_*/odb/*.json"))
     pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra pages)")
     monkeypatch.chdir(folder)
