@@ -47,6 +47,8 @@ def test_edges_as_alone(measured: dict[str, Any], case: str) -> None:
 
 def test_multi_latent_attention_as_alone(measured: dict[str, Any]) -> None:
     result = measured["latent"]
+    if "missing" in result:
+        pytest.skip(result["missing"])
     assert result["smallest_gradient"] > 0
     assert result["loss"] <= TOLERANCE
     assert result["gradient"] <= TOLERANCE, result["worst"]
