@@ -36,7 +36,7 @@ from odb_megatron.megatron import providers, run
 from odb_megatron.megatron.setup import parse_and_validate_args
 from odb_megatron.plan.step import StepPlan, StepTotals
 from odb_megatron.report.run_log import read_run
-from odb_megatron.testing.runs_again import forget_run
+from odb_megatron.testing.runs_again import forget_run, keep_imports
 
 Record = dict[str, Any]
 
@@ -119,6 +119,7 @@ def main() -> None:
     if sys.argv[1:2] != ["--batch"]:
         _run()
         return
+    keep_imports()
     for flags in json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")):
         sys.argv[1:] = flags
         print("replay_steps.py:", *flags, flush=True)

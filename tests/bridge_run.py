@@ -80,8 +80,10 @@ class Outcome:
 def serve(rank: int, connections: Sequence[Connection]) -> None:
     """Run the cases that arrive on this rank's connection until None does."""
     from odb_megatron.testing import bridge_cpu
+    from odb_megatron.testing.runs_again import keep_imports
 
     bridge_cpu.activate()
+    keep_imports()
     connection = connections[rank]
     while (case := connection.recv()) is not None:
         connection.send(_run(case))

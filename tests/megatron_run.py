@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from odb_megatron.testing.runs_again import forget_run
+from odb_megatron.testing.runs_again import forget_run, keep_imports
 
 __all__ = ["Case", "Fault", "Outcome", "serve"]
 
@@ -143,6 +143,7 @@ class ListDataset:
 
 def serve(rank: int, connections: Sequence[Connection]) -> None:
     """Run the cases that arrive on this replica's connection until None does."""
+    keep_imports()
     connection = connections[rank]
     while (case := connection.recv()) is not None:
         connection.send(run_case(case))

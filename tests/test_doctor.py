@@ -383,7 +383,17 @@ def test_quirks_are_warned_of_where_flags_bring_them_about() -> None:
     ):
         (found,) = [f for f in check_quirks((0, 17), flags) if full.seen in f.seen]
         assert found.status is status, flags
-    assert [finding.status for finding in check_quirks((0, 19), [])] == [OK]
+    (shared,) = [quirk for quirk in QUIRKS if "--ckpt-format=torch" in quirk.flags]
+    saves = ["--save", "a", "--context-parallel-size", "2"]
+    for flags, status in (
+        ([*saves, "--ckpt-format", "torch"], WARNING),
+        ([*saves, "--ckpt-format=torch"], WARNING),
+        ([*saves, "--ckpt-format", "torch_dist"], OK),
+        (["--ckpt-format", "torch"], OK),
+    ):
+        (found,) = [f for f in check_quirks((0, 19), flags) if shared.seen in f.seen]
+        assert found.status is status, flags
+    assert [finding.status for finding in check_quirks((0, 20), [])] == [OK]
 
 
 @pytest.mark.parametrize(

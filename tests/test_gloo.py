@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from odb_megatron.testing.gloo import ReplicaError, run_replicas
+from odb_megatron.testing.nursery import nursery
 
 
 def _sum_of_ranks(rank: int, factor: int) -> tuple[int, float, str]:
@@ -48,11 +49,13 @@ def no_replica_is_left() -> Iterator[None]:
 
 
 def _replicas() -> set[psutil.Process]:
-    """Children that live; Python's resource tracker is none of them."""
+    """What the nurseries started and has not ended; they live on."""
+    nurseries = {nursery(device_layer=layer).pid for layer in (False, True)}
     return {
         child
-        for child in psutil.Process().children(recursive=True)
-        if "spawn_main" in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE
+        for one in nurseries
+        for child in psutil.Process(one).children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE
     }
 
 

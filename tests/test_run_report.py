@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,12 @@ from odb_megatron.megatron.arguments import add_odb_arguments
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.multimodal.arguments import add_image_arguments
 
+MEGATRONS = {"save": None, "ckpt_format": "torch_dist", "context_parallel_size": 1}
 
-def _lines(flags: str, *, replicas: int, batch: int = 64, has_images: bool = False) -> list[str]:
+
+def _lines(
+    flags: str, *, replicas: int, batch: int = 64, has_images: bool = False, **megatrons: Any
+) -> list[str]:
     from odb_megatron.megatron.run_report import start_lines
 
     parser = add_odb_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -21,6 +26,7 @@ def _lines(flags: str, *, replicas: int, batch: int = 64, has_images: bool = Fal
     args = parser.parse_args(shlex.split(flags))
     args.seq_length, args.global_batch_size, args.seed = 128, batch, 7
     args.data_parallel_size = replicas
+    vars(args).update(MEGATRONS | megatrons)
     return start_lines(args, OdbConfig.from_args(args, num_replicas=replicas))
 
 
@@ -48,6 +54,23 @@ def test_an_exchange_with_one_replica_is_warned_of(
             "has nobody to hand samples to: drop it, or train on more replicas"
         ]
     )
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("save", "kind", "size", "warned"),
+    [
+        ("a", "torch", 2, True),
+        ("a", "torch", 1, False),
+        ("a", "torch_dist", 2, False),
+        (None, "torch", 2, False),
+    ],
+)
+def test_a_file_that_several_ranks_write_is_warned_of(
+    save: str | None, kind: str, size: int, warned: bool
+) -> None:
+    found = _lines("--odb", replicas=1, save=save, ckpt_format=kind, context_parallel_size=size)
+    assert any("context-parallel group write the same file" in line for line in found) is warned
 
 
 @pytest.mark.megatron

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from odb_megatron.doctor.finding import Finding, fine, warning
 
@@ -20,10 +21,12 @@ class Quirk:
     Attributes:
         first: first minor version that has it.
         last: last one.
-        flags: of the command line that bring it about, all of them; none for every run.
+        flags: of the command line that bring it about, all of them, some with a value
+            (`--flag=value`); none for every run.
         without: a flag that avoids it.
         seen: what happens.
         way_out: what to do.
+        expected: what happens otherwise.
     """
 
     first: tuple[int, int]
@@ -32,10 +35,12 @@ class Quirk:
     without: str = ""
     seen: str
     way_out: str
+    expected: str = "as 0.18 and later do it"
 
     def is_met(self, flags: Sequence[str]) -> bool:
         """Whether a command line brings it about."""
         given = {flag.partition("=")[0] for flag in flags}
+        given |= {f"{flag}={value}" for flag, value in pairwise(flags)} | set(flags)
         return set(self.flags) <= given and self.without not in given
 
 
@@ -68,6 +73,15 @@ QUIRKS = (
         seen="a checkpoint is saved for every NaN that the rerun machine finds",
         way_out="give --rerun-mode disabled, or use megatron-core 0.18",
     ),
+    Quirk(
+        first=(0, 18),
+        last=(0, 19),
+        flags=("--save", "--ckpt-format=torch", "--context-parallel-size"),
+        seen="the ranks of a context-parallel group write the same file at once, which may "
+        "damage it",
+        way_out="use --ckpt-format torch_dist",
+        expected="one rank writes each file",
+    ),
 )
 
 
@@ -86,8 +100,8 @@ def check_quirks(version: tuple[int, ...], flags: Sequence[str] | None) -> list[
     found = []
     for quirk in own:
         if flags is not None and quirk.is_met(flags):
-            expected = "as 0.18 and later do it"
-            found.append(warning(subject, quirk.seen, expected=expected, way_out=quirk.way_out))
+            way_out = quirk.way_out
+            found.append(warning(subject, quirk.seen, expected=quirk.expected, way_out=way_out))
         else:
             cause = f" ({' '.join(quirk.flags)})" if quirk.flags else ""
             found.append(fine(subject, f"known{cause}: {quirk.seen}; {quirk.way_out}"))

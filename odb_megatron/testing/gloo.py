@@ -2,8 +2,8 @@
 
 Must not leave a process behind, whatever ends the run, and must not be used by the product's
 layers. Replicas are threads by default in tests; use this where torch's or Megatron's own process
-groups are the subject, with many cases in one spawn (starting a process costs 2 s for torch and 3 s
-more for Megatron).
+groups are the subject, with many cases in one start. Processes are forked from one that has
+imported torch and Megatron (`nursery`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Literal
+
+from odb_megatron.testing.nursery import Child, nursery
 
 __all__ = ["ReplicaError", "run_replicas"]
 
@@ -53,7 +54,6 @@ class _Job:
     args: tuple[Any, ...]
     folder: str
     timeout_s: float
-    device_layer: bool
     model_parallel: Mapping[str, Any] | None
 
 
@@ -98,14 +98,13 @@ def run_replicas(
     """
     if num_replicas < 1:
         raise ValueError(f"num_replicas is {num_replicas}, must be at least 1")
-    context = multiprocessing.get_context("spawn")
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="gloo_replicas_") as folder:
-        processes: list[SpawnProcess] = []
+        processes: list[Child] = []
         connections: list[Connection] = []
         try:
             for rank in range(num_replicas):
-                mine, theirs = context.Pipe()
+                mine, theirs = multiprocessing.Pipe()
                 job = _Job(
                     rank=rank,
                     num_replicas=num_replicas,
@@ -113,13 +112,11 @@ def run_replicas(
                     args=args,
                     folder=folder,
                     timeout_s=timeout_s,
-                    device_layer=device_layer,
                     model_parallel=model_parallel,
                 )
-                process = context.Process(target=_run, args=(job, theirs), name=f"replica {rank}")
-                process.start()
+                starter = nursery(device_layer=device_layer)
+                processes.append(starter.start(_run, job, theirs))
                 theirs.close()
-                processes.append(process)
                 connections.append(mine)
             results = _collect(processes, connections, deadline, folder)
             _release(processes, connections)
@@ -129,7 +126,7 @@ def run_replicas(
 
 
 def _collect(
-    processes: list[SpawnProcess], connections: list[Connection], deadline: float, folder: str
+    processes: list[Child], connections: list[Connection], deadline: float, folder: str
 ) -> list[Any]:
     """Wait for a result of every process; raise on the first failure."""
     reports: dict[int, _Report] = {}
@@ -161,7 +158,7 @@ def _receive(connection: Connection) -> _Report | None:
 def _failure(
     rank: int,
     report: _Report | None,
-    processes: list[SpawnProcess],
+    processes: list[Child],
     connections: list[Connection],
     reports: Mapping[int, _Report],
 ) -> ReplicaError:
@@ -186,20 +183,19 @@ def _failure(
     return ReplicaError(rank, f"replica {rank} raised:\n{report.value}")
 
 
-def _death(rank: int, process: SpawnProcess) -> ReplicaError:
+def _death(rank: int, process: Child) -> ReplicaError:
     process.join(timeout=5)
     return ReplicaError(
         rank, f"replica {rank} ended without a result, exit code {process.exitcode}"
     )
 
 
-def _stuck(processes: list[SpawnProcess], ranks: list[int], folder: str) -> str:
+def _stuck(processes: list[Child], ranks: list[int], folder: str) -> str:
     """Say which replicas are not done and where their threads are."""
     for rank in ranks:
-        pid = processes[rank].pid
-        if pid is not None and _stack_file(folder, rank).exists():
+        if processes[rank].exitcode is None and _stack_file(folder, rank).exists():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
+                os.kill(processes[rank].pid, signal.SIGUSR1)
     time.sleep(_GRACE_S)
     lines = [f"no result in time from replica {', '.join(map(str, ranks))}"]
     for rank in ranks:
@@ -209,7 +205,7 @@ def _stuck(processes: list[SpawnProcess], ranks: list[int], folder: str) -> str:
     return "\n".join(lines)
 
 
-def _release(processes: list[SpawnProcess], connections: list[Connection]) -> None:
+def _release(processes: list[Child], connections: list[Connection]) -> None:
     """Let the processes tear down and end."""
     for connection in connections:
         with contextlib.suppress(OSError):
@@ -218,10 +214,9 @@ def _release(processes: list[SpawnProcess], connections: list[Connection]) -> No
         process.join(timeout=10)
 
 
-def _end(processes: list[SpawnProcess], connections: list[Connection]) -> None:
+def _end(processes: list[Child], connections: list[Connection]) -> None:
     for process in processes:
-        if process.is_alive():
-            process.kill()
+        process.kill()
     for process in processes:
         process.join()
         process.close()
@@ -268,10 +263,6 @@ def _set_up(job: _Job) -> None:
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if job.device_layer:
-        from odb_megatron.testing import cpu_device
-
-        cpu_device.activate()
     distributed = torch.distributed
     distributed.init_process_group(
         "gloo",

@@ -7,12 +7,36 @@ from __future__ import annotations
 
 import functools
 import gc
+from typing import Any
 
 import torch
 
 from odb_megatron.megatron.compat_metrics import forget_metrics
 
-__all__ = ["forget_run"]
+__all__ = ["forget_run", "keep_imports"]
+
+_caches: list[Any] = []
+"""Cached functions of Megatron's that the garbage collector no longer shows."""
+
+
+def keep_imports() -> None:
+    """Make small runs fast, once, before the first one.
+
+    Most of their time went into collecting garbage among all objects of torch and Megatron, and
+    into Megatron's reading its own sources for its flags' help texts whenever it makes a parser.
+    """
+    from megatron.training import argument_utils, training  # noqa: F401  what a run imports
+
+    from odb_megatron.megatron import run  # noqa: F401
+
+    factory: Any = argument_utils.ArgumentGroupFactory
+    read = factory._get_field_docstrings
+    texts = functools.cache(lambda kind: read(factory.__new__(factory), kind))
+    factory._get_field_docstrings = lambda _factory, kind: texts(kind)
+    gc.unfreeze()
+    gc.collect()
+    _caches.extend(held for held in gc.get_objects() if _is_megatrons_cache(held))
+    gc.freeze()
 
 
 def forget_run() -> None:
@@ -45,10 +69,15 @@ def _drop_holders() -> None:
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
     for held in gc.get_objects():
-        kind = type(held)  # isinstance() would ask the object, and proxies answer with errors
-        if issubclass(kind, MoETokenDispatcher):
+        if issubclass(type(held), MoETokenDispatcher):  # isinstance() would ask a proxy's object
             vars(held).clear()
-        elif kind is functools._lru_cache_wrapper and str(
-            getattr(held, "__module__", None)
-        ).startswith("megatron."):
+        elif _is_megatrons_cache(held):
             held.cache_clear()
+    for held in _caches:
+        held.cache_clear()
+
+
+def _is_megatrons_cache(held: Any) -> bool:
+    return type(held) is functools._lru_cache_wrapper and str(
+        getattr(held, "__module__", None)
+    ).startswith("megatron.")
