@@ -218,7 +218,9 @@ def test_simulate(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in output for name in ("samples", "cost", "standard", "sorted"))
 
 
+@pytest.mark.parametrize("page", [README, QUICKSTART], ids=lambda page: page.name)
 def test_inspect(
+    page: Path,
     folder: Path,
     tokenizer_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -226,7 +228,7 @@ def test_inspect(
 ) -> None:
     pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra pages)")
     monkeypatch.chdir(folder)
-    words = command("odb-megatron", "inspect", page=QUICKSTART)
+    words = command("odb-megatron", "inspect", page=page)
     words = [str(tokenizer_folder) if word == "/path/to/hf-tokenizer" else word for word in words]
     assert main([*words[1:], "--workers", "1"]) == 0
     assert "61" in capsys.readouterr().out
