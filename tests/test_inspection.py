@@ -474,7 +474,7 @@ def test_advice_keeps_to_a_memory_limit() -> None:
         (["--lengths", "none.npy"], "there is no file 'none.npy'"),
         (["--lengths", "none"], "--lengths 'none': there is no such file; expected PATH.npy"),
         (["--lengths", SPEC, "--dp", "0"], "--dp must be at least 1, got 0"),
-        (["--lengths", SPEC, "--token-budget", "0"], "-length must be at least 1, got 0"),
+        (["--lengths", SPEC, "--token-budget", "0"], "--token-budget must be at least 1, got 0"),
         (
             ["--lengths", SPEC, "--token-budget", "64"],
             "samples are longer than 64 tokens, the smaller of --seq-length 64 and --token-budget "

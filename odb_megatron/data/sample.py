@@ -13,7 +13,13 @@ import numpy.typing as npt
 
 from odb_megatron.data.images import SampleImages
 
-__all__ = ["BadRecordError", "DataFileError", "Hole", "HoleReason", "Sample"]
+__all__ = ["BAD_RECORD_WAY_OUT", "BadRecordError", "DataFileError", "Hole", "HoleReason", "Sample"]
+
+BAD_RECORD_WAY_OUT = (
+    ". Mend the record, or pass --odb-bad-record skip to leave such records out (counted in the "
+    "summary)"
+)
+"""End of a bad record's message, before the traceback."""
 
 _MOST_REASON = 2000
 _MOST_TRACE = 20_000
@@ -38,10 +44,7 @@ class BadRecordError(ValueError):
             reason = f"{reason[:_MOST_REASON]} ... ({len(reason)} characters)"
         trace = trace[-_MOST_TRACE:]
         original = f"\nOriginal traceback:\n{trace}" if trace else ""
-        super().__init__(
-            f"{path}:{line}: {reason}. Mend the record, or pass --odb-bad-record skip "
-            f"to leave such records out (counted in the summary){original}"
-        )
+        super().__init__(f"{path}:{line}: {reason}{BAD_RECORD_WAY_OUT}{original}")
         self.path = path
         self.line = line
         self.reason = reason

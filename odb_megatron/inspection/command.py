@@ -21,6 +21,7 @@ from odb_megatron.inspection.options import (
     data_request,
     fill_in,
     make_parser,
+    refuse,
     training_setting,
 )
 
@@ -60,9 +61,9 @@ def main(argv: Sequence[str]) -> int:
                 Path(options.json).write_text(text, encoding="utf-8")
         _write_pictures(options, findings, argv)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        refuse(str(error), parser)
     except RuntimeError as error:  # of the reader: a file or template, not a record, is to blame
-        parser.error(f"training would stop: {error}")
+        refuse(f"training would stop: {error}", parser)
     return 0
 
 
@@ -91,6 +92,11 @@ def inspect(options: argparse.Namespace) -> Findings:
     from odb_megatron.simulation.setting import Stream
 
     vocab = _vocab(options, setting, reading)
+    if options.max_logits_gib is not None and not vocab:
+        raise ValueError(
+            f"--max-logits-gib {options.max_logits_gib:g} cannot be kept to: the vocabulary is not "
+            "known; give vocab=N in --model-shape"
+        )
     if setting.shape is not None:
         setting = replace(setting, shape=replace(setting.shape, vocab=vocab))
     kept = setting.keep(reading.positions)
@@ -133,11 +139,9 @@ def _read(options: argparse.Namespace) -> Reading:
     from odb_megatron.inspection.reading import read_data
 
     if options.lengths is not None:
-        found = read_length_file(options.lengths)
-        if options.max_samples and found.num_read > options.max_samples:
-            part = found.positions[: options.max_samples]
-            found = replace(found, positions=part, num_read=len(part))
-        return found
+        return read_length_file(options.lengths).part(
+            first=options.train_samples, most=options.max_samples, seed=options.seed
+        )
     request = data_request(options)
     from tqdm import tqdm
 

@@ -6,7 +6,7 @@ Needs numpy alone. Must not open data files: `reading` does.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,20 @@ class Reading:
         """Tokens of each sample, without the bad records."""
         return self.positions[self.positions > 0]
 
+    def part(self, *, first: int, most: int, seed: int) -> Reading:
+        """Return the first positions, and at most so many of those, drawn at random, in order.
+
+        Args:
+            first: positions that the run takes; 0 for all.
+            most: positions wanted; 0 for all.
+            seed: of the draw.
+        """
+        positions = self.positions[: first or None]
+        if 0 < most < len(positions):
+            drawn = np.random.default_rng([seed, 4]).choice(len(positions), most, replace=False)
+            positions = positions[np.sort(drawn)]
+        return replace(self, positions=positions, num_read=len(positions))
+
 
 def read_length_file(spec: str) -> Reading:
     """Return lengths from a file: `.npy`, `.json[#key]`, text with a number per line; or `SPEC`.
@@ -64,6 +78,8 @@ def read_length_file(spec: str) -> Reading:
         ValueError: there is no such file, or no lengths in it.
     """
     path = spec.partition("#")[0]
+    if os.path.isdir(path):
+        raise ValueError(f"--lengths {spec!r} is a folder: name a file in it")
     if ":" not in spec and path.endswith((".npy", ".json")):
         spec = f"file:{spec}"
     elif os.path.isfile(spec):

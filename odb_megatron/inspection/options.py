@@ -7,18 +7,21 @@ is instant.
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from odb_megatron.inspection.example import EXAMPLE_FLAGS, example_data
 
 if TYPE_CHECKING:
     from odb_megatron.inspection.reading import DataRequest
     from odb_megatron.inspection.setting import TrainingSetting
+    from odb_megatron.plan.cost import CostPrices
 
-__all__ = ["check_outputs", "data_request", "fill_in", "make_parser", "training_setting"]
+__all__ = ["check_outputs", "data_request", "fill_in", "make_parser", "refuse", "training_setting"]
 
 _DEFAULT_SAMPLES = 100_000
 _DESCRIPTION = """\
@@ -76,11 +79,11 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--overlong", choices=("error", "truncate", "drop", "solo"), help="default error"
     )
-    run.add_argument("--window", type=_whole, metavar="W", help="default 4 x G / N")
+    run.add_argument("--window", type=_count, metavar="W", help="default 4 x G / N")
     run.add_argument("--exchange", choices=("none", "tokens", "auto"), default="none")
     run.add_argument("--max-delay-steps", type=int, default=8, metavar="K")
     run.add_argument(
-        "--train-samples", type=_whole, default=0, metavar="N", help="default: one epoch"
+        "--train-samples", type=_count, default=0, metavar="N", help="default: one epoch"
     )
     run.add_argument("--seed", type=_whole, default=1234, help="default 1234, as Megatron's")
     model = parser.add_argument_group("model")
@@ -113,7 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
     output.add_argument("--no-advice", action="store_true", help="skip the trials of settings")
     output.add_argument(
         "--max-logits-gib",
-        type=float,
+        type=_above_zero,
         metavar="G",
         help="advise no budget whose logits peak above this",
     )
@@ -132,11 +135,7 @@ def fill_in(options: argparse.Namespace) -> None:
         )
     else:
         defaults = {}
-    if options.lengths is not None and options.tokenizer is not None:
-        raise ValueError(
-            f"--tokenizer {options.tokenizer!r} would do nothing: --lengths has lengths, no text; "
-            "drop it"
-        )
+    _refuse_idle(options)
     defaults = {**_DEFAULTS, **defaults}
     for name, value in defaults.items():
         if getattr(options, name) is None:
@@ -147,21 +146,19 @@ def fill_in(options: argparse.Namespace) -> None:
 
 def training_setting(options: argparse.Namespace) -> TrainingSetting:
     from odb_megatron.inspection.setting import TrainingSetting, parse_shape
-    from odb_megatron.plan.cost import CostPrices
     from odb_megatron.plan.padding import OverlongPolicy
     from odb_megatron.plan.policy import ExchangeMode
 
-    prices = None
-    if options.cost is not None:
-        linear, quadratic, fixed = options.cost
-        prices = CostPrices(linear=linear, quadratic=quadratic, fixed=fixed)
-    if options.dp < 1:
-        raise ValueError(f"--dp must be at least 1, got {options.dp}")
+    for name in ("dp", "vocab_divisible_by"):
+        if getattr(options, name) < 1:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} must be at least 1, got {getattr(options, name)}")
+    batch = options.global_batch_size
     return TrainingSetting(
         seq_length=options.seq_length,
         token_budget=options.token_budget,
         dp=options.dp,
-        global_batch_size=options.global_batch_size or 16 * options.dp,
+        global_batch_size=16 * options.dp if batch is None else batch,
         window=options.window or 0,
         overlong=OverlongPolicy(options.overlong),
         exchange=ExchangeMode(options.exchange),
@@ -172,7 +169,7 @@ def training_setting(options: argparse.Namespace) -> TrainingSetting:
         vpp=options.vpp,
         sequence_parallel=options.sequence_parallel,
         shape=None if options.model_shape is None else parse_shape(options.model_shape),
-        prices=prices,
+        prices=_prices(options.cost),
         seed=options.seed,
     )
 
@@ -186,26 +183,31 @@ def data_request(options: argparse.Namespace) -> DataRequest:
     from odb_megatron.inspection.reading import DataRequest
 
     paths, weights = _blend(options.data)
+    limits = [limit for limit in (options.max_samples, options.train_samples) if limit]
     return DataRequest(
         paths=paths,
         weights=weights,
         tokenizer=options.tokenizer,
         split=_split(options.split),
         seed=options.seed,
-        max_samples=options.max_samples,
+        max_samples=min(limits, default=0),
         num_workers=len(os.sched_getaffinity(0)) if options.workers is None else options.workers,
     )
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Refuse before anything is read what cannot be written after it."""
+    """Refuse before anything is read what cannot be written after it, or would lose a file."""
     from odb_megatron.pages.needs import require
 
+    given = [*options.data, *([] if options.lengths is None else [options.lengths])]
+    taken = {os.path.realpath(path.partition("#")[0]): f"the data {path}" for path in given}
     for flag in ("json", "plot", "html"):
         value = getattr(options, flag)
         if value is None or (flag == "json" and value == "-"):
             continue
         path = Path(value)
+        if not value:
+            raise ValueError(f"--{flag} '' names no file: give a name, or drop it")
         if path.is_dir():
             raise ValueError(f"--{flag} {value} is a folder: name a file in it")
         if not path.parent.is_dir():
@@ -214,6 +216,10 @@ def check_outputs(options: argparse.Namespace) -> None:
             )
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ValueError(f"--{flag} {value} cannot be written: name another file")
+        place = os.path.realpath(value)
+        if place in taken:
+            raise ValueError(f"--{flag} {value} would overwrite {taken[place]}: name another file")
+        taken[place] = f"what --{flag} {value} writes"
     if options.plot is not None:
         if not options.plot.endswith(".png"):
             raise ValueError(f"--plot {options.plot}: expected a name that ends in .png")
@@ -223,6 +229,58 @@ def check_outputs(options: argparse.Namespace) -> None:
         require("jinja2", purpose="--html")
 
 
+def refuse(message: str, parser: argparse.ArgumentParser) -> NoReturn:
+    """End the command with one line; a planner's flags become this command's.
+
+    Args:
+        message: what is wrong, what was expected, the way out.
+        parser: of the command.
+    """
+    for flag in parser._option_string_actions:
+        name = re.escape(flag.removeprefix("--"))
+        message = re.sub(rf"--odb-{name}(?![\w-])", flag, message)
+    parser.exit(2, f"{parser.prog}: error: {message}\n")
+
+
+def _refuse_idle(options: argparse.Namespace) -> None:
+    """Refuse flags that would do nothing."""
+    if options.lengths is not None:
+        for name, why in (
+            ("tokenizer", "has lengths, no text"),
+            ("split", "is the training split already"),
+            ("workers", "is read in one process"),
+        ):
+            value = getattr(options, name)
+            if value is not None:
+                raise ValueError(
+                    f"--{name} {value!r} would do nothing: --lengths {options.lengths} {why}; "
+                    "drop it"
+                )
+        if options.vocab_divisible_by is not None and "vocab=" not in (options.model_shape or ""):
+            raise ValueError(
+                f"--vocab-divisible-by {options.vocab_divisible_by} would do nothing: --lengths "
+                "has no vocabulary; give vocab=N in --model-shape, or drop it"
+            )
+    if options.no_advice and options.max_logits_gib is not None:
+        raise ValueError(
+            f"--max-logits-gib {options.max_logits_gib:g} would do nothing: it limits the budgets "
+            "that are advised; drop it or --no-advice"
+        )
+
+
+def _prices(values: Sequence[float] | None) -> CostPrices | None:
+    from odb_megatron.plan.cost import CostPrices
+
+    if values is None:
+        return None
+    for name, value in zip(("LINEAR", "QUADRATIC", "FIXED"), values, strict=True):
+        if not math.isfinite(value) or value < 0 or (name == "LINEAR" and not value):
+            least = "above 0" if name == "LINEAR" else "of at least 0"
+            raise ValueError(f"--cost: {name} must be a finite number {least}, got {value:g}")
+    linear, quadratic, fixed = values
+    return CostPrices(linear=linear, quadratic=quadratic, fixed=fixed)
+
+
 def _blend(data: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...]]:
     """Return paths and weights, as Megatron's `--data-path` has them."""
     if len(data) % 2 == 0:
@@ -230,8 +288,8 @@ def _blend(data: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...]]:
             weights = tuple(float(text) for text in data[::2])
         except ValueError:
             return tuple(data), ()
-        if min(weights) <= 0:
-            raise ValueError(f"weights of a blend must be above 0, got {data[::2]}")
+        if not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(f"weights of a blend must be above 0 and finite, got {data[::2]}")
         return tuple(data[1::2]), weights
     return tuple(data), ()
 
@@ -242,7 +300,8 @@ def _split(text: str) -> tuple[float, float]:
         parts = [float(part) for part in text.split(",")]
     except ValueError:
         parts = []
-    if not 1 <= len(parts) <= 3 or min(parts) < 0 or not parts[0]:
+    is_good = 1 <= len(parts) <= 3 and all(0 <= part < math.inf for part in parts)
+    if not is_good or not parts[0]:
         raise ValueError(
             f"--split {text!r} is not understood; expected shares of training, validation and "
             "test, as 98,1,1"
@@ -254,3 +313,20 @@ def _whole(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
+    return value

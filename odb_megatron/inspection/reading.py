@@ -28,6 +28,7 @@ __all__ = ["DataRequest", "read_data"]
 
 Integers = npt.NDArray[np.int64]
 Advance = Callable[[int], None]
+Bad = tuple[int, int, str]  # source, record, message: in file order when sorted
 
 NUM_NAMED = 5
 """Bad records that are named."""
@@ -90,7 +91,7 @@ def read_data(request: DataRequest, *, start: Callable[[int], Advance]) -> Readi
     workers = request.num_workers if is_text and len(order) > _FEW else 0
     advance = start(len(order))
     lengths = np.zeros(len(order), dtype=np.int64)
-    bad: list[str] = []
+    bad: list[Bad] = []
     done = 0
     pieces = [order[at : at + _PIECE] for at in range(0, len(order), _PIECE)]
     from odb_megatron.data.chat_template import ChatTemplateError
@@ -106,7 +107,7 @@ def read_data(request: DataRequest, *, start: Callable[[int], Advance]) -> Readi
         raise ValueError(f"training would stop: {error}") from error
     if not lengths.any():
         raise ValueError(
-            f"all {len(order)} records that were read are bad; the first: {bad[0]}. Mend the data, "
+            f"all {len(order)} records that were read are bad; the first: {min(bad)[-1]}. Mend the data, "
             "or name the tokenizer it was written for"
         )
     return Reading(
@@ -115,7 +116,7 @@ def read_data(request: DataRequest, *, start: Callable[[int], Advance]) -> Readi
         num_records=num_records,
         num_read=len(order),
         num_bad=len(bad),
-        bad=tuple(bad[:NUM_NAMED]),
+        bad=tuple(message for *_, message in sorted(bad)[:NUM_NAMED]),
         vocab_size=_vocab_size(sources),
         read_s=time.monotonic() - since,
         num_workers=workers,
@@ -171,6 +172,8 @@ def _sources(request: DataRequest) -> list[SampleSource]:
     )
     is_text = [is_json_path(path) for path in request.paths]
     for path, text in zip(request.paths, is_text, strict=True):
+        if os.path.isdir(path):
+            raise ValueError(f"{path} is a folder: name its data files, or a .bin/.idx prefix")
         if text and not os.path.isfile(path):
             raise ValueError(
                 f"there is no file {path!r}; expected a chat or text file (.jsonl, .json), or the "
@@ -223,7 +226,7 @@ _opened: list[SampleSource] = []
 
 def _measured(
     sources: list[SampleSource], pieces: list[Integers], request: DataRequest, workers: int
-) -> Iterator[tuple[list[int], list[str]]]:
+) -> Iterator[tuple[list[int], list[Bad]]]:
     if not workers:
         for piece in pieces:
             yield _measure(sources, piece)
@@ -249,20 +252,22 @@ def _open(request: DataRequest) -> None:
     _opened[:] = _sources(request)
 
 
-def _measure_opened(piece: Integers) -> tuple[list[int], list[str]]:
+def _measure_opened(piece: Integers) -> tuple[list[int], list[Bad]]:
     return _measure(_opened, piece)
 
 
-def _measure(sources: list[SampleSource], piece: Integers) -> tuple[list[int], list[str]]:
-    """Return the tokens of each record, 0 for a bad one, and the bad ones' messages."""
-    from odb_megatron.data.sample import Sample
+def _measure(sources: list[SampleSource], piece: Integers) -> tuple[list[int], list[Bad]]:
+    """Return the tokens of each record, 0 for a bad one, and what is wrong with the bad ones."""
+    from odb_megatron.data.sample import BAD_RECORD_WAY_OUT, Sample
 
-    lengths, bad = [], []
+    lengths: list[int] = []
+    bad: list[Bad] = []
     for source, record in piece.tolist():
         found = sources[source].sample(record, source=source)
         if isinstance(found, Sample):
             lengths.append(len(found))
         else:
             lengths.append(0)
-            bad.append(found.message.partition("\n")[0])
+            message = found.message.partition("\n")[0].partition(BAD_RECORD_WAY_OUT)[0]
+            bad.append((source, record, message))
     return lengths, bad

@@ -94,7 +94,7 @@ class TrainingSetting:
 
     def __post_init__(self) -> None:
         for name in (
-            *("seq_length", "token_budget", "dp", "global_batch_size", "tp", "cp", "pp", "vpp"),
+            *("token_budget", "seq_length", "dp", "global_batch_size", "tp", "cp", "pp", "vpp"),
             "max_delay_steps",
         ):
             if getattr(self, name) < 1:
@@ -260,6 +260,8 @@ def parse_shape(text: str) -> ModelShape:
                 f"--model-shape {text!r}: {part.strip()!r} is not understood; expected "
                 f"{_SHAPE_FORM}"
             )
+        if name in values:
+            raise ValueError(f"--model-shape {text!r} gives {name} twice: keep one")
         values[name] = int(value)
     missing = [name for name in ("layers", "hidden", "heads") if name not in values]
     if missing:
@@ -267,9 +269,24 @@ def parse_shape(text: str) -> ModelShape:
             f"--model-shape {text!r} lacks {', '.join(missing)}: expected {_SHAPE_FORM}"
         )
     heads, hidden = values["heads"], values["hidden"]
+    if "kv_channels" not in values and hidden % heads:
+        raise ValueError(
+            f"--model-shape {text!r}: {heads} heads do not divide hidden {hidden}: correct one, or "
+            "give kv_channels, the size of a head"
+        )
+    if heads % values.get("groups", heads):
+        raise ValueError(
+            f"--model-shape {text!r}: {values['groups']} groups do not divide {heads} heads: "
+            "correct one"
+        )
     size = values.get("kv_channels", hidden // heads)
     # Megatron's own default of --ffn-hidden-size (arguments.py, 0.19.2).
     ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+    if not values.get("ffn", ffn):
+        raise ValueError(
+            f"--model-shape {text!r}: hidden {hidden} is too small for the default ffn of a gated "
+            "MLP, which is a multiple of 64: give ffn"
+        )
     return ModelShape(
         num_layers=values["layers"],
         hidden=hidden,

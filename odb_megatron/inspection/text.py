@@ -100,7 +100,7 @@ def bad_lines(findings: Findings) -> list[str]:
     lines = [
         f"bad records: {reading.num_bad} of {reading.num_read} ({share:.2%}). --odb-bad-record "
         "error, the default, stops at the first; skip leaves them out of their steps, as "
-        "predicted here. The first:"
+        "predicted here. Mend them, or pass skip. The first of the files:"
     ]
     return lines + [f"  {message}" for message in reading.bad]
 
