@@ -87,7 +87,7 @@ def inspect(options: argparse.Namespace) -> Findings:
     from odb_megatron.inspection.advice import advise, run_advised
     from odb_megatron.inspection.findings import Findings
     from odb_megatron.inspection.logits import LogitsMemory
-    from odb_megatron.inspection.prediction import ADVISED, predict, simulable
+    from odb_megatron.inspection.prediction import ADVISED, fixed_batch_like, predict, simulable
     from odb_megatron.inspection.setting import require_samples
     from odb_megatron.simulation.setting import Stream
 
@@ -130,7 +130,11 @@ def inspect(options: argparse.Namespace) -> Findings:
         runs=runs,
         logits=logits,
         advice=advice,
+        fixed=fixed_batch_like(
+            runs["samples" if advice is None else ADVISED], token_budget=setting.token_budget
+        ),
         epoch_samples=options.train_samples or reading.num_records,
+        is_run=bool(options.train_samples),
     )
 
 

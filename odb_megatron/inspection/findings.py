@@ -24,6 +24,7 @@ __all__ = ["Findings", "cut_offs"]
 Integers = npt.NDArray[np.int64]
 
 _MOST_CUT_OFFS = 6
+_NEAR = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +39,10 @@ class Findings:
         runs: by method.
         logits: None where the vocabulary is not known.
         advice: None where none was asked for.
+        fixed: `standard-safe` with the larger of the token budgets given and advised.
         epoch_samples: positions of an epoch, or of the run where its length was given: bad records,
             dropped samples and those that were not read included, as training counts them.
+        is_run: whether the run's length was given; only positions that it takes are read then.
     """
 
     reading: Reading
@@ -49,10 +52,12 @@ class Findings:
     runs: Mapping[str, Run]
     logits: LogitsMemory | None
     advice: Advice | None
+    fixed: Run
     epoch_samples: int
+    is_run: bool = False
 
     def steps_per_epoch(self, name: str) -> int:
-        """Return the optimizer steps of an epoch."""
+        """Return the optimizer steps of an epoch, or of the run where its length was given."""
         run = self.runs[name]
         if self.epoch_samples == len(run.stream):
             return run.method.num_steps
@@ -61,6 +66,16 @@ class Findings:
     def speedup(self, name: str, rival: str) -> float:
         """Return the rate of a method over that of another."""
         return self.runs[name].method.rate / self.runs[rival].method.rate
+
+    def fair_speedup(self) -> float:
+        """Return the rate of the method that matters most over `fixed`, whose budget is no less."""
+        return self.runs[self.planned].method.rate / self.fixed.method.rate
+
+    def other_step_sizes(self) -> dict[str, float]:
+        """Return the samples per step of methods that cannot keep to those asked for."""
+        asked = self.runs["samples"].method.samples_per_step
+        found = {name: run.method.samples_per_step for name, run in self.runs.items()}
+        return {name: num for name, num in found.items() if abs(num / asked - 1) > _NEAR}
 
     @property
     def planned(self) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from odb_megatron.inspection.findings import Findings
 from odb_megatron.inspection.text import (
+    advised_logits,
     bad_lines,
     cut_rows,
     length_rows,
@@ -17,6 +18,7 @@ from odb_megatron.inspection.text import (
     prediction_rows,
     read_line,
     setting_line,
+    speed_notes,
 )
 from odb_megatron.pages import Chart, Page, Section, Table, Tile
 
@@ -50,7 +52,9 @@ def _tiles(findings: Findings) -> list[Tile]:
     lengths = findings.reading.lengths
     name = findings.planned
     planned = findings.runs[name].method
-    base = findings.runs["standard-safe"].method
+    own = findings.runs[name].setting.token_budget
+    fixed = findings.fixed.setting.token_budget
+    budgets = f"budget {own} for both" if own == fixed else f"budget {own} over {fixed}"
     mean, least, most = planned.micro_batches
     tiles = [
         Tile(
@@ -66,12 +70,12 @@ def _tiles(findings: Findings) -> list[Tile]:
         Tile(
             label="padding avoided",
             value=f"{findings.avoided():.1%}",
-            note="of a batch padded to the context",
+            note=f"of a batch padded to the context, {findings.setting.seq_length}",
         ),
         Tile(
             label="predicted speed-up",
-            value=f"{planned.rate / base.rate:.2f}",
-            note=f"{name} over a fixed batch",
+            value=f"{findings.fair_speedup():.2f}",
+            note=f"{name} over a fixed batch, {budgets}",
         ),
         Tile(
             label="balance",
@@ -81,16 +85,18 @@ def _tiles(findings: Findings) -> list[Tile]:
         Tile(
             label="micro-batches per step",
             value=f"{mean:.2f}",
-            note=f"{least} to {most}; {findings.steps_per_epoch(name)} steps per epoch",
+            note=f"{least} to {most}; {findings.steps_per_epoch(name)} steps "
+            f"{'of the run' if findings.is_run else 'per epoch'}",
         ),
     ]
     logits = findings.logits if findings.advice is None else findings.advice.advised.logits
+    asked = "given" if findings.advice is None else "advised"
     if logits is not None:
         tiles.append(
             Tile(
                 label="logits, peak",
                 value=f"{logits.peak_gib:.2f} GiB",
-                note=f"budget {logits.token_budget}, vocabulary {logits.vocab}, TP {logits.tp}",
+                note=f"{asked} budget {logits.token_budget}, vocabulary {logits.vocab}, TP {logits.tp}",
             )
         )
     return tiles
@@ -131,7 +137,10 @@ def _prediction(findings: Findings) -> Section:
     rows = prediction_rows(findings)
     return Section(
         title="Prediction",
-        paragraphs=[f"Cost model: {findings.setting.cost_origin()}."],
+        paragraphs=[
+            f"Cost model: {findings.setting.cost_origin()}.",
+            *(f"{note[0].upper()}{note[1:]}." for note in speed_notes(findings)),
+        ],
         table=Table(columns=rows[0], rows=rows[1:]),
     )
 
@@ -158,8 +167,9 @@ def _memory(findings: Findings) -> Section:
     return Section(
         title="Memory of the logits",
         paragraphs=[
-            f"{logits.token_budget} tokens times {logits.vocab} entries over TP {logits.tp}: "
-            f"{logits.logits_gib:.2f} GiB, at the peak {logits.peak_gib:.2f} GiB.",
+            f"At the given budget, {logits.token_budget} tokens times {logits.vocab} entries over "
+            f"TP {logits.tp}: {logits.logits_gib:.2f} GiB, peak {logits.peak_gib:.2f} GiB"
+            f"{advised_logits(findings)}.",
             str(logits.as_json()["note"]),
         ],
         table=table if trials else None,

@@ -7,7 +7,8 @@ run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -26,6 +27,7 @@ __all__ = [
     "RIVALS",
     "Method",
     "Run",
+    "fixed_batch_like",
     "predict",
     "replica_costs",
     "run_policy",
@@ -35,9 +37,9 @@ __all__ = [
 ADVISED = "advised"
 
 RIVALS: dict[str, Callable[[Stream, Setting], Schedule]] = {
-    "standard-safe": standard_safe,
-    "standard": standard,
-    "sorted-bucketed": sorted_buckets,
+    "standard-safe": partial(standard_safe, is_within=True),
+    "standard": partial(standard, is_within=True),
+    "sorted-bucketed": partial(sorted_buckets, is_within=True),
     "dp-balanced": dp_balanced,
 }
 
@@ -152,6 +154,18 @@ def run_policy(policy: PolicyName, stream: Stream, setting: Setting, *, name: st
     )
     check_plannable(policy, stream, setting)
     return _scored(name or policy.value, run_planners(policy, stream, setting), stream, setting)
+
+
+def fixed_batch_like(run: Run, *, token_budget: int) -> Run:
+    """Return `standard-safe` on the samples of another run, with its budget or a larger one.
+
+    Args:
+        run: compared with.
+        token_budget: that a fixed batch could have as well.
+    """
+    setting = replace(run.setting, token_budget=max(run.setting.token_budget, token_budget))
+    schedule = RIVALS["standard-safe"](run.stream, setting)
+    return _scored("standard-safe", schedule, run.stream, setting)
 
 
 def _scored(name: str, schedule: Schedule, stream: Stream, setting: Setting) -> Run:

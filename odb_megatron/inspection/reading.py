@@ -107,8 +107,8 @@ def read_data(request: DataRequest, *, start: Callable[[int], Advance]) -> Readi
         raise ValueError(f"training would stop: {error}") from error
     if not lengths.any():
         raise ValueError(
-            f"all {len(order)} records that were read are bad; the first: {min(bad)[-1]}. Mend the data, "
-            "or name the tokenizer it was written for"
+            f"all {len(order)} records that were read are bad; the first: {min(bad)[-1]}. Mend the "
+            "data, or name the tokenizer it was written for"
         )
     return Reading(
         name=" ".join(request.paths),

@@ -79,6 +79,12 @@ def as_json(findings: Findings) -> dict[str, Any]:
                 for name in findings.runs
                 if name not in RIVALS
             },
+            "fair_speedup": {
+                "method": findings.planned,
+                "token_budget": findings.runs[findings.planned].setting.token_budget,
+                "fixed_token_budget": findings.fixed.setting.token_budget,
+                "value": findings.fair_speedup(),
+            },
         },
         "logits": None if findings.logits is None else findings.logits.as_json(),
         "advice": None if findings.advice is None else _advice(findings.advice),
@@ -90,6 +96,7 @@ def _method(findings: Findings, name: str) -> dict[str, Any]:
     mean, least, most = method.micro_batches
     return {
         "description": METHODS[name],
+        "token_budget": findings.runs[name].setting.token_budget,
         "padding_fraction": method.padding,
         "fill": method.fill,
         "balance": method.balance,

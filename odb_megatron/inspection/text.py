@@ -14,6 +14,7 @@ from odb_megatron.inspection.findings import Findings, cut_offs
 from odb_megatron.inspection.prediction import RIVALS
 
 __all__ = [
+    "advised_logits",
     "as_text",
     "bad_lines",
     "cut_rows",
@@ -22,6 +23,7 @@ __all__ = [
     "prediction_rows",
     "read_line",
     "setting_line",
+    "speed_notes",
 ]
 
 Rows = Sequence[Sequence[str]]
@@ -43,7 +45,13 @@ def as_text(findings: Findings) -> str:
 
 def prediction_rows(findings: Findings) -> list[list[str]]:
     """Return the head and a row per method."""
-    rows = [["method", "speed", "padding", "fill", "balance", "M", "M range", "steps/epoch"]]
+    steps = "steps" if findings.is_run else "steps/epoch"
+    rows = [
+        [
+            *("method", "budget", "speed", "padding", "fill", "balance", "M", "M range"),
+            *("samples/step", steps),
+        ]
+    ]
     for name, run in findings.runs.items():
         method = run.method
         mean, least, most = method.micro_batches
@@ -51,12 +59,14 @@ def prediction_rows(findings: Findings) -> list[list[str]]:
         rows.append(
             [
                 name,
+                str(run.setting.token_budget),
                 f"{findings.speedup(name, 'standard-safe'):.2f}",
                 f"{method.padding:.1%}",
                 f"{method.fill:.3f}{over}",
                 f"{method.balance:.3f}",
                 f"{mean:.2f}",
                 f"{least}-{most}",
+                f"{method.samples_per_step:.1f}",
                 str(findings.steps_per_epoch(name)),
             ]
         )
@@ -108,7 +118,11 @@ def bad_lines(findings: Findings) -> list[str]:
 def read_line(findings: Findings) -> str:
     """Return what was read, and how much of it was simulated."""
     reading = findings.reading
-    part = "all" if reading.num_read == reading.num_records else "a random sample"
+    part = "a random sample"
+    if reading.num_read == reading.num_records:
+        part = "all"
+    elif findings.is_run and reading.num_read == findings.epoch_samples:
+        part = "those that the run takes"
     text = f"{reading.name}: {reading.num_read} of {reading.num_records} records read ({part})"
     if reading.read_s is not None:
         how = f"{reading.num_workers} processes" if reading.num_workers else "one process"
@@ -181,7 +195,7 @@ def _setting_text(findings: Findings) -> str:
 
 
 def _speed_lines(findings: Findings) -> list[str]:
-    lines = ["speed is relative to standard-safe, predicted from cost, kernels not measured"]
+    lines = speed_notes(findings)
     for name in findings.runs:
         if name not in RIVALS:
             found = ", ".join(f"{rival} {findings.speedup(name, rival):.2f}" for rival in RIVALS)
@@ -189,6 +203,32 @@ def _speed_lines(findings: Findings) -> list[str]:
             choice = findings.runs[name].method.exchange
             lines += [f"{name}: {choice}"] if choice else []
     return lines
+
+
+def speed_notes(findings: Findings) -> list[str]:
+    """Return what the predicted speeds should not be read without."""
+    budget = findings.setting.token_budget
+    planned = findings.runs[findings.planned].setting.token_budget
+    notes = [
+        f"speed is relative to standard-safe at the token budget {budget}, predicted from cost, "
+        "kernels not measured"
+    ]
+    if planned > budget:
+        notes.append(
+            f"{findings.planned} has the token budget {planned}: over standard-safe at {planned} "
+            f"too it is {findings.fair_speedup():.2f}"
+        )
+    elif planned < budget:
+        notes.append(f"{findings.planned} has the smaller token budget {planned}")
+    others = findings.other_step_sizes()
+    if others:
+        shown = ", ".join(f"{name} {num:.1f}" for name, num in others.items())
+        asked = findings.runs["samples"].method.samples_per_step
+        notes.append(
+            f"samples per step differ from the {asked:.1f} that samples has: {shown}; larger steps "
+            "are easier to balance"
+        )
+    return notes
 
 
 def _logits_text(findings: Findings) -> str:
@@ -199,8 +239,16 @@ def _logits_text(findings: Findings) -> str:
     return (
         f"logits memory: {logits.token_budget} tokens x {logits.vocab} entries / TP {logits.tp}"
         f"{f' / CP {logits.cp}' if logits.cp > 1 else ''}: {logits.logits_gib:.2f} GiB, peak "
-        f"{logits.peak_gib:.2f} GiB. {note}"
+        f"{logits.peak_gib:.2f} GiB{advised_logits(findings)}. {note}"
     )
+
+
+def advised_logits(findings: Findings) -> str:
+    """Return the peak at the advised budget, where it is another than the one asked for."""
+    advised = findings.advice.advised.logits if findings.advice is not None else None
+    if advised is None or advised.token_budget == findings.setting.token_budget:
+        return ""
+    return f"; at the advised budget {advised.token_budget}, peak {advised.peak_gib:.2f} GiB"
 
 
 def _advice_text(advice: Advice) -> str:

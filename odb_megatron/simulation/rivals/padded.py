@@ -19,17 +19,31 @@ Integers = npt.NDArray[np.int64]
 _NUM_BUCKETS = 32
 
 
-def standard(stream: Stream, setting: Setting) -> Schedule:
+def standard(stream: Stream, setting: Setting, *, is_within: bool = False) -> Schedule:
     """Return the stream in order, `token_budget // mean length` samples per micro-batch.
 
     Its micro-batches fit the budget on average only.
+
+    Args:
+        stream: the samples.
+        setting: what the policies have in common.
+        is_within: a micro-batch is no larger than a step of the global batch size leaves it, and
+            a step at most that size; else a step is what comes nearest to it.
     """
-    return _fixed_size(stream, setting, typical=max(1, round(float(_filled(stream).mean()))))
+    typical = max(1, round(float(_filled(stream).mean())))
+    return _fixed_size(stream, setting, typical=typical, is_within=is_within)
 
 
-def standard_safe(stream: Stream, setting: Setting) -> Schedule:
-    """Return the stream in order, `token_budget // longest` samples per micro-batch."""
-    return _fixed_size(stream, setting, typical=int(stream.lengths.max()))
+def standard_safe(stream: Stream, setting: Setting, *, is_within: bool = False) -> Schedule:
+    """Return the stream in order, `token_budget // longest` samples per micro-batch.
+
+    Args:
+        stream: the samples.
+        setting: what the policies have in common.
+        is_within: see `standard`.
+    """
+    typical = int(stream.lengths.max())
+    return _fixed_size(stream, setting, typical=typical, is_within=is_within)
 
 
 def sorted_batches(stream: Stream, setting: Setting) -> Schedule:
@@ -40,13 +54,20 @@ def sorted_batches(stream: Stream, setting: Setting) -> Schedule:
     return _shuffled(stream, setting, buckets=0, group=1)
 
 
-def sorted_buckets(stream: Stream, setting: Setting) -> Schedule:
+def sorted_buckets(stream: Stream, setting: Setting, *, is_within: bool = False) -> Schedule:
     """Return micro-batches from buckets of like lengths; replicas run the same bucket at a time.
 
     An epoch's samples fall into 32 buckets of equal number, in random order, and are cut into
     micro-batches, longest * number <= budget; groups of one per replica are in random order.
+
+    Args:
+        stream: the samples.
+        setting: what the policies have in common.
+        is_within: micro-batches are cut to the samples that a step of the global batch size leaves
+            them, where one for each replica would hold more on average.
     """
-    return _shuffled(stream, setting, buckets=_NUM_BUCKETS, group=setting.num_replicas)
+    group = setting.num_replicas
+    return _shuffled(stream, setting, buckets=_NUM_BUCKETS, group=group, is_within=is_within)
 
 
 def sorted_aligned(stream: Stream, setting: Setting) -> Schedule:
@@ -57,8 +78,13 @@ def sorted_aligned(stream: Stream, setting: Setting) -> Schedule:
     return _shuffled(stream, setting, buckets=0, group=setting.num_replicas)
 
 
-def _fixed_size(stream: Stream, setting: Setting, *, typical: int) -> Schedule:
+def _fixed_size(stream: Stream, setting: Setting, *, typical: int, is_within: bool) -> Schedule:
     size = max(1, setting.token_budget // typical)
+    count = setting.num_micro_batches(size)
+    if is_within:
+        share = _most_samples(setting)
+        size = _size_within(size, share)
+        count = share // size * setting.count_multiple
     batches = [
         range(start, min(start + size, len(stream))) for start in range(0, len(stream), size)
     ]
@@ -66,7 +92,7 @@ def _fixed_size(stream: Stream, setting: Setting, *, typical: int) -> Schedule:
         rectangular(
             batches,
             num_replicas=setting.num_replicas,
-            count=setting.num_micro_batches(size),
+            count=count,
             multiple=setting.count_multiple,
         ),
         num_replicas=setting.num_replicas,
@@ -74,21 +100,48 @@ def _fixed_size(stream: Stream, setting: Setting, *, typical: int) -> Schedule:
     )
 
 
-def _cut(order: Integers, lengths: Integers, token_budget: int) -> list[list[int]]:
-    """Cut samples in this order into micro-batches whose longest * number fits the budget."""
+def _most_samples(setting: Setting) -> int:
+    """Return how many samples a micro-batch may have so that a step is no larger than asked for."""
+    rows = setting.num_replicas * setting.count_multiple
+    return max(1, setting.global_batch_size // rows)
+
+
+def _size_within(size: int, share: int) -> int:
+    """Return the size, or a smaller one, whose whole multiple comes nearest to `share` from below.
+
+    Either as many of this size as fit, or the fewest of an equal part of `share`.
+    """
+    size = min(size, share)
+    even = share // -(-share // size)
+    return even if share // even * even > share // size * size else size
+
+
+def _cut(
+    order: Integers, lengths: Integers, *, token_budget: int, most: int | None
+) -> list[list[int]]:
+    """Cut samples in this order into micro-batches whose longest * number fits the budget.
+
+    Args:
+        order: stream positions.
+        lengths: of the stream.
+        token_budget: tokens computed at most.
+        most: samples at most; None for any number.
+    """
     batches: list[list[int]] = []
     batch: list[int] = []
     longest = 0
     for position, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         longest = max(longest, length)
-        if batch and longest * (len(batch) + 1) > token_budget:
+        if batch and (longest * (len(batch) + 1) > token_budget or len(batch) == most):
             batches.append(batch)
             batch, longest = [], length
         batch.append(position)
     return [*batches, batch] if batch else batches
 
 
-def _shuffled(stream: Stream, setting: Setting, *, buckets: int, group: int) -> Schedule:
+def _shuffled(
+    stream: Stream, setting: Setting, *, buckets: int, group: int, is_within: bool = False
+) -> Schedule:
     """Deal each epoch's micro-batches in random order; a rest of no whole row comes last.
 
     Args:
@@ -96,7 +149,24 @@ def _shuffled(stream: Stream, setting: Setting, *, buckets: int, group: int) -> 
         setting: what the policies have in common.
         buckets: see `sorted_buckets`; 0 for one sorted whole.
         group: so many neighbours stay together.
+        is_within: see `sorted_buckets`.
     """
+    dealt = _dealt(stream, setting, buckets=buckets, group=group, most=None)
+    num, most = setting.num_replicas, _most_samples(setting)
+    if is_within and len(_filled(stream)) > most * len(dealt):
+        dealt = _dealt(stream, setting, buckets=buckets, group=group, most=most)
+    steps = rectangular(
+        dealt,
+        num_replicas=num,
+        count=setting.num_micro_batches(len(_filled(stream)) / len(dealt)),
+        multiple=setting.count_multiple,
+    )
+    return Schedule.build(steps, num_replicas=num, is_padded=True)
+
+
+def _dealt(
+    stream: Stream, setting: Setting, *, buckets: int, group: int, most: int | None
+) -> list[list[int]]:
     random = np.random.default_rng([setting.seed, 3])
     num = setting.num_replicas
     dealt: list[list[int]] = []
@@ -107,21 +177,16 @@ def _shuffled(stream: Stream, setting: Setting, *, buckets: int, group: int) -> 
         if buckets:
             parts = [random.permutation(part) for part in np.array_split(order, buckets)]
         batches = [
-            batch for part in parts for batch in _cut(part, stream.lengths, setting.token_budget)
+            batch
+            for part in parts
+            for batch in _cut(part, stream.lengths, token_budget=setting.token_budget, most=most)
         ]
         whole = len(batches) // num * num
         for first in random.permutation(range(0, whole, group)).tolist():
             dealt += batches[first : first + group]
         rest = batches[whole:]
         dealt += rest + [[]] * (-len(rest) % num)
-    mean = len(_filled(stream)) / len(dealt)
-    steps = rectangular(
-        dealt,
-        num_replicas=num,
-        count=setting.num_micro_batches(mean),
-        multiple=setting.count_multiple,
-    )
-    return Schedule.build(steps, num_replicas=num, is_padded=True)
+    return dealt
 
 
 def _filled(stream: Stream) -> Integers:
