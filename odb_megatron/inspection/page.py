@@ -96,7 +96,8 @@ def _tiles(findings: Findings) -> list[Tile]:
             Tile(
                 label="logits, peak",
                 value=f"{logits.peak_gib:.2f} GiB",
-                note=f"{asked} budget {logits.token_budget}, vocabulary {logits.vocab}, TP {logits.tp}",
+                note=f"{asked} budget {logits.token_budget}, vocabulary {logits.vocab}, "
+                f"TP {logits.tp}",
             )
         )
     return tiles

@@ -12,6 +12,7 @@ import numpy as np
 
 from odb_megatron.inspection.findings import Findings
 from odb_megatron.inspection.prediction import RIVALS, Run, replica_costs
+from odb_megatron.inspection.text import speed_notes
 from odb_megatron.pages import Chart, Form, Table
 from odb_megatron.pages.pictures import set_tooltip
 from odb_megatron.pages.theme import BLUE, FAINT, GREEN, GREY, RED, TEXT
@@ -22,63 +23,97 @@ if TYPE_CHECKING:
 
 __all__ = ["balance_chart", "micro_batch_chart", "speed_chart"]
 
-_MOST_SHOWN = 8  # micro-batches of a panel
+_MOST_SHOWN = 8  # micro-batches of ours
+_MOST_ROWS = 24  # fixed batches of a panel
+_FEWEST_ROWS = 3  # that a panel has room for
+_LEAST_FILLED = 0.1  # of the axis, else the token budget is not on it
 _MOST_REPLICAS = 16
 _WASTE = "////"
 
 
 def micro_batch_chart(findings: Findings) -> Chart:
-    after = findings.planned
-    names = ("standard-safe", after)
-    step = min(len(findings.runs[name].schedule) for name in names) // 2
-    shown = [_micro_batches(findings, name, step)[:_MOST_SHOWN] for name in names]
+    name = findings.planned
+    run, fixed = findings.runs[name], findings.fixed
+    size = int(fixed.schedule.sizes.max())
+    step, packed = _some_micro_batches(run, most=_MOST_ROWS * size)
+    positions = sorted(position for batch in packed for position in batch)
+    shown = [
+        [positions[at : at + size] for at in range(0, len(positions), size)],
+        packed,
+    ]
+    titles = [f"before: fixed batch of {size}", f"after: {name}"]
+    lengths = run.stream.lengths
+    batches = [[lengths[batch].tolist() for batch in side] for side in shown]
+    computed = [[max(batch) * len(batch) for batch in batches[0]], list(map(sum, batches[1]))]
+    budgets = [fixed.setting.token_budget, run.setting.token_budget]
+    longest = max(max(side) for side in computed)
+    is_far = longest < _LEAST_FILLED * min(budgets)
 
     def draw(figure: FigureBase, form: Form) -> None:
         shape = (2, 1) if form.is_narrow else (1, 2)
         panels = figure.subplots(*shape, sharex=True, squeeze=False)
-        for axes, batches, name in zip(panels.flat, shown, names, strict=True):
-            is_padded = findings.runs[name].schedule.is_padded
-            for row, lengths in enumerate(batches):
-                _draw_micro_batch(axes, row, lengths, is_padded=is_padded)
-            axes.axvline(
-                findings.runs[name].setting.token_budget, color=RED, linestyle="--", linewidth=1.5
-            )
-            axes.set_title(
-                f"{'before' if is_padded else 'after'}: {name}", loc="left", fontweight="bold"
-            )
-            axes.set_yticks(range(len(batches)), [str(row + 1) for row in range(len(batches))])
-            axes.set_ylim(_MOST_SHOWN - 0.4, -0.6)
+        num_rows = max(map(len, batches))
+        for side, axes in enumerate(panels.flat):
+            for row, own in enumerate(batches[side]):
+                _draw_micro_batch(axes, row, own, is_padded=side == 0)
+            if not is_far:
+                axes.axvline(budgets[side], color=RED, linestyle="--", linewidth=1.5)
+            axes.set_title(titles[side], loc="left", fontweight="bold")
+            rows = range(0, len(batches[side]), -(-num_rows // 8))
+            axes.set_yticks(rows, [str(row + 1) for row in rows])
+            axes.set_ylim(max(num_rows, _FEWEST_ROWS) - 0.4, -0.6)
+            axes.set_xlim(0, 1.04 * (longest if is_far else max(longest, *budgets)))
             axes.set_ylabel("micro-batch")
             axes.tick_params(axis="y", length=0)
-            axes.locator_params(axis="x", nbins=4)
+            axes.locator_params(axis="x", nbins=4, integer=True)
         for axes in panels[-1, :]:
             axes.set_xlabel("tokens computed")
 
-    rows = []
-    for name, batches in zip(names, shown, strict=True):
-        is_padded = findings.runs[name].schedule.is_padded
-        for row, lengths in enumerate(batches):
-            computed = max(lengths, default=0) * len(lengths) if is_padded else sum(lengths)
-            num = sum(length > 0 for length in lengths)
-            rows.append([f"{name} {row + 1}", str(num), str(sum(lengths)), str(computed)])
-    before = findings.runs["standard-safe"].method
-    planned = findings.runs[after].method
+    rows = [
+        [f"{side} {row + 1}", str(len(own)), str(sum(own)), str(num)]
+        for side, sides, nums in zip(("before", "after"), batches, computed, strict=True)
+        for row, (own, num) in enumerate(zip(sides, nums, strict=True))
+    ]
     return Chart(
         title="Padding before and after",
         draw=draw,
-        caption=f"The first micro-batches of step {step + 1}. Filled: a sample's tokens; hatched: "
-        f"padding to the longest of the micro-batch; dashed: the token budget. Over the "
-        f"whole run {before.padding:.1%} of what a fixed batch computes is padding and its "
-        f"micro-batches are {before.fill:.0%} full of tokens; packed, {planned.padding:.1%} is "
-        f"padding and they are {planned.fill:.0%} full.",
+        caption=_micro_batch_caption(
+            findings, num=len(positions), step=step, size=size, is_far=is_far
+        ),
         table=Table(columns=("micro-batch", "samples", "tokens", "computed"), rows=rows),
         height=300,
         narrow_height=520,
     )
 
 
+def _micro_batch_caption(
+    findings: Findings, *, num: int, step: int, size: int, is_far: bool
+) -> str:
+    run, fixed = findings.runs[findings.planned], findings.fixed
+    own, other = run.setting.token_budget, fixed.setting.token_budget
+    budget = f"the token budget, {own}" if own == other else f"the token budgets, {other} and {own}"
+    context = findings.setting.seq_length
+    text = (
+        f"{'The same sample' if num == 1 else f'The same {num} samples'} of step {step + 1} on "
+        "both sides: in the order read, in fixed batches whose worst case fits the budget, and as "
+        "ODB packs them. Filled: a sample's tokens; hatched: padding to the longest of the "
+        f"micro-batch; {'not shown, far to the right' if is_far else 'dashed'}: {budget}. Over "
+        f"the whole run {fixed.method.padding:.1%} of what such fixed batches compute is padding "
+        f"and their micro-batches are {fixed.method.fill:.0%} full of tokens; packed, "
+        f"{run.method.padding:.1%} is padding and they are {run.method.fill:.0%} full. "
+    )
+    if size == 1:
+        text += "A fixed batch of one sample has no padding to a longest, but is far from full. "
+    return text + (
+        f"The {findings.avoided():.1%} of padding avoided are another figure: against padding "
+        f"each sample to the context, {context}."
+    )
+
+
 def speed_chart(findings: Findings) -> Chart:
     base = findings.runs["standard-safe"].method.rate
+    budget = findings.setting.token_budget
+    notes = speed_notes(findings)[1:]
     names = list(findings.runs)
     speeds = [findings.runs[name].method.rate / base for name in names]
 
@@ -110,15 +145,18 @@ def speed_chart(findings: Findings) -> Chart:
         draw=draw,
         caption="Samples per second relative to a fixed batch whose worst case fits the budget. "
         "Plain: ODB; hatched: other ways. Predicted from the cost model: kernels, network and "
-        "reading are not in it.",
+        f"reading are not in it. The token budget is {budget}."
+        + "".join(f" {note[0].upper()}{note[1:]}." for note in notes),
         table=Table(
-            columns=("method", "speed", "padding", "fill"),
+            columns=("method", "budget", "speed", "padding", "fill", "samples/step"),
             rows=[
                 [
                     name,
+                    str(findings.runs[name].setting.token_budget),
                     f"{speed:.2f}",
                     f"{findings.runs[name].method.padding:.1%}",
                     f"{findings.runs[name].method.fill:.1%}",
+                    f"{findings.runs[name].method.samples_per_step:.1f}",
                 ]
                 for name, speed in zip(names, speeds, strict=True)
             ],
@@ -183,16 +221,31 @@ def balance_chart(findings: Findings) -> Chart:
     )
 
 
-def _micro_batches(findings: Findings, name: str, step: int) -> list[list[int]]:
-    """Return the lengths of each micro-batch of a step, replica by replica."""
-    run = findings.runs[name]
+def _some_micro_batches(run: Run, *, most: int) -> tuple[int, list[list[int]]]:
+    """Return a step, the middle one or the next with samples, and its first micro-batches.
+
+    Args:
+        run: of ours.
+        most: samples wanted; only of the first micro-batch are some left out for that.
+
+    Returns:
+        The step, and the stream positions of each micro-batch, those without a sample left out.
+    """
     schedule = run.schedule
+    filled = np.flatnonzero(schedule.step_samples)
+    step = int(filled[np.searchsorted(filled, len(schedule) // 2).clip(max=len(filled) - 1)])
     first, last = schedule.micro_batch_starts[step : step + 2]
     starts = schedule.sample_starts
-    return [
-        run.stream.lengths[schedule.positions[starts[at] : starts[at + 1]]].tolist()
-        for at in range(int(first), int(last))
-    ]
+    found: list[list[int]] = []
+    num = 0
+    for at in range(int(first), int(last)):
+        batch = schedule.positions[starts[at] : starts[at + 1]].tolist()
+        if found and (num + len(batch) > most or len(found) == _MOST_SHOWN):
+            break
+        if batch:
+            found.append(batch[:most])
+            num += len(found[-1])
+    return step, found
 
 
 def _draw_micro_batch(axes: Axes, row: int, lengths: Sequence[int], *, is_padded: bool) -> None:
@@ -201,9 +254,8 @@ def _draw_micro_batch(axes: Axes, row: int, lengths: Sequence[int], *, is_padded
     at = 0
     for index, length in enumerate(lengths):
         colour = BLUE if index % 2 == 0 else GREEN
-        if length:  # else a bad record, of which a padded batch has the padding
-            (bar,) = axes.barh(row, length, left=at, height=0.72, color=colour, linewidth=0.8)
-            set_tooltip(bar, f"micro-batch {row + 1}, sample {index + 1}: {length} tokens")
+        (bar,) = axes.barh(row, length, left=at, height=0.72, color=colour, linewidth=0.8)
+        set_tooltip(bar, f"micro-batch {row + 1}, sample {index + 1}: {length} tokens")
         at += length
         if is_padded and longest > length:
             (bar,) = axes.barh(
