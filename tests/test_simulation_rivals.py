@@ -251,6 +251,30 @@ def test_the_ideal_waits_for_a_partner(longest: int, sync: BalanceScope, waits: 
 # --- random cases ------------------------------------------------------------------------------
 
 PACKED: list[Rival] = [dp_balanced, ffd, _ideal]
+
+
+@pytest.mark.parametrize("batch", [4, 10, 14, 22, 46, 64, 256])
+@pytest.mark.parametrize("rival", [standard, standard_safe, sorted_buckets])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_within_the_global_batch_size(rival: Any, batch: int, chunks: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, size=600).tolist()
+    stages = {"num_stages": 2, "num_chunks": 2} if chunks > 1 else {}
+    stream, setting = _world(lengths, token_budget=300, global_batch_size=batch, **stages)
+    schedule = rival(stream, setting, is_within=True)
+    assert sorted(schedule.positions.tolist()) == list(range(600))
+    assert (schedule.counts % setting.count_multiple == 0).all()
+    whole = schedule.step_samples[:-1]
+    least = setting.num_replicas * setting.count_multiple
+    if rival is sorted_buckets:
+        assert whole.mean() <= max(batch, least)
+    else:
+        assert whole.max() <= max(batch, least)
+    assert whole.mean() >= 0.6 * batch
+    if batch == 4:
+        uncapped = rival(stream, setting)
+        assert uncapped.step_samples[:-1].mean() > 4, "guard: the global batch size binds"
+
+
 PADDED: list[Rival] = [standard_safe, sorted_batches, sorted_aligned, sorted_buckets]
 
 

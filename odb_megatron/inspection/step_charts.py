@@ -26,7 +26,7 @@ __all__ = ["balance_chart", "micro_batch_chart", "speed_chart"]
 _MOST_SHOWN = 8  # micro-batches of ours
 _MOST_ROWS = 24  # fixed batches of a panel
 _FEWEST_ROWS = 3  # that a panel has room for
-_LEAST_FILLED = 0.1  # of the axis, else the token budget is not on it
+_LEAST_FILLED = 0.25  # of the axis, else the token budget is not on it
 _MOST_REPLICAS = 16
 _WASTE = "////"
 
@@ -47,7 +47,7 @@ def micro_batch_chart(findings: Findings) -> Chart:
     computed = [[max(batch) * len(batch) for batch in batches[0]], list(map(sum, batches[1]))]
     budgets = [fixed.setting.token_budget, run.setting.token_budget]
     longest = max(max(side) for side in computed)
-    is_far = longest < _LEAST_FILLED * min(budgets)
+    near = [budget for budget in budgets if longest >= _LEAST_FILLED * budget]
 
     def draw(figure: FigureBase, form: Form) -> None:
         shape = (2, 1) if form.is_narrow else (1, 2)
@@ -56,13 +56,13 @@ def micro_batch_chart(findings: Findings) -> Chart:
         for side, axes in enumerate(panels.flat):
             for row, own in enumerate(batches[side]):
                 _draw_micro_batch(axes, row, own, is_padded=side == 0)
-            if not is_far:
+            if budgets[side] in near:
                 axes.axvline(budgets[side], color=RED, linestyle="--", linewidth=1.5)
             axes.set_title(titles[side], loc="left", fontweight="bold")
             rows = range(0, len(batches[side]), -(-num_rows // 8))
             axes.set_yticks(rows, [str(row + 1) for row in rows])
             axes.set_ylim(max(num_rows, _FEWEST_ROWS) - 0.4, -0.6)
-            axes.set_xlim(0, 1.04 * (longest if is_far else max(longest, *budgets)))
+            axes.set_xlim(0, 1.04 * max([longest, *near]))
             axes.set_ylabel("micro-batch")
             axes.tick_params(axis="y", length=0)
             axes.locator_params(axis="x", nbins=4, integer=True)
@@ -77,9 +77,7 @@ def micro_batch_chart(findings: Findings) -> Chart:
     return Chart(
         title="Padding before and after",
         draw=draw,
-        caption=_micro_batch_caption(
-            findings, num=len(positions), step=step, size=size, is_far=is_far
-        ),
+        caption=_micro_batch_caption(findings, num=len(positions), step=step, size=size, near=near),
         table=Table(columns=("micro-batch", "samples", "tokens", "computed"), rows=rows),
         height=300,
         narrow_height=520,
@@ -87,19 +85,22 @@ def micro_batch_chart(findings: Findings) -> Chart:
 
 
 def _micro_batch_caption(
-    findings: Findings, *, num: int, step: int, size: int, is_far: bool
+    findings: Findings, *, num: int, step: int, size: int, near: Sequence[int]
 ) -> str:
     run, fixed = findings.runs[findings.planned], findings.fixed
-    own, other = run.setting.token_budget, fixed.setting.token_budget
-    budget = f"the token budget, {own}" if own == other else f"the token budgets, {other} and {own}"
+    budgets = sorted({run.setting.token_budget, fixed.setting.token_budget})
+    dashed = "".join(f"; dashed: the token budget {one}" for one in budgets if one in near)
+    far = "".join(
+        f"; far beyond the axis: the token budget {one}" for one in budgets if one not in near
+    )
     context = findings.setting.seq_length
     text = (
         f"{'The same sample' if num == 1 else f'The same {num} samples'} of step {step + 1} on "
         "both sides: in the order read, in fixed batches whose worst case fits the budget, and as "
         "ODB packs them. Filled: a sample's tokens; hatched: padding to the longest of the "
-        f"micro-batch; {'not shown, far to the right' if is_far else 'dashed'}: {budget}. Over "
-        f"the whole run {fixed.method.padding:.1%} of what such fixed batches compute is padding "
-        f"and their micro-batches are {fixed.method.fill:.0%} full of tokens; packed, "
+        f"micro-batch{dashed}{far}. Over the whole run {fixed.method.padding:.1%} of what such "
+        f"fixed batches compute is padding and their micro-batches are "
+        f"{fixed.method.fill:.0%} full of tokens; packed, "
         f"{run.method.padding:.1%} is padding and they are {run.method.fill:.0%} full. "
     )
     if size == 1:

@@ -6,6 +6,8 @@ sample keeps its place in a fixed batch, as padding, and is left out by those wh
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -63,8 +65,8 @@ def sorted_buckets(stream: Stream, setting: Setting, *, is_within: bool = False)
     Args:
         stream: the samples.
         setting: what the policies have in common.
-        is_within: micro-batches are cut to the samples that a step of the global batch size leaves
-            them, where one for each replica would hold more on average.
+        is_within: a step has at most the global batch size on average: micro-batches are cut to
+            an equal part of it where that comes nearer to it than what the budget holds.
     """
     group = setting.num_replicas
     return _shuffled(stream, setting, buckets=_NUM_BUCKETS, group=group, is_within=is_within)
@@ -151,16 +153,20 @@ def _shuffled(
         group: so many neighbours stay together.
         is_within: see `sorted_buckets`.
     """
+    num, num_samples = setting.num_replicas, len(_filled(stream))
     dealt = _dealt(stream, setting, buckets=buckets, group=group, most=None)
-    num, most = setting.num_replicas, _most_samples(setting)
-    if is_within and len(_filled(stream)) > most * len(dealt):
-        dealt = _dealt(stream, setting, buckets=buckets, group=group, most=most)
-    steps = rectangular(
-        dealt,
-        num_replicas=num,
-        count=setting.num_micro_batches(len(_filled(stream)) / len(dealt)),
-        multiple=setting.count_multiple,
-    )
+    count = setting.num_micro_batches(num_samples / len(dealt))
+    if is_within:
+        share = _most_samples(setting)
+        parts = max(1, math.ceil(share * len(dealt) / num_samples))  # micro-batches of a step
+        cut = _dealt(stream, setting, buckets=buckets, group=group, most=share // parts)
+        # Which comes nearer to the global batch size from below; as they are where they can.
+        dealt, rows = max(
+            ((own, share * len(own) // num_samples) for own in (dealt, cut)),
+            key=lambda own: own[1] / len(own[0]),
+        )
+        count = max(1, rows) * setting.count_multiple
+    steps = rectangular(dealt, num_replicas=num, count=count, multiple=setting.count_multiple)
     return Schedule.build(steps, num_replicas=num, is_padded=True)
 
 
