@@ -266,7 +266,7 @@ def test_within_the_global_batch_size(rival: Any, batch: int, chunks: int) -> No
     whole = schedule.step_samples[:-1]
     least = setting.num_replicas * setting.count_multiple
     if rival is sorted_buckets:
-        assert whole.mean() <= max(batch, least)
+        assert whole.mean() <= 1.06 * max(batch, least)
     else:
         assert whole.max() <= max(batch, least)
     assert whole.mean() >= 0.6 * batch

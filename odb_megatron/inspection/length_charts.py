@@ -46,7 +46,7 @@ def lengths_chart(findings: Findings) -> Chart:
             set_tooltip(bar, f"{low:.0f} to {high - 1:.0f} tokens: {count} samples")
         _length_axis(axes, lengths, is_narrow=form.is_narrow)
         axes.set_ylabel("samples")
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="y", integer=True)
         axes.grid(axis="y")
         _mark_limit(axes, limit, lengths)
 
@@ -138,7 +138,7 @@ class _Shares:
         ordered = self._ordered
         every = np.unique(ordered)
         if len(every) <= _NUM_MARKS:
-            return every.tolist()
+            return [int(length) for length in every]
         by_samples = np.linspace(0, len(ordered) - 1, _NUM_MARKS).astype(np.int64)
         wanted = np.linspace(0, int(self._tokens[-1]), _NUM_MARKS)
         by_tokens = np.searchsorted(self._tokens[1:], wanted).clip(max=len(ordered) - 1)

@@ -19,6 +19,7 @@ __all__ = ["sorted_aligned", "sorted_batches", "sorted_buckets", "standard", "st
 Integers = npt.NDArray[np.int64]
 
 _NUM_BUCKETS = 32
+_SLACK = 1.05  # of the mean step over the global batch size
 
 
 def standard(stream: Stream, setting: Setting, *, is_within: bool = False) -> Schedule:
@@ -65,8 +66,8 @@ def sorted_buckets(stream: Stream, setting: Setting, *, is_within: bool = False)
     Args:
         stream: the samples.
         setting: what the policies have in common.
-        is_within: a step has at most the global batch size on average: micro-batches are cut to
-            an equal part of it where that comes nearer to it than what the budget holds.
+        is_within: a step has on average at most 5 % more than the global batch size: micro-batches
+            are cut to an equal part of it where that comes nearer than what the budget holds.
     """
     group = setting.num_replicas
     return _shuffled(stream, setting, buckets=_NUM_BUCKETS, group=group, is_within=is_within)
@@ -160,14 +161,23 @@ def _shuffled(
         share = _most_samples(setting)
         parts = max(1, math.ceil(share * len(dealt) / num_samples))  # micro-batches of a step
         cut = _dealt(stream, setting, buckets=buckets, group=group, most=share // parts)
-        # Which comes nearer to the global batch size from below; as they are where they can.
-        dealt, rows = max(
-            ((own, share * len(own) // num_samples) for own in (dealt, cut)),
-            key=lambda own: own[1] / len(own[0]),
+        # Whichever comes nearer to the global batch size; as they are where both do.
+        dealt, rows, _ = max(
+            (_rows_within(own, share, num_samples) for own in (dealt, cut)),
+            key=lambda own: own[2],
         )
-        count = max(1, rows) * setting.count_multiple
+        count = rows * setting.count_multiple
     steps = rectangular(dealt, num_replicas=num, count=count, multiple=setting.count_multiple)
     return Schedule.build(steps, num_replicas=num, is_padded=True)
+
+
+def _rows_within(
+    dealt: list[list[int]], share: int, num_samples: int
+) -> tuple[list[list[int]], int, float]:
+    """Return micro-batches, how many of them make a replica's share, and how nearly (1 at best)."""
+    rows = max(1, math.floor(_SLACK * share * len(dealt) / num_samples))
+    ratio = rows * num_samples / len(dealt) / share
+    return dealt, rows, min(ratio, 1 / ratio)
 
 
 def _dealt(
