@@ -83,11 +83,6 @@ class Nursery:
         """The nursery's own process id."""
         return self._process.pid
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether it can start processes."""
-        return self._process.is_alive()
-
     def start(self, run: Callable[[Any, Connection], None], job: Any) -> tuple[Child, Connection]:
         """Call `run(job, connection)` in a process with this one's environment and import path.
 
@@ -97,14 +92,22 @@ class Nursery:
 
         Returns:
             The process, and the other end of its connection.
+
+        Raises:
+            RuntimeError: the nursery has ended.
         """
         mine, theirs = multiprocessing.Pipe()
         status, report = multiprocessing.Pipe(duplex=False)
-        with self._lock:
-            socket.send_fds(self._control, [b"\0"], [theirs.fileno(), report.fileno()])
-        theirs.close()
-        report.close()
-        child = Child(status)
+        try:
+            with self._lock:
+                socket.send_fds(self._control, [b"\0"], [theirs.fileno(), report.fileno()])
+            theirs.close()
+            report.close()
+            child = Child(status)
+        except (EOFError, OSError) as error:
+            self._process.join(1)
+            code = self._process.exitcode
+            raise RuntimeError(f"the nursery has ended, exit code {code}: see above") from error
         mine.send((dict(os.environ), sys.path))
         mine.send((run, job))  # read when modules can be imported as here
         return child, mine
