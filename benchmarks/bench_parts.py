@@ -296,7 +296,7 @@ PARTS = (
         name="inspect",
         title="Does odb-megatron inspect predict what training then measures?",
         command=(
-            *("benchmarks/inspect_against_training.py", "--dp", "2", "--samples", "384"),
+            *("benchmarks/inspect_against_training.py", "--dp", "2"),
             *("--methods", "samples", "cost"),
         ),
         full=("benchmarks/inspect_against_training.py",),

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from odb_megatron.testing.gloo import ReplicaError, run_replicas
-from odb_megatron.testing.nursery import nursery
+from odb_megatron.testing.nursery import Nursery, nursery
 
 
 def _sum_of_ranks(rank: int, factor: int) -> tuple[int, float, str]:
@@ -92,3 +92,11 @@ def test_a_hang_ends_in_time_and_shows_where() -> None:
 def test_at_least_one_replica() -> None:
     with pytest.raises(ValueError, match="num_replicas is 0, must be at least 1"):
         run_replicas(_sum_of_ranks, 0, 1, timeout_s=1)
+
+
+def test_a_nursery_that_has_ended_is_named() -> None:
+    one = Nursery(device_layer=False)
+    assert one.pid is not None
+    psutil.Process(one.pid).kill()
+    with pytest.raises(RuntimeError, match="the nursery has ended, exit code -9"):
+        one.start(print, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -160,20 +161,28 @@ def test_one_trainer_that_leaves_ends_all_processes(
                 text=True,
             )
         )
-    started = time.monotonic()
+    outputs = []
     try:
-        outputs = [process.communicate(timeout=150)[0] for process in processes]
+        for process in processes:
+            outputs.append(process.communicate(timeout=150)[0])
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.send_signal(signal.SIGUSR1)  # where each thread is
+        time.sleep(1)
+        for process in processes:
+            process.kill()
+        pytest.fail("\n".join(process.communicate()[0][-5000:] for process in processes))
     finally:
         for process in processes:
             process.kill()
-    assert time.monotonic() - started < 150
     assert processes[1].returncode == (1 if kind == "raise" else 3), outputs[1][-3000:]
     assert processes[0].returncode not in (0, None), outputs[0][-3000:]
     assert "no luck in iteration 2" in outputs[1] or kind != "raise"
 
 
 _ONE_LEAVES = """
-import os, sys
+import faulthandler, os, signal, sys
+faulthandler.register(signal.SIGUSR1)
 from odb_megatron.testing import cpu_device
 cpu_device.activate()
 from megatron_run import Case, Fault, Outcome, _pretrain

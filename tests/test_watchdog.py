@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, cast
@@ -141,3 +143,20 @@ def test_a_run_without_a_loss_ends_its_watchdog(ended: Ended) -> None:
     thread.join(WAIT_S)
     assert not thread.is_alive()
     assert ended.codes == []
+
+
+def test_a_process_that_hangs_as_it_ends_is_ended() -> None:
+    """And its status is that of a failure; without the limit it would sleep for an hour."""
+    code = (
+        "import atexit, time\n"
+        "from odb_megatron.comm import watchdog\n"
+        "atexit.register(time.sleep, 3600)\n"
+        "watchdog._END_S = 0.2\n"
+        "watchdog.limit_end()\n"
+        "print('ran')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "ran\n")
+    assert "Timeout" in done.stderr

@@ -7,6 +7,7 @@ missing (`lifeline` does), and must not raise in the trainer.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import multiprocessing
@@ -21,7 +22,7 @@ from enum import Enum
 from odb_megatron.comm.elastic import leave_reason
 from odb_megatron.comm.lifeline import Lifeline
 
-__all__ = ["PEER_LOST", "OnPeerFailure", "Watchdog"]
+__all__ = ["PEER_LOST", "OnPeerFailure", "Watchdog", "limit_end"]
 
 PEER_LOST = 75
 """Exit code of a process that is ended because of another (EX_TEMPFAIL: it may be started anew)."""
@@ -30,6 +31,10 @@ _LOOK_S, _FLUSH_S = 0.25, 0.5
 
 _SHUTDOWN_S = 3.0
 """Seconds that Python's shutdown may take once a peer is gone."""
+
+_END_S = 120.0
+"""Seconds that it may take after a failed run whose peers were all there: other packages may have
+something to write."""
 
 
 class OnPeerFailure(Enum):
@@ -131,6 +136,12 @@ def limit_shutdown(limit_s: float) -> None:
     stderr = sys.__stderr__
     if stderr is not None:
         faulthandler.dump_traceback_later(limit_s, exit=True, file=stderr)
+
+
+def limit_end() -> None:
+    """See that this process does not hang as it ends, after a failed run; until then it goes on."""
+    atexit.unregister(limit_shutdown)  # of an earlier run
+    atexit.register(limit_shutdown, _END_S)
 
 
 def _print(text: str) -> None:

@@ -13,7 +13,7 @@ from megatron.core import parallel_state as mpu
 
 from odb_megatron.comm.lifeline import Lifeline
 from odb_megatron.comm.patience import Patience
-from odb_megatron.comm.watchdog import Watchdog
+from odb_megatron.comm.watchdog import Watchdog, limit_end
 from odb_megatron.megatron.config import OdbConfig
 
 __all__ = ["PeerWatch"]
@@ -81,9 +81,15 @@ class PeerWatch:
         if self._lifeline is not None:
             self._lifeline.tell_failure(text[:_SHOWN])
 
-    def close(self) -> None:
-        """End; while a peer is gone the watchdog stays until the process has ended."""
+    def close(self, *, clean: bool) -> None:
+        """End; while a peer is gone the watchdog stays until the process has ended.
+
+        Args:
+            clean: the run has not failed.
+        """
         if self._watchdog is not None and self._lifeline is not None:
             self._watchdog.stop()
+            if not clean:
+                limit_end()
             if not self._lifeline.gone:
                 self._lifeline.close()

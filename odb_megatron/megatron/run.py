@@ -230,7 +230,7 @@ class OdbRun:
         ended = self._close_data(clean=clean)
         self._report.finish(self._own_feed, together=clean and ended)
         if self._peers is not None:
-            self._peers.close()
+            self._peers.close(clean=clean)
         if isinstance(error, KeyboardInterrupt):
             print(f"odb: rank {self._args.rank} was interrupted", file=sys.stderr, flush=True)
             raise SystemExit(INTERRUPTED) from None

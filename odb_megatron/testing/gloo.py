@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -104,7 +103,6 @@ def run_replicas(
         connections: list[Connection] = []
         try:
             for rank in range(num_replicas):
-                mine, theirs = multiprocessing.Pipe()
                 job = _Job(
                     rank=rank,
                     num_replicas=num_replicas,
@@ -114,9 +112,8 @@ def run_replicas(
                     timeout_s=timeout_s,
                     model_parallel=model_parallel,
                 )
-                starter = nursery(device_layer=device_layer)
-                processes.append(starter.start(_run, job, theirs))
-                theirs.close()
+                process, mine = nursery(device_layer=device_layer).start(_run, job)
+                processes.append(process)
                 connections.append(mine)
             results = _collect(processes, connections, deadline, folder)
             _release(processes, connections)

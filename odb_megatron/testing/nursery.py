@@ -13,21 +13,16 @@ import functools
 import gc
 import multiprocessing
 import os
-import pickle
 import signal
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 __all__ = ["Child", "Nursery", "nursery"]
-
-_SIZE = struct.Struct("!Q")
 
 
 class Child:
@@ -88,28 +83,34 @@ class Nursery:
         """The nursery's own process id."""
         return self._process.pid
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether it can start processes."""
-        return self._process.is_alive()
-
-    def start(self, run: Callable[..., None], job: Any, connection: Connection) -> Child:
+    def start(self, run: Callable[[Any, Connection], None], job: Any) -> tuple[Child, Connection]:
         """Call `run(job, connection)` in a process with this one's environment and import path.
 
         Args:
             run: a module-level function.
             job: pickled.
-            connection: duplicated into the process; close it here.
+
+        Returns:
+            The process, and the other end of its connection.
+
+        Raises:
+            RuntimeError: the nursery has ended.
         """
-        mine, theirs = multiprocessing.Pipe(duplex=False)
-        made = ForkingPickler.dumps((run, job))  # connections are duplicated as it is read
-        call = pickle.dumps((dict(os.environ), sys.path, bytes(made)))
-        with self._lock:
-            handles = [connection.fileno(), theirs.fileno()]
-            socket.send_fds(self._control, [_SIZE.pack(len(call))], handles)
-            self._control.sendall(call)
-        theirs.close()
-        return Child(mine)
+        mine, theirs = multiprocessing.Pipe()
+        status, report = multiprocessing.Pipe(duplex=False)
+        try:
+            with self._lock:
+                socket.send_fds(self._control, [b"\0"], [theirs.fileno(), report.fileno()])
+            theirs.close()
+            report.close()
+            child = Child(status)
+        except (EOFError, OSError) as error:
+            self._process.join(1)
+            code = self._process.exitcode
+            raise RuntimeError(f"the nursery has ended, exit code {code}: see above") from error
+        mine.send((dict(os.environ), sys.path))
+        mine.send((run, job))  # read when modules can be imported as here
+        return child, mine
 
 
 @functools.cache
@@ -132,7 +133,7 @@ def _serve(control: socket.socket, device_layer: bool) -> None:
     gc.collect()
     gc.freeze()  # collections in the processes leave the shared pages alone
     context = multiprocessing.get_context("fork")
-    living: dict[int, tuple[BaseProcess, Connection]] = {}
+    living: dict[int, tuple[BaseProcess, Connection[Any, Any]]] = {}
     while True:
         for ready in wait([control, *living]):
             if isinstance(ready, int):
@@ -142,33 +143,24 @@ def _serve(control: socket.socket, device_layer: bool) -> None:
                     status.send(process.exitcode)
                 status.close()
                 continue
-            size, handles, _, _ = socket.recv_fds(control, _SIZE.size, 2)
-            if not size:
+            told, handles, _, _ = socket.recv_fds(control, 1, 2)
+            if not told:
                 return
-            call = _receive(control, _SIZE.unpack(size)[0])
             connection, status = (Connection(handle) for handle in handles)
-            process = context.Process(target=_run, args=(call, connection, control))
+            process = context.Process(target=_run, args=(connection, control))
             process.start()
             connection.close()
             status.send(process.pid)
             living[process.sentinel] = process, status
 
 
-def _receive(control: socket.socket, size: int) -> bytes:
-    parts = []
-    while size:
-        parts.append(control.recv(min(size, 1 << 20)))
-        size -= len(parts[-1])
-    return b"".join(parts)
-
-
-def _run(call: bytes, connection: Connection, control: socket.socket) -> None:
+def _run(connection: Connection, control: socket.socket) -> None:
     """The body of a forked process."""
     control.close()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    environment, path, job = pickle.loads(call)
+    environment, path = connection.recv()
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:] = path
-    run, argument = pickle.loads(job)
-    run(argument, connection)
+    run, job = connection.recv()
+    run(job, connection)
