@@ -77,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
     words = argv[end + 1 :]
     if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
         parser.error(f"--json {options.json}: there is no folder for it; make it first")
+    from odb_megatron.doctor.command_facts import job_options
     from odb_megatron.doctor.finding import as_json, exit_code, render
     from odb_megatron.doctor.kernels import run_backends
     from odb_megatron.doctor.started import read_command
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     started = None
     if end < len(argv):
         try:
-            started = read_command(words)
+            started = read_command(words, job_options=job_options)
         except ValueError as error:
             parser.error(str(error))
     facts = gather(os.environ, started=started, num_records=options.records)
@@ -117,7 +118,7 @@ def gather(
     from odb_megatron.doctor.network import gather_network
     from odb_megatron.doctor.packages import gather_packages
 
-    environment = {**environment, **(started.environment if started else {})}
+    environment = started.in_environment(environment) if started else dict(environment)
     path = [os.getcwd()] if started is not None else []  # as python -m has it
     if started is not None and not started.is_module:
         path = [str(Path(started.script).absolute().parent)]
@@ -156,7 +157,9 @@ def check(facts: Facts) -> list[Finding]:
     command, num_gpus = facts.command, _num_gpus(facts.kernels)
     started = command.started if command else None
     on_gpu = bool(num_gpus) if started is None else not started.on_cpu
-    found = check_packages(facts.packages, on_gpu=on_gpu)
+    found = check_packages(
+        facts.packages, on_gpu=on_gpu, needs_training=not (command and command.unchecked)
+    )
     version = _version(facts.packages)
     if version:
         found += check_quirks(version, started.flags if started else None)
