@@ -126,9 +126,9 @@ _UV = _options(
     "-w -p --python --env-file --package --cache-dir --index --index-url --extra-index-url "
     "--default-index --config-file --link-mode",
     flags="--all-extras --all-groups --all-packages --no-dev --dev --only-dev --no-editable "
-    "--exact --isolated --active --no-sync --locked --frozen --no-env-file --no-project --no-config -m "
-    "--module -s --script --offline -n --no-cache -q --quiet -v --verbose --native-tls "
-    "--no-progress --no-default-groups --managed-python --no-managed-python --no-python-downloads "
-    "--no-index --refresh -U --upgrade --compile-bytecode",
+    "--exact --isolated --active --no-sync --locked --frozen --no-env-file --no-project "
+    "--no-config -m --module -s --script --offline -n --no-cache -q --quiet -v --verbose "
+    "--native-tls --no-progress --no-default-groups --managed-python --no-managed-python "
+    "--no-python-downloads --no-index --refresh -U --upgrade --compile-bytecode",
     refused=dict.fromkeys(("--directory", "--project"), _FOLDER),
 )
