@@ -587,7 +587,9 @@ def test_main(
         (["torchrun", "a.py"], "a command to check comes behind --"),
         (["--", "make", "train"], "make train: expected torchrun"),
         (["--records", "0"], "not a whole number of at least 1"),
-        (["--json", "no/such/folder/x.json"], "there is no folder for it"),
+        (["--json", "no/such/folder/x.json"], "there is no folder 'no/such/folder'; make it"),
+        (["--json", "/tmp"], "--json /tmp is a folder: name a file in it"),
+        (["--json", "/proc/foo"], "--json /proc/foo cannot be written ("),
     ],
 )
 def test_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

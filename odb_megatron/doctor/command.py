@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from odb_megatron.output_files import check_output, write_output
+
 if TYPE_CHECKING:
     from odb_megatron.doctor.command_facts import CommandFacts
     from odb_megatron.doctor.finding import Finding
@@ -75,8 +77,11 @@ def main(argv: Sequence[str]) -> int:
     if unknown:
         parser.error(f"unrecognized: {' '.join(unknown)} (a command to check comes behind --)")
     words = argv[end + 1 :]
-    if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
-        parser.error(f"--json {options.json}: there is no folder for it; make it first")
+    if options.json not in (None, "-"):
+        try:
+            check_output("--json", options.json)
+        except ValueError as error:
+            parser.error(str(error))
     from odb_megatron.doctor.command_facts import job_options
     from odb_megatron.doctor.finding import as_json, exit_code, render
     from odb_megatron.doctor.kernels import run_backends
@@ -98,7 +103,10 @@ def main(argv: Sequence[str]) -> int:
     if options.json == "-":
         print(json.dumps(report, indent=1))
     elif options.json:
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        try:
+            write_output("--json", options.json, json.dumps(report, indent=1) + "\n")
+        except ValueError as error:
+            parser.error(str(error))
     return exit_code(findings)
 
 

@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
             else:
                 Path(options.json).write_text(text, encoding="utf-8")
         _write_pictures(options, findings, argv)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         parser.error(str(error))
     except RuntimeError as error:  # of the reader: a file or template, not a record, is to blame
