@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -51,8 +53,28 @@ _COMMANDS = {
 """What each command says of itself, and the function that runs it: arguments in, exit code out."""
 
 
+_BROKEN_PIPE = 128 + signal.SIGPIPE
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+    """Run the command line; return the exit code.
+
+    Where the reader of standard output has left (`odb-megatron trace DIR | head`), it ends quietly,
+    with the exit code that a shell gives to tools that the signal ends.
+    """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="odb-megatron",

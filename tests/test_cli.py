@@ -12,6 +12,7 @@ import pytest
 
 from odb_megatron import __version__
 from odb_megatron.cli import main
+from odb_megatron.output_files import check_output, write_output
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = Path(sys.executable).with_name("odb-megatron")
@@ -108,3 +109,32 @@ def test_a_command_gets_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "argv", ["odb-megatron", "launch", "s.py"])
     assert main() == 7
     assert seen[1] == ["s.py"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["trace", "--help"], ["simulate", "--help"]])
+def test_a_reader_that_has_left_is_no_error(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As in `odb-megatron trace DIR | head`: no traceback, also none as Python flushes last."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(arguments) == 141
+        print("more", flush=True)
+    assert capfd.readouterr().err == ""
+
+
+def test_output_files_are_tried_and_left_as_they_were(tmp_path: Path) -> None:
+    there, absent = tmp_path / "there", tmp_path / "absent"
+    there.write_text("kept")
+    check_output("--json", str(there))
+    check_output("--json", str(absent))
+    check_output("--json", os.devnull)
+    assert (there.read_text(), absent.exists()) == ("kept", False)
+    write_output("--json", str(absent), "x")
+    assert absent.read_text() == "x"
+    os.mkfifo(tmp_path / "pipe")
+    check_output("--json", str(tmp_path / "pipe"))  # does not wait for a reader
+    with pytest.raises(ValueError, match="--json .* could not be written: No space left"):
+        write_output("--json", "/dev/full", "x")

@@ -1,7 +1,7 @@
-"""What `odb-megatron doctor` says of given facts, row by row; how it reads a command line.
+"""What `odb-megatron doctor` says of given facts, row by row.
 
 Facts are made up here, so that every finding can be seen on any machine. Flags and data as Megatron
-reads them are in test_doctor_command.py.
+reads them are in test_doctor_command.py, how a command line is read in test_doctor_reading.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from hypothesis import strategies as st
 
 from odb_megatron.doctor import command
 from odb_megatron.doctor.command import Facts, check, main
-from odb_megatron.doctor.command_facts import CommandFacts, DataFacts, FlagFacts, gather_command
+from odb_megatron.doctor.command_facts import (
+    CommandFacts,
+    DataFacts,
+    FlagFacts,
+    gather_command,
+)
 from odb_megatron.doctor.command_line import check_command
 from odb_megatron.doctor.finding import Finding, Status, as_json, exit_code, fine, render
 from odb_megatron.doctor.host import UNLIMITED, HostFacts, Load, check_host, gather_host
@@ -129,6 +134,18 @@ OVERLONG = DataFacts(
     [
         # packages
         (changed("packages", python=(3, 9, 1)), FAILURE, "python", "3.10 or later"),
+        (
+            changed("packages", python=(3, 10, 4), megatron=MegatronFacts()),
+            WARNING,
+            "python",
+            "3.12 or later for megatron.training",
+        ),
+        (
+            changed("packages", python=(3, 11, 4), megatron=MegatronFacts()),
+            FAILURE,
+            "megatron-core",
+            "on Python 3.12 (here: pip install 'megatron-core<0.17', the core alone)",
+        ),
         (changed("packages.megatron", version="0.15.3"), FAILURE, "megatron-core", "0.16 to 0.19"),
         (changed("packages.megatron", version="0.20.0"), WARNING, "megatron-core", "0.16 to 0.19"),
         (changed("packages.megatron", version=""), FAILURE, "megatron-core", "not installed"),
@@ -436,146 +453,7 @@ def test_which_megatron_is_found(tmp_path: Path) -> None:
     assert _megatron([str(checkout.parent)]).has_helpers
 
 
-# --- reading a command line ------------------------------------------------------------------
-
-PRETRAIN = "odb_megatron.megatron.pretrain"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (
-            "torchrun --nnodes 2 --nproc_per_node=8 --rdzv-backend c10d --rdzv-endpoint h:1 "
-            "-m odb_megatron.run ./pretrain_gpt.py --odb --x 1",
-            Started(
-                by="torchrun",
-                nodes=2,
-                processes=8,
-                script="./pretrain_gpt.py",
-                via="odb_megatron.run",
-                flags=("--odb", "--x", "1"),
-            ),
-        ),
-        (
-            "NCCL_DEBUG=INFO torchrun --standalone --nproc-per-node gpu a.py -m",
-            Started(
-                by="torchrun",
-                processes=0,
-                script="a.py",
-                flags=("-m",),
-                environment={"NCCL_DEBUG": "INFO"},
-            ),
-        ),
-        (
-            "torchrun --nnodes 1:4 --nproc-per-node 2 a.py",
-            Started(by="torchrun", nodes=4, processes=2, script="a.py"),
-        ),
-        (
-            "/opt/bin/python3 -u -X dev -m torch.distributed.run --nproc-per-node 2 a.py --b",
-            Started(
-                by="torchrun",
-                processes=2,
-                script="a.py",
-                flags=("--b",),
-                python="/opt/bin/python3",
-            ),
-        ),
-        (
-            "python train.py --odb",
-            Started(script="train.py", flags=("--odb",), python="python"),
-        ),
-        ("./train.py --odb", Started(script="./train.py", flags=("--odb",))),
-        (
-            f"python -m {PRETRAIN} --odb",
-            Started(script=PRETRAIN, is_module=True, flags=("--odb",), python="python"),
-        ),
-        (
-            "odb-megatron pretrain --device cpu --nproc-per-node 2 --odb -- --seed 1",
-            Started(
-                by="odb-megatron pretrain",
-                processes=2,
-                script=PRETRAIN,
-                is_module=True,
-                on_cpu=True,
-                flags=("--odb", "--seed", "1"),
-            ),
-        ),
-        (
-            "python -m odb_megatron launch --torchrun-args='--nnodes 2' -m odb_megatron.run "
-            "a.py --odb",
-            Started(
-                by="odb-megatron launch",
-                nodes=2,
-                script="a.py",
-                via="odb_megatron.run",
-                flags=("--odb",),
-                python="python",
-            ),
-        ),
-        (
-            "srun -N 2 --ntasks-per-node=4 --mpi=none env A=1 python a.py --odb",
-            Started(
-                by="srun",
-                nodes=2,
-                processes=4,
-                script="a.py",
-                flags=("--odb",),
-                python="python",
-                environment={"A": "1"},
-            ),
-        ),
-        (
-            "srun --nodes 2 -n 8 python a.py",
-            Started(by="srun", nodes=2, processes=4, script="a.py", python="python"),
-        ),
-        (
-            "srun --nodes=4 torchrun --nnodes 4 --nproc-per-node 8 a.py",
-            Started(by="torchrun", nodes=4, processes=8, script="a.py"),
-        ),
-        (
-            "sbatch --nodes 4 --gres=gpu:h100:8 launch/odb_pretrain.sbatch --odb --seed 3",
-            Started(
-                by="sbatch",
-                nodes=4,
-                processes=8,
-                script="launch/odb_pretrain.sbatch",
-                flags=("--odb", "--seed", "3"),
-                is_job=True,
-            ),
-        ),
-    ],
-)
-def test_read_command(text: str, expected: Started) -> None:
-    assert read_command(shlex.split(text)) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no command: expected torchrun, odb-megatron launch"),
-        ("make train", "make train: expected torchrun"),
-        ("odb-megatron simulate --lengths x", "odb-megatron simulate: it trains nothing"),
-        ("torchrun --nproc-per-node 2", "torchrun: expected a script behind its options"),
-        ("torchrun --nproc-per-node x a.py", "--nproc-per-node x: expected a number, or gpu"),
-        ("torchrun --nnodes none a.py", "--nnodes none: expected a number, or MIN:MAX"),
-        ("torchrun --no-python a.sh", "torchrun --no-python starts no Python script"),
-        ("python -c pass", "python -c pass: expected a script or -m module"),
-        ("python -m odb_megatron.run", "-m odb_megatron.run: expected the script's path"),
-        ("python -m odb_megatron.testing.run_script --x", "--x: expected a script or -m module"),
-        ("srun -N 2 hostname", "nothing that it starts was found"),
-    ],
-)
-def test_what_is_no_command(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=r".") as refused:
-        read_command(shlex.split(text))
-    assert message in str(refused.value)
-
-
-def test_what_is_started_is_told() -> None:
-    told = str(read_command(shlex.split("torchrun --nnodes 2 --nproc-per-node gpu a.py")))
-    assert told == "torchrun starts a.py; processes: one per GPU on each; on 2 nodes"
-    told = str(read_command(shlex.split("odb-megatron pretrain --device cpu --nproc-per-node 2")))
-    assert told == f"odb-megatron pretrain starts -m {PRETRAIN}, on the CPU; processes: 2"
+# --- a command's script ---------------------------------------------------------------------
 
 
 def test_a_script_without_odb_in_it(tmp_path: Path) -> None:
@@ -601,6 +479,65 @@ def test_a_script_without_odb_in_it(tmp_path: Path) -> None:
         missing="x",
     )
     assert only(check_command(gone, num_gpus=1), FAILURE) == ["script"]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_checked"),
+    [
+        ("from megatron.training import pretrain\npretrain()", True),
+        ("import argparse\nfrom megatron.training import get_args\nArgumentParser()", True),
+        ("from mine import train\ntrain()", True),
+        ("args = ArgumentParser().parse_args()  # no megatron.training", False),
+        ("from megatron.bridge.recipes import x", False),
+    ],
+)
+def test_scripts_whose_flags_are_not_megatrons(text: str, is_checked: bool, tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(text)
+    started = read_command(["torchrun", "--nproc-per-node", "8", str(script), "--odb=1"])
+    facts = gather_command(started, {}, num_gpus=8, num_records=1, missing="torch")
+    assert (facts.unchecked == "") is is_checked
+    (found,) = [one for one in check_command(facts, num_gpus=8) if one.subject == "flags"]
+    assert found.status is NOT_APPLICABLE
+    assert ("torch not installed" in found.seen) is is_checked
+
+
+def test_the_recipes_of_bridge_have_no_flags_of_megatrons() -> None:
+    """Its flags and data are not judged; the machine is, `megatron.training` aside."""
+    text = "torchrun --nproc-per-node 8 -m odb_megatron.bridge.run_recipe --recipe x train.a=1"
+    started = read_command(shlex.split(text))
+    gathered = gather_command(started, {}, num_gpus=8, num_records=1)
+    findings = check(replace(GOOD, command=gathered))
+    assert only(findings, FAILURE) == only(findings, WARNING) == []
+    (found,) = [one for one in findings if one.subject == "flags"]
+    assert (found.status, "--dry-run" in found.seen) == (NOT_APPLICABLE, True)
+    assert {"open files", "CUDA", "processes"} & {one.subject for one in findings}
+    core = replace(MEGATRON, has_training=False)
+    findings = check(replace(GOOD, command=gathered, packages=replace(PACKAGES, megatron=core)))
+    assert only(findings, FAILURE) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "num_gpus", "expected"),
+    [
+        ("torchrun --nproc-per-node 2 a.py", 0, "run doctor on a node of the job (srun --pty)"),
+        ("srun -N2 -n4 python a.py", 0, "run doctor on a node of the job (srun --pty)"),
+        ("sbatch a.sbatch --odb", 0, "run doctor on a node of the job (srun --pty)"),
+        (
+            "odb-megatron pretrain --odb",
+            0,
+            "run doctor on a node of the job (srun --pty), or add --device cpu to try it",
+        ),
+        ("srun -n 16 python a.py", 8, "--ntasks-per-node 8, and -N for the number of nodes"),
+        ("torchrun --nproc-per-node 16 a.py", 8, "--nproc-per-node 8"),
+    ],
+)
+def test_the_way_out_is_one_of_that_launcher(text: str, num_gpus: int, expected: str) -> None:
+    started = read_command(shlex.split(text))
+    facts = CommandFacts(started=started, processes=started.processes or 1, flags=FLAGS)
+    findings = check_command(facts, num_gpus=num_gpus)
+    (found,) = [one for one in findings if one.subject == "processes"]
+    assert found.way_out == expected
 
 
 # --- the command itself ----------------------------------------------------------------------
@@ -650,7 +587,9 @@ def test_main(
         (["torchrun", "a.py"], "a command to check comes behind --"),
         (["--", "make", "train"], "make train: expected torchrun"),
         (["--records", "0"], "not a whole number of at least 1"),
-        (["--json", "no/such/folder/x.json"], "there is no folder for it"),
+        (["--json", "no/such/folder/x.json"], "there is no folder 'no/such/folder'; make it"),
+        (["--json", "/tmp"], "--json /tmp is a folder: name a file in it"),
+        (["--json", "/proc/foo"], "--json /proc/foo cannot be written ("),
     ],
 )
 def test_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,11 +126,19 @@ def found(
             *("--data-path", str(files.documents), "--tokenizer-type", "NullTokenizer"),
             *("--vocab-size", "64"),
         ),
+        "several": case(
+            *(*chats, "--odb-window", "8", "--odb-max-bad-records", "3", "--odb-plan-ahead", "-1"),
+            without="--calculate-per-token-loss",
+        ),
         "baseline": case(*chats, without="--odb"),
         "bare tokenizer": case(
             *chats, "--tokenizer-model", str(files.tokenizer / "tokenizer.json")
         ),
     }  # fmt: skip
+    cases["bare"] = {
+        "world": 2,
+        "request": asdict(Request(script="x", flags=("--odb",), on_cpu=True)),
+    }
     folder = tmp_path_factory.mktemp("driver")
     (folder / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
@@ -183,6 +191,37 @@ def test_a_bare_tokenizer_file_is_read_and_left_alone(found: dict[str, FlagFacts
 def test_what_is_refused(found: dict[str, FlagFacts], name: str, words: str) -> None:
     (problem,) = found[name].problems
     assert words in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "bare",
+            [
+                "the run has no length: give --train-samples N",
+                "--odb needs --calculate-per-token-loss",
+                "--odb needs --micro-batch-size 1",
+            ],
+        ),
+        (
+            "several",
+            [
+                "--odb-window would do nothing with --odb-policy samples",
+                "--odb-max-bad-records would do nothing with --odb-bad-record error",
+                "--odb-plan-ahead must not be negative, got -1",
+                "--odb needs --calculate-per-token-loss",
+            ],
+        ),
+    ],
+)
+def test_refusals_do_not_hide_each_other(
+    found: dict[str, FlagFacts], name: str, words: list[str]
+) -> None:
+    problems = found[name].problems
+    assert len(problems) == len(words), problems
+    for problem, word in zip(problems, words, strict=True):
+        assert word in problem
 
 
 def test_unknown_flags_do_not_hide_the_rest(found: dict[str, FlagFacts]) -> None:

@@ -136,6 +136,7 @@ def test_lengths_from_a_file(tmp_path: Path) -> None:
         ),
         (["--tokenizer", "t"], "--tokenizer 't' would do nothing: --lengths 'lognormal:"),
         (["--json", "."], "--json . is a folder: name a file in it"),
+        (["--json", "/proc/foo"], "--json /proc/foo cannot be written ("),
         (["--json", "none/out.json"], "--json none/out.json: there is no folder 'none'"),
         (["--dp", "0"], "--dp must be at least 1, got 0"),
         (["--token-budget", "0"], "the token budget is 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ import pytest
 from test_run_log import HEADER, RECORD
 
 from odb_megatron.cli import main
+from odb_megatron.pages import Chart, Form, chart_svg
+from odb_megatron.report.run_charts import NamedRun, step_chart
 from odb_megatron.report.run_figures import RunFigures, bins_of, measured_balance
 from odb_megatron.report.run_log import LoggedStep, RunLog, read_run
+from odb_megatron.report.step_choice import choose_steps
 from odb_megatron.report.step_log import StepLog
+from odb_megatron.report.trace_page import PANELS, compare_page, trace_page
 from tests.browser import Browser, browser, page_problems
 
 __all__ = ["browser"]
@@ -205,7 +210,10 @@ def test_compare_prints_what_differs(
         (["trace", "samples", "--steps", "99:"], "no step from 99 to"),
         (["trace", "samples", "--html", "."], "--html . is a folder: name a file in it"),
         (["trace", "samples", "--html", "-"], "--html - : a page goes to a file: name one"),
-        (["trace", "samples", "--json", "no/x"], "--json no/x: there is no folder no; make it"),
+        (["trace", "samples", "--json", "no/x"], "--json no/x: there is no folder 'no'; make it"),
+        (["trace", "samples", "--json", "/proc/foo"], "--json /proc/foo cannot be written ("),
+        (["trace", "samples", "--html", "/proc/foo"], "--html /proc/foo cannot be written ("),
+        (["compare", "samples", "long", "--json", "/proc/foo"], "--json /proc/foo cannot be"),
         (["compare", "samples"], "the following arguments are required"),
         (["compare", "samples", "./samples"], "are one folder: name two runs"),
         (["compare", "samples", "nope"], "nope is no folder"),
@@ -223,6 +231,95 @@ def test_what_cannot_be_used_is_named(
         main(argv)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def _figures(*balance: float | None, timed: bool = False, starts: tuple[int, ...] = ()) -> Any:
+    """Figures of steps of these balances, predicted or measured; a start at each of `starts`."""
+    steps = []
+    for at, value in enumerate(balance):
+        how: dict[str, Any] = {"balance": None if timed else value, "iteration": at + 1}
+        times = ((1.0,), (2 * value - 1,)) if timed and value is not None else ((), ())
+        own = _step(*({**how, "micro_batch_s": time} for time in times))
+        steps.append(replace(own, part=sum(at >= start for start in starts)))
+    run = RunLog(folder="x", headers=(HEADER,), steps=tuple(steps))
+    return RunFigures.of(run)
+
+
+@pytest.mark.parametrize(
+    ("figures", "usual", "worst"),
+    [
+        (_figures(0.1, 0.9, 0.8, 0.7, 0.95), (1, 2), 3),  # the first step is left aside
+        (_figures(0.1, 0.9, 0.8, 0.7, 0.95, timed=True), (1, 2), 3),
+        (_figures(0.1, 0.9, 0.3, 0.31), (3,), 2),  # the worst is next to the median
+        (_figures(0.1, 0.9, 0.2, 0.9, 0.9, starts=(2,)), (1, 3), None),
+        (_figures(0.1, 0.9, 0.7), (1,), 2),
+        (_figures(0.1, 0.9), (1,), None),
+        (_figures(0.1), (0,), None),
+        (_figures(0.1, 1.0, 1.0, 1.0), (1, 2), None),  # one replica
+        (_figures(*[None] * 5), (1, 2), None),
+        (_figures(None), (0,), None),
+        (_figures(0.9, None, None, None), (0,), None),
+    ],
+)
+def test_steps_that_are_shown(figures: Any, usual: tuple[int, ...], worst: int | None) -> None:
+    chosen = choose_steps(figures)
+    assert (chosen.usual, chosen.worst) == (usual, worst)
+    assert worst not in usual
+
+
+def test_what_timelines_say_is_what_they_draw_at_each_width(logs: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'odb-megatron[pages]'")
+    for name in ("cost run", "samples", "padded", "long"):
+        run = read_run(str(logs / name))
+        page = trace_page(run, title="x", command="x")
+        charts = [part for part in page.sections if part.title.startswith("Timeline of")]
+        assert len(charts) == (1 if name == "padded" else 2)
+        seen = []
+        for chart in charts:
+            assert isinstance(chart, Chart)
+            assert chart.table is not None
+            steps = {int(head.split()[1].strip(",")) for head in chart.table.columns[1:]}
+            assert {int(text) for text in re.findall(r"\d+", chart.title)} == steps
+            seen.append(steps)
+            for form in Form:
+                svg = chart_svg(chart, form, prefix="x")
+                labels = re.findall(r"<text[^>]*>step (\d+)<", svg.replace("<ns0:", "<"))
+                assert set(map(int, labels)) == steps
+                rows = [row[0] for row in chart.table.rows]
+                drawn = re.findall(r"<text[^>]*>(\d+)<", svg.replace("<ns0:", "<"))
+                assert set(rows) <= set(drawn)
+            said = re.search(r"(\d+) of (\d+) replicas are shown", chart.caption)
+            assert bool(said) is (name == "long")
+            assert not said or said.groups() == (str(len(rows)), "14")
+        assert not set.intersection(*seen) or len(seen) == 1
+
+
+def test_rows_of_two_runs_are_told_apart() -> None:
+    """Side by side over the same steps; else each run below the other, by its name."""
+    panel = next(panel for panel in PANELS if panel.title == "Tokens per step")
+    short = NamedRun(name="short", figures=_figures(0.5, 0.5))
+    other = NamedRun(name="other", figures=_figures(0.5, 0.5))
+    long = NamedRun(name="long", figures=_figures(*[0.5] * 50))
+    same, differ = step_chart(panel, [short, other]), step_chart(panel, [short, long])
+    assert same is not None
+    assert differ is not None
+    assert same.table is not None
+    assert differ.table is not None
+    assert same.table.columns == ("iteration", "short", "other")
+    assert [row[0] for row in same.table.rows] == ["1", "2"]
+    assert differ.table.columns == ("run", "iteration", "mean", "least", "most")
+    rows = [tuple(row[:2]) for row in differ.table.rows]
+    assert rows[:3] == [("short", "1"), ("short", "2"), ("long", "1 to 3")]
+    assert len(rows) == 22
+
+
+def test_headings_of_compare_say_what_is_shown(logs: Path) -> None:
+    runs = [(name, read_run(str(logs / name))) for name in ("cost run", "samples")]
+    titles = [part.title for part in compare_page(runs, command="x").sections]
+    assert titles[:7] == [
+        *("Differences", "Balance predicted", "Fill", "Micro-batches per step", "Time per step"),
+        *("Tokens per step", "Loss"),
+    ]
 
 
 def test_a_missing_package_for_pages_is_named(

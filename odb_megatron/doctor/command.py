@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from odb_megatron.output_files import check_output, write_output
+
 if TYPE_CHECKING:
     from odb_megatron.doctor.command_facts import CommandFacts
     from odb_megatron.doctor.finding import Finding
@@ -75,8 +77,12 @@ def main(argv: Sequence[str]) -> int:
     if unknown:
         parser.error(f"unrecognized: {' '.join(unknown)} (a command to check comes behind --)")
     words = argv[end + 1 :]
-    if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
-        parser.error(f"--json {options.json}: there is no folder for it; make it first")
+    if options.json not in (None, "-"):
+        try:
+            check_output("--json", options.json)
+        except ValueError as error:
+            parser.error(str(error))
+    from odb_megatron.doctor.command_facts import job_options
     from odb_megatron.doctor.finding import as_json, exit_code, render
     from odb_megatron.doctor.kernels import run_backends
     from odb_megatron.doctor.started import read_command
@@ -84,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     started = None
     if end < len(argv):
         try:
-            started = read_command(words)
+            started = read_command(words, job_options=job_options)
         except ValueError as error:
             parser.error(str(error))
     facts = gather(os.environ, started=started, num_records=options.records)
@@ -97,7 +103,10 @@ def main(argv: Sequence[str]) -> int:
     if options.json == "-":
         print(json.dumps(report, indent=1))
     elif options.json:
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        try:
+            write_output("--json", options.json, json.dumps(report, indent=1) + "\n")
+        except ValueError as error:
+            parser.error(str(error))
     return exit_code(findings)
 
 
@@ -117,7 +126,7 @@ def gather(
     from odb_megatron.doctor.network import gather_network
     from odb_megatron.doctor.packages import gather_packages
 
-    environment = {**environment, **(started.environment if started else {})}
+    environment = started.in_environment(environment) if started else dict(environment)
     path = [os.getcwd()] if started is not None else []  # as python -m has it
     if started is not None and not started.is_module:
         path = [str(Path(started.script).absolute().parent)]
@@ -156,7 +165,9 @@ def check(facts: Facts) -> list[Finding]:
     command, num_gpus = facts.command, _num_gpus(facts.kernels)
     started = command.started if command else None
     on_gpu = bool(num_gpus) if started is None else not started.on_cpu
-    found = check_packages(facts.packages, on_gpu=on_gpu)
+    found = check_packages(
+        facts.packages, on_gpu=on_gpu, needs_training=not (command and command.unchecked)
+    )
     version = _version(facts.packages)
     if version:
         found += check_quirks(version, started.flags if started else None)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,7 +21,15 @@ from typing import Any
 from odb_megatron.doctor.host import Load
 from odb_megatron.doctor.started import Started
 
-__all__ = ["CommandFacts", "DataFacts", "FlagFacts", "Request", "facts_of", "gather_command"]
+__all__ = [
+    "CommandFacts",
+    "DataFacts",
+    "FlagFacts",
+    "Request",
+    "facts_of",
+    "gather_command",
+    "job_options",
+]
 
 _EXAMINER = "odb_megatron.doctor.flag_facts"
 _MOST_S = 3600.0
@@ -127,8 +137,9 @@ class CommandFacts:
         knows_odb: whether it takes `--odb`; a script of the user's might import what does.
         python_differs: the interpreter it names is another than this one.
         max_connections: CUDA_DEVICE_MAX_CONNECTIONS.
-        flags: None where they could not be checked.
-        error: why not.
+        flags: None where they could not, or need not, be checked.
+        error: why they could not.
+        unchecked: why they are none of Megatron's; empty where they are.
     """
 
     started: Started
@@ -139,6 +150,7 @@ class CommandFacts:
     max_connections: str = ""
     flags: FlagFacts | None = None
     error: str = ""
+    unchecked: str = ""
 
     @property
     def load(self) -> Load | None:
@@ -175,7 +187,9 @@ def gather_command(
     """
     processes = started.processes or max(1, num_gpus)
     flags, error = None, f"{missing} not installed" if missing else ""
-    if not missing:
+    seen = started.in_environment(environment)
+    unchecked = started.unchecked or _unchecked(started)
+    if not missing and not unchecked:
         folder = "" if started.is_module or started.is_job else os.path.dirname(started.script)
         request = Request(
             script=started.script,
@@ -185,19 +199,36 @@ def gather_command(
             num_records=num_records,
         )
         ranks = {"WORLD_SIZE": f"{processes * started.nodes}", "RANK": "0", "LOCAL_RANK": "0"}
-        flags, error = _examine(request, {**environment, **started.environment, **ranks})
+        flags, error = _examine(request, {**seen, **ranks})
     return CommandFacts(
         started=started,
         processes=processes,
         script_exists=_exists(started),
         knows_odb=_knows_odb(started),
         python_differs=_differs(started.python),
-        max_connections={**environment, **started.environment}.get(
-            "CUDA_DEVICE_MAX_CONNECTIONS", ""
-        ),
+        max_connections=seen.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
         flags=flags,
         error=error,
+        unchecked=unchecked,
     )
+
+
+def job_options(path: str) -> list[str]:
+    """Return the words of a job script's `#SBATCH` lines; none where it cannot be read."""
+    words: list[str] = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return words  # said elsewhere
+    for line in lines:
+        if line.strip() and not line.startswith("#"):
+            break  # sbatch reads no further than the first command
+        if line.startswith("#SBATCH"):
+            try:
+                words += shlex.split(line.removeprefix("#SBATCH"), comments=True)
+            except ValueError as error:
+                raise ValueError(f"{path}: {line}: {error}") from error
+    return words
 
 
 def facts_of(values: dict[str, Any]) -> FlagFacts:
@@ -244,10 +275,32 @@ def _exists(started: Started) -> bool:
 def _knows_odb(started: Started) -> bool:
     if started.via or started.is_module or started.is_job:
         return True
+    text = _text(started)
+    return text is None or "odb_megatron" in text  # a script that is not there is said elsewhere
+
+
+def _text(started: Started) -> str | None:
     try:
-        return "odb_megatron" in Path(started.script).read_text(encoding="utf-8", errors="replace")
+        return Path(started.script).read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return True  # said elsewhere
+        return None
+
+
+def _unchecked(started: Started) -> str:
+    """Return why a script's flags are none of Megatron's; empty where they are, or may be."""
+    if started.via or started.is_module or started.is_job:
+        return ""
+    text = _text(started) or ""
+    if "megatron.bridge" in text:
+        return "arguments of a script that uses Megatron-Bridge: it checks them as it starts"
+    has_own = "ArgumentParser(" in text and not _PARSES_AS_MEGATRON.search(text)
+    if has_own:
+        return "flags of a parser of the script's own: it checks them as it starts"
+    return ""
+
+
+_PARSES_AS_MEGATRON = re.compile(r"(?:from|import) megatron\.training|read_args|pretrain\w*\(")
+"""In a script's text: what parses flags as Megatron does."""
 
 
 def _differs(python: str) -> bool:

@@ -13,11 +13,14 @@ from collections.abc import Iterator
 
 from odb_megatron.doctor.command_facts import CommandFacts, DataFacts, FlagFacts
 from odb_megatron.doctor.finding import Finding, failure, fine, not_applicable, warning
+from odb_megatron.doctor.started import Started
 
 __all__ = ["check_command"]
 
 _OWN_FLAGS = ("odb_megatron.megatron.pretrain", "pretrain_gpt_odb.py")
 """Scripts without flags of their own: what their parser does not know is wrong."""
+
+_WITH_DEVICE = ("odb-megatron launch", "odb-megatron pretrain")
 
 
 def check_command(facts: CommandFacts, *, num_gpus: int) -> list[Finding]:
@@ -73,14 +76,15 @@ def _processes(facts: CommandFacts, num_gpus: int) -> Iterator[Finding]:
             "processes",
             f"{facts.processes} on each node, and no GPU here",
             expected="a GPU for each",
-            way_out="run doctor on a node of the job (srun --pty), or add --device cpu to try it",
+            way_out="run doctor on a node of the job (srun --pty)"
+            + (", or add --device cpu to try it" if facts.started.by in _WITH_DEVICE else ""),
         )
     elif facts.processes > num_gpus:
         yield failure(
             "processes",
             f"{facts.processes} on each node, and {num_gpus} GPUs here",
             expected="a GPU for each",
-            way_out=f"--nproc-per-node {num_gpus}",
+            way_out=_fewer(facts.started, num_gpus),
         )
     flags = facts.flags
     parallel = flags is not None and flags.model_parallel > 1
@@ -94,8 +98,18 @@ def _processes(facts: CommandFacts, num_gpus: int) -> Iterator[Finding]:
         )
 
 
+def _fewer(started: Started, num_gpus: int) -> str:
+    """Return what starts as many processes on each node as it has GPUs."""
+    if started.by in ("srun", "sbatch"):
+        return f"--ntasks-per-node {num_gpus}, and -N for the number of nodes"
+    return f"--nproc-per-node {num_gpus}"
+
+
 def _flags(facts: CommandFacts) -> Iterator[Finding]:
     flags = facts.flags
+    if facts.unchecked:
+        yield not_applicable("flags", f"not checked: {facts.unchecked}")
+        return
     if flags is None:
         if facts.error.endswith("not installed"):
             yield not_applicable("flags", f"not checked: {facts.error}")

@@ -98,7 +98,7 @@ def check_packages(
         needs_training: whether it needs `megatron.training`; one loop of the user's own does not.
     """
     return [
-        _python(facts.python),
+        _python(facts.python, has_training=facts.megatron.has_training),
         fine(_OWN, __version__),
         *_needed(facts),
         *_optional(facts),
@@ -106,13 +106,29 @@ def check_packages(
     ]
 
 
-def _python(version: tuple[int, ...]) -> Finding:
+def _python(version: tuple[int, ...], *, has_training: bool) -> Finding:
     text = ".".join(map(str, version))
     if version < (3, 10):
         return failure(
             "python", text, expected="3.10 or later", way_out="use Python 3.12, for Megatron 0.17+"
         )
+    if version[:2] < _TRAINING_PYTHON and not has_training:  # else megatron.training says it
+        return warning(
+            "python",
+            text,
+            expected="3.12 or later for megatron.training, which pretrain scripts need; on 3.10 "
+            "and 3.11 the core of 0.16 alone",
+            way_out="make an environment with Python 3.12, or train with a loop like "
+            "examples/train_core_only.py",
+        )
     return fine("python", text)
+
+
+def _pip(python: tuple[int, ...]) -> str:
+    """Return what installs a Megatron that this Python can use."""
+    if python[:2] >= _TRAINING_PYTHON:
+        return _PIP
+    return f"{_PIP} on Python 3.12 (here: pip install 'megatron-core<0.17', the core alone)"
 
 
 def _needed(facts: PackageFacts) -> Iterator[Finding]:
@@ -133,7 +149,7 @@ def _optional(facts: PackageFacts) -> Iterator[Finding]:
                 "torch",
                 "not installed",
                 expected="needed to train (plan, simulate and inspect --lengths work without)",
-                way_out=f"install the build for your CUDA (pytorch.org), or {_PIP}",
+                way_out=f"install the build for your CUDA (pytorch.org), or {_pip(facts.python)}",
             )
         elif name in _SHOWN:
             yield not_applicable(name, "not installed")
@@ -156,7 +172,7 @@ def _check_megatron(
             name,
             f"{found.foreign} is another package called megatron",
             expected="NVIDIA's megatron.core",
-            way_out=f"pip uninstall megatron, then {_PIP}",
+            way_out=f"pip uninstall megatron, then {_pip(facts.python)}",
         )
         return
     if not found.version:
@@ -164,7 +180,7 @@ def _check_megatron(
             name,
             "not installed",
             expected="needed to train (plan, simulate and inspect --lengths work without)",
-            way_out=f"{_PIP}, or put a Megatron-LM checkout on PYTHONPATH",
+            way_out=f"{_pip(facts.python)}, or put a Megatron-LM checkout on PYTHONPATH",
         )
         return
     yield _megatron_version(found)

@@ -1,37 +1,97 @@
 """What a command line starts: how many processes, which script, with which flags.
 
-Reads torchrun, `odb-megatron launch` and `pretrain`, `python` with a script or a module, and srun
-or sbatch before them. Pure: must not look at files, and must not interpret the script's own flags.
+Reads torchrun, `odb-megatron launch` and `pretrain`, `python` with a script or a module, and srun,
+sbatch or wrappers before them. Pure: must not look at files, and must not interpret the script's
+own flags.
 """
 
 from __future__ import annotations
 
 import os.path
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from odb_megatron.doctor.option_words import Options, split_options
+from odb_megatron.doctor.slurm_words import Tasks, read_slurm
+from odb_megatron.doctor.wrapper_words import unwrap
 from odb_megatron.launch import planned_command
 
-__all__ = ["Started", "read_command"]
+__all__ = ["JobOptions", "Started", "read_command"]
 
 _ELASTIC = ("torch.distributed.run", "torch.distributed.launch", "odb_megatron.comm.elastic")
 _OWN = ("odb_megatron", "odb_megatron.cli")
 _RUN, _CPU = "odb_megatron.run", "odb_megatron.testing.run_script"
+_BRIDGE = "odb_megatron.bridge.run_recipe"
+_OF_BRIDGE = (
+    "overrides of a recipe of Megatron-Bridge: python -m odb_megatron.bridge.run_recipe ... "
+    "--dry-run checks them"
+)
 
-_NO_VALUE = {
-    *("--standalone", "--no-python", "--run-path", "--use-env", "--disable-monitored-barrier"),
-    *("--virtual-local-rank",),
-}
-"""Options of torchrun without a value; `-m` is looked at apart."""
+_TORCHRUN = Options(
+    values=frozenset(
+        [
+            "--nnodes",
+            "--nproc-per-node",
+            "--rdzv-backend",
+            "--rdzv-endpoint",
+            "--rdzv-id",
+            "--rdzv-conf",
+            "--max-restarts",
+            "--monitor-interval",
+            "--start-method",
+            "--event-log-handler",
+            "--role",
+            "--log-dir",
+            "-r",
+            "--redirects",
+            "-t",
+            "--tee",
+            "--local-ranks-filter",
+            "--duplicate-stdout-filters",
+            "--duplicate-stderr-filters",
+            "--node-rank",
+            "--master-addr",
+            "--master-port",
+            "--local-addr",
+            "--logs-specs",
+            "--numa-binding",
+            "--signals-to-handle",
+            "--shutdown-timeout",
+            "--log-line-prefix-template",
+        ]
+    ),
+    flags=frozenset(
+        [
+            "-m",
+            "--module",
+            "--standalone",
+            "--run-path",
+            "--use-env",
+            "--disable-monitored-barrier",
+            "--virtual-local-rank",
+        ]
+    ),
+    refused={
+        "--no-python": "it starts no Python script",
+        **dict.fromkeys(("-h", "--help"), "it starts nothing"),
+    },
+)
 
-_PYTHON_VALUES = {"-W", "-X", "--check-hash-based-pycs"}
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-_SKIPPED = ("env", "nohup", "exec", "time", "command")
+_PYTHON = Options(
+    values=frozenset(("-W", "-X", "-m", "--check-hash-based-pycs")),
+    flags=frozenset(f"-{letter}" for letter in "bBdEiIOPqsSuvx"),
+    last=frozenset(("-m",)),
+    refused={
+        "-c": "expected a script or -m module",
+        **dict.fromkeys(("-h", "-?", "--help", "-V", "--version"), "it starts nothing"),
+    },
+)
+
+_OWN_JOBS = ("odb_pretrain.sbatch", "odb_pretrain_srun.sbatch", "odb_pretrain_container.sbatch")
 
 _EXPECTED = (
     "torchrun, odb-megatron launch or pretrain, or python with a script or -m module, also behind "
-    "srun or sbatch"
+    "srun, sbatch, assignments, env, timeout, nohup, numactl or uv run"
 )
 
 
@@ -49,8 +109,9 @@ class Started:
         flags: the script's.
         on_cpu: under the CPU device layer.
         python: the interpreter that is named; empty for torchrun's own.
-        environment: assignments before the command.
+        environment: assignments before the command; None for a variable that is taken away.
         is_job: a job script, which sets up network and checkpoints by itself.
+        unchecked: why its flags are none of Megatron's; empty where they are.
     """
 
     by: str = "python"
@@ -62,8 +123,14 @@ class Started:
     flags: tuple[str, ...] = ()
     on_cpu: bool = False
     python: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str | None] = field(default_factory=dict)
     is_job: bool = False
+    unchecked: str = ""
+
+    def in_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return what it sees of an environment."""
+        merged = {**environment, **self.environment}
+        return {name: value for name, value in merged.items() if value is not None}
 
     def __str__(self) -> str:
         """For a reader."""
@@ -77,24 +144,28 @@ class Started:
         )
 
 
-def read_command(words: Sequence[str]) -> Started:
+JobOptions = Callable[[str], Sequence[str]]
+"""From a job script's path: the words of its own `#SBATCH` lines."""
+
+
+def read_command(words: Sequence[str], *, job_options: JobOptions = lambda _: ()) -> Started:
     """Read a command line, split into words as a shell does.
+
+    Args:
+        words: of the command.
+        job_options: looks into a job script; by default none is looked into.
 
     Raises:
         ValueError: it starts nothing that is known here.
         SystemExit: options of `odb-megatron launch` or `pretrain` that do not parse (2).
     """
-    rest, environment = list(words), dict[str, str]()
-    while rest and (_ASSIGNMENT.match(rest[0]) or os.path.basename(rest[0]) in _SKIPPED):
-        name, is_assigned, value = rest.pop(0).partition("=")
-        if is_assigned:
-            environment[name] = value
-    name = os.path.basename(rest[0]) if rest else ""
+    found = unwrap(words)
+    name = os.path.basename(found.words[0]) if found.words else ""
     if name in ("srun", "sbatch"):
-        found = _slurm(name, rest[1:])
+        started = _slurm(name, found.words[1:], job_options)
     else:
-        found = _program(rest)
-    return replace(found, environment={**environment, **found.environment})
+        started = _program(found.words)
+    return replace(started, environment={**found.environment, **started.environment})
 
 
 def _program(words: Sequence[str]) -> Started:
@@ -111,17 +182,12 @@ def _program(words: Sequence[str]) -> Started:
 
 
 def _python(words: Sequence[str]) -> Started:
-    place = 0
-    while place < len(words) and words[place].startswith("-"):
-        word = words[place]
-        if word == "-m" and place + 1 < len(words):
-            return _module(words[place + 1], words[place + 2 :])
-        if word == "-c" or word == "-":
-            break
-        place += 2 if word in _PYTHON_VALUES else 1
-    if place >= len(words) or words[place].startswith("-"):
+    found, rest = split_options("python", words, _PYTHON)
+    if found and found[-1][0] == "-m":
+        return _module(found[-1][1], rest)
+    if not rest or rest[0] == "-":
         raise ValueError(f"python {' '.join(words[:3])}: expected a script or -m module")
-    return _script(words[place], words[place + 1 :])
+    return _script(rest[0], rest[1:])
 
 
 def _module(name: str, flags: Sequence[str]) -> Started:
@@ -135,6 +201,8 @@ def _module(name: str, flags: Sequence[str]) -> Started:
         return replace(_script(flags[0], flags[1:]), via=_RUN)
     if name == _CPU:
         return replace(_target(flags), on_cpu=True)
+    if name == _BRIDGE:
+        return Started(script=name, is_module=True, flags=tuple(flags), unchecked=_OF_BRIDGE)
     return Started(script=name, is_module=True, flags=tuple(flags))
 
 
@@ -162,30 +230,25 @@ def _own(words: Sequence[str]) -> Started:
 
 
 def _torchrun(words: Sequence[str]) -> Started:
-    options, place, is_module = dict[str, str](), 0, False
-    while place < len(words) and words[place].startswith("-"):
-        name, is_given, value = words[place].partition("=")
-        name = name.replace("_", "-")
-        place += 1
-        if name in ("-m", "--module"):
-            is_module = True
-        elif name not in _NO_VALUE:
-            if not is_given and place < len(words):
-                value = words[place]
-                place += 1
-            options[name] = value
-        elif name == "--no-python":
-            raise ValueError(f"torchrun --no-python starts no Python script; expected {_EXPECTED}")
-    rest = list(words[place:])
+    known = [_dashed(word) for word in words]
+    found, rest = split_options("torchrun", known, _TORCHRUN)
+    rest = list(words[len(words) - len(rest) :])  # with underscores as they were
+    options = dict(found)
     if not rest:
         raise ValueError("torchrun: expected a script behind its options")
-    found = _target(["-m", *rest] if is_module else rest)
+    is_module = bool({"-m", "--module"} & set(options))
     return replace(
-        found,
+        _target(["-m", *rest] if is_module else rest),
         by="torchrun",
         nodes=_nodes(options.get("--nnodes", "1")),
         processes=_processes(options.get("--nproc-per-node", "1")),
     )
+
+
+def _dashed(word: str) -> str:
+    """Return an option as torchrun takes it: `--nproc_per_node=2` is `--nproc-per-node=2`."""
+    name, is_given, value = word.partition("=")
+    return f"{name.replace('_', '-')}{is_given}{value}" if word.startswith("--") else word
 
 
 def _nodes(text: str) -> int:
@@ -204,53 +267,41 @@ def _processes(text: str) -> int:
     return int(text)
 
 
-# --- Slurm -----------------------------------------------------------------------------------
-
-_SLURM = {
-    "-N": "nodes",
-    "--nodes": "nodes",
-    "-n": "tasks",
-    "--ntasks": "tasks",
-    "--ntasks-per-node": "tasks_per_node",
-    "--gpus-per-node": "gpus",
-    "--gres": "gpus",
-    "-G": "gpus_all",
-    "--gpus": "gpus_all",
-}
-
-
-def _slurm(name: str, words: Sequence[str]) -> Started:
-    place, numbers = 0, dict[str, int]()
-    while place < len(words) and not _starts(words[place]):
-        option, is_given, value = words[place].partition("=")
-        place += 1
-        if option in _SLURM:
-            if not is_given and place < len(words):
-                value = words[place]
-                place += 1
-            digits = re.findall(r"\d+", value.rpartition(":")[2])
-            numbers[_SLURM[option]] = int(digits[-1]) if digits else 1
-    rest = words[place:]
-    if not rest:
-        raise ValueError(f"{name} {' '.join(words[:3])}: nothing that it starts was found in it")
-    nodes = numbers.get("nodes", 1)
-    if name == "sbatch" or rest[0].endswith(".sbatch"):
-        return Started(
-            by="sbatch",
-            nodes=nodes,
-            processes=numbers.get("tasks_per_node", numbers.get("gpus", 0)),
-            script=rest[0],
-            flags=tuple(rest[1:]),
-            is_job=True,
-        )
-    found = read_command(rest)
+def _slurm(name: str, words: Sequence[str], job_options: JobOptions) -> Started:
+    tasks = read_slurm(name, words)
+    if name == "sbatch":  # the command line's own options win
+        return _job(read_slurm(name, [*job_options(tasks.words[0]), *words]))
+    found = read_command(tasks.words)
+    environment = {**tasks.environment, **found.environment}
+    nodes, per_node = max(tasks.nodes, found.nodes), tasks.per_node or 1
     if found.by == "python":  # a task is a rank
-        tasks = numbers.get("tasks_per_node") or -(-numbers.get("tasks", nodes) // nodes)
-        return replace(found, by="srun", nodes=nodes, processes=tasks)
-    return replace(found, nodes=max(nodes, found.nodes))
+        return replace(
+            found, by="srun", nodes=tasks.nodes, processes=per_node, environment=environment
+        )
+    if per_node > 1:
+        raise ValueError(
+            f"srun starts {per_node} launchers on each node ({found.by}), each with its own ranks: "
+            "give srun --ntasks-per-node 1"
+        )
+    return replace(found, nodes=nodes, environment=environment)
 
 
-def _starts(word: str) -> bool:
-    name = os.path.basename(word)
-    known = name in ("torchrun", "odb-megatron", "env") or bool(_ASSIGNMENT.match(word))
-    return known or name.startswith("python") or name.endswith((".py", ".sbatch", ".sh"))
+def _job(tasks: Tasks) -> Started:
+    script, *flags = tasks.words
+    unchecked = ""
+    if os.path.basename(script) == "odb_bridge.sbatch":
+        unchecked = _OF_BRIDGE
+    elif os.path.basename(script) not in _OWN_JOBS and "--odb" not in flags:
+        unchecked = (
+            "flags of a job script of your own: give the command in it that starts the ranks"
+        )
+    return Started(
+        by="sbatch",
+        nodes=tasks.nodes,
+        processes=tasks.per_node if tasks.per_node > 1 else tasks.gpus,
+        script=script,
+        flags=tuple(flags),
+        is_job=True,
+        unchecked=unchecked,
+        environment=tasks.environment,
+    )

@@ -60,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
             else:
                 Path(options.json).write_text(text, encoding="utf-8")
         _write_pictures(options, findings, argv)
+    except BrokenPipeError:
+        raise  # the reader of the output has left: no argument is to blame
     except (ValueError, OSError) as error:
         refuse(str(error), parser)
     except RuntimeError as error:  # of the reader: a file or template, not a record, is to blame

@@ -11,10 +11,10 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from odb_megatron.inspection.example import EXAMPLE_FLAGS, example_data
+from odb_megatron.output_files import check_output
 
 if TYPE_CHECKING:
     from odb_megatron.inspection.reading import DataRequest
@@ -205,17 +205,7 @@ def check_outputs(options: argparse.Namespace) -> None:
         value = getattr(options, flag)
         if value is None or (flag == "json" and value == "-"):
             continue
-        path = Path(value)
-        if not value:
-            raise ValueError(f"--{flag} '' names no file: give a name, or drop it")
-        if path.is_dir():
-            raise ValueError(f"--{flag} {value} is a folder: name a file in it")
-        if not path.parent.is_dir():
-            raise ValueError(
-                f"--{flag} {value}: there is no folder {str(path.parent)!r}; make it first"
-            )
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"--{flag} {value} cannot be written: name another file")
+        check_output(f"--{flag}", value)
         place = os.path.realpath(value)
         if place in taken:
             raise ValueError(f"--{flag} {value} would overwrite {taken[place]}: name another file")

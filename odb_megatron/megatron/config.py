@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from typing import TypeVar
 
 from odb_megatron.comm.watchdog import OnPeerFailure
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
@@ -145,7 +147,7 @@ class OdbConfig:
         """Fill in defaults.
 
         Raises:
-            ValueError: a flag that would do nothing, or a value out of range.
+            ValueError: flags that would do nothing, or values out of range: one line each.
         """
         if not args.odb:
             given = [
@@ -156,34 +158,42 @@ class OdbConfig:
                     f"{', '.join(given)} would do nothing without --odb: add --odb, or drop "
                     f"{'it' if len(given) == 1 else 'them'}"
                 )
+        problems: list[str] = []
         for name in (
             *("odb_token_budget", "odb_window", "odb_epochs", "odb_max_patches"),
             "odb_max_bad_records",
         ):
             value = getattr(args, name)
             if value is not None and value < 1:
-                raise ValueError(f"{_PLANNING_FLAGS[name]} must be at least 1, got {value}")
+                problems.append(f"{_PLANNING_FLAGS[name]} must be at least 1, got {value}")
         for name in ("odb_timeout_s", "odb_stall_warn_s"):
             value = getattr(args, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{_PLANNING_FLAGS[name]} must be above 0 seconds, got {value:g}")
+                problems.append(f"{_PLANNING_FLAGS[name]} must be above 0 seconds, got {value:g}")
         policy = PolicyName(args.odb_policy or PolicyName.SAMPLES.value)
         if policy is PolicyName.SAMPLES:
             for name in ("odb_window", "odb_max_delay_steps"):
                 if getattr(args, name) is not None:
-                    raise ValueError(
+                    problems.append(
                         f"{_PLANNING_FLAGS[name]} would do nothing with --odb-policy samples, "
                         "which never reorders: use --odb-policy cost, or drop it"
                     )
         bad_record = BadRecordPolicy(args.odb_bad_record)
         if args.odb_max_bad_records and bad_record is BadRecordPolicy.ERROR:
-            raise ValueError(
+            problems.append(
                 "--odb-max-bad-records would do nothing with --odb-bad-record error, which ends "
                 "the run at the first one: use --odb-bad-record skip, or drop it"
             )
         plan_ahead = 2 if args.odb_plan_ahead is None else args.odb_plan_ahead
         if plan_ahead < 0:
-            raise ValueError(f"--odb-plan-ahead must not be negative, got {plan_ahead}")
+            problems.append(f"--odb-plan-ahead must not be negative, got {plan_ahead}")
+        buckets = _taken(_buckets, args, problems)
+        prices = _taken(_given_prices, args, problems)
+        balance = _taken(balance_scope, args, problems)
+        logs_ids = _taken(_logs_ids, args, problems)
+        metrics = _taken(_metrics_target, args, problems)
+        if problems or buckets is None or balance is None or metrics is None:
+            raise ValueError("\n".join(problems))
         minutes = getattr(args, "distributed_timeout_minutes", 10)  # Megatron's own default
         share = -(-args.global_batch_size // num_replicas)
         return cls(
@@ -191,13 +201,13 @@ class OdbConfig:
             policy=policy,
             token_budget=args.odb_token_budget or args.seq_length,
             pad_to_budget=bool(args.odb_pad_to_budget),
-            shape_buckets=_buckets(args),
+            shape_buckets=buckets,
             window=args.odb_window or 4 * share,
             max_delay_steps=8 if args.odb_max_delay_steps is None else args.odb_max_delay_steps,
             cost=CostSource(args.odb_cost or CostSource.SHAPE.value),
-            prices=_given_prices(args),
+            prices=prices,
             max_patches=args.odb_max_patches or 0,
-            balance=balance_scope(args)[0],
+            balance=balance[0],
             exchange=ExchangeMode(args.odb_exchange or ExchangeMode.NONE.value),
             overlong=OverlongPolicy(args.odb_overlong),
             bad_record=bad_record,
@@ -206,8 +216,8 @@ class OdbConfig:
             epochs=args.odb_epochs,
             attention=args.odb_attention,
             log_dir=args.odb_log_dir,
-            log_ids=_logs_ids(args),
-            metrics=_metrics_target(args),
+            log_ids=bool(logs_ids),
+            metrics=metrics,
             context=args.seq_length,
             plan_ahead=plan_ahead,
             worker_start=WorkerStart(args.odb_worker_start or WorkerStart.FORKSERVER.value),
@@ -281,6 +291,20 @@ def cost_flags(prices: CostPrices) -> str:
     """Return the flags that give exactly these prices."""
     given = {name: value for name, value in asdict(prices).items() if value}
     return " ".join(f"--odb-cost-{name} {value!r}" for name, value in given.items())
+
+
+_Taken = TypeVar("_Taken")
+
+
+def _taken(
+    take: Callable[[argparse.Namespace], _Taken], args: argparse.Namespace, problems: list[str]
+) -> _Taken | None:
+    """Return what a part of the flags gives; None where it is refused, which is noted."""
+    try:
+        return take(args)
+    except ValueError as error:
+        problems.append(str(error))
+        return None
 
 
 def _buckets(args: argparse.Namespace) -> tuple[int, ...]:

@@ -128,13 +128,13 @@ def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None
 
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args)
-    _resolve_tokenizer(args)
     defaults = dict(args_defaults or {})
     length = defaults.pop("train_samples", None)
     if args.odb_epochs is args.train_samples is args.train_iters is None:
         args.train_samples = length
-    _check_length(args)
-    _resolve_epochs(args)
+    messages = _messages(lambda: _resolve_tokenizer(args), lambda: _check_length(args))
+    messages = messages or _messages(lambda: _resolve_epochs(args))
+    _raise(messages, args)
     try:
         megatron_arguments.validate_args(args, defaults)
     except Exception:
@@ -142,9 +142,30 @@ def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None
         raise
     if args.eval_interval is None:  # 0.19.2 divides by it all the same (training.py 4481)
         args.eval_interval = _NEVER
+    _raise(_messages(lambda: odb_config(args)), args)
     config = odb_config(args)
-    refuse_unsupported(args, config)
-    refuse_converted(args)
+    messages = _messages(lambda: refuse_unsupported(args, config), lambda: refuse_converted(args))
+    if messages:
+        raise ValueError("\n".join(messages))
+
+
+def _messages(*checks: Callable[[], object]) -> list[str]:
+    """Return what each check refuses."""
+    found = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def _raise(messages: list[str], args: argparse.Namespace) -> None:
+    """Refuse what was found, if anything, and what ODB refuses of the flags besides it."""
+    if not messages:
+        return
+    messages = messages + _messages(lambda: refuse_flags(args))
+    raise ValueError("\n".join(messages))
 
 
 def device_type() -> str:

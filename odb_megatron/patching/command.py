@@ -35,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
         print(_run(options.action, checkout), end="")
         if checkout.foreign:
             print(f"odb-megatron patch: warning: {checkout.foreign}", file=sys.stderr)
+    except BrokenPipeError:
+        raise  # the reader of the output has left: nothing was refused
     except (ValueError, OSError) as error:
         print(f"odb-megatron patch: {error}", file=sys.stderr)
         return _REFUSED

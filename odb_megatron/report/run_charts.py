@@ -124,25 +124,38 @@ def _draw(panel: Panel, found: Sequence[tuple[str, Bins]]) -> Callable[[FigureBa
 
 
 def _table(panel: Panel, lines: Sequence[tuple[str, NamedRun, str]]) -> Table:
-    """A row for each stretch of the run with the most steps; others are laid beside it."""
-    rows: dict[str, list[str]] = {}
-    heads: list[str] = []
-    for label, run, name in lines:
-        bins = _binned(panel, run, name, _TABLE_ROWS)
-        heads += [f"{label}, mean", "least", "most"] if bins.is_binned else [label]
-        width = 3 if bins.is_binned else 1
-        before = len(heads) - width
-        for row in range(len(bins.first)):
-            first, last = int(bins.first[row]), int(bins.last[row])
-            key = str(first) if first == last else f"{first} to {last}"
-            cells = rows.setdefault(key, [])
-            cells += [""] * (before - len(cells))
-            values = (bins.mean[row], bins.least[row], bins.most[row])[:width]
-            cells += [_number(value) for value in values]
-    for cells in rows.values():
-        cells += [""] * (len(heads) - len(cells))
+    """Figures side by side where they have the same stretches, else each run below the other."""
     head = "samples consumed" if panel.by_samples else "iteration"
-    return Table(columns=(head, *heads), rows=tuple((key, *cells) for key, cells in rows.items()))
+    found = [(label, _binned(panel, run, name, _TABLE_ROWS)) for label, run, name in lines]
+    keys = [_keys(bins) for _, bins in found]
+    if all(own == keys[0] for own in keys):
+        heads: list[str] = []
+        rows = [[key] for key in keys[0]]
+        for label, bins in found:
+            heads += [f"{label}, mean", "least", "most"] if bins.is_binned else [label]
+            for row, at in zip(rows, range(len(rows)), strict=True):
+                row += _cells(bins, at, is_binned=bins.is_binned)
+        return Table(columns=(head, *heads), rows=tuple(map(tuple, rows)))
+    is_binned = any(bins.is_binned for _, bins in found)
+    return Table(
+        columns=("run", head, *(("mean", "least", "most") if is_binned else (panel.unit,))),
+        rows=tuple(
+            (label, key, *_cells(bins, at, is_binned=is_binned))
+            for (label, bins), own in zip(found, keys, strict=True)
+            for at, key in enumerate(own)
+        ),
+    )
+
+
+def _keys(bins: Bins) -> list[str]:
+    """Return the names of the stretches."""
+    ends = zip(bins.first.astype(int).tolist(), bins.last.astype(int).tolist(), strict=True)
+    return [str(first) if first == last else f"{first} to {last}" for first, last in ends]
+
+
+def _cells(bins: Bins, at: int, *, is_binned: bool) -> list[str]:
+    values = (bins.mean[at], bins.least[at], bins.most[at])[: 3 if is_binned else 1]
+    return [_number(value) for value in values]
 
 
 def _number(value: float) -> str:

@@ -1,7 +1,8 @@
 """Charts of single steps: replicas × micro-batches laid out in time, and samples by replica.
 
-Must not choose which steps are worth showing (`trace_page`). A chart shows at most a dozen
-replicas: those of the highest and lowest cost of its first step, and others between them.
+Must not choose which steps are worth showing (`step_choice`). A chart shows at most a dozen
+replicas, and the same ones at each width: those of the highest and lowest cost of its first step,
+and others between them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["composition_chart", "timeline_chart"]
 
 _MOST_REPLICAS = 12
-_NARROW_REPLICAS = 8
 _MANY_MICRO_BATCHES = 24
 _GAP = 0.03  # between steps, of the mean step
 
@@ -34,22 +34,20 @@ def timeline_chart(steps: Sequence[LoggedStep], *, title: str, caption: str) -> 
     else as the computed tokens.
 
     Args:
-        steps: to show; a narrow chart shows the first half of them.
+        steps: to show, all of them at each width: few.
         title: heading.
         caption: goes before what the widths mean.
     """
     unit, name = _width_of(steps)
     replicas = _chosen(steps[0], _MOST_REPLICAS)
-    all_of = len(steps[0].records)
-    some = "" if len(replicas) == all_of else f" {len(replicas)} of {all_of} replicas are shown."
     return Chart(
         title=title,
         caption=f"{caption} A bar is a micro-batch, as wide as its {name}; what is dotted behind "
-        f"the last one is what the replica waits for the slowest one of the step.{some}",
-        draw=lambda figure, form: _draw_timeline(figure, form, steps, unit),
+        "the last one is what the replica waits for the slowest one of the step."
+        + _some(replicas, steps),
+        draw=lambda figure, form: _draw_timeline(figure, form, (steps, replicas), unit),
         table=_timeline_table(steps, replicas, unit),
         height=110 + 26 * len(replicas),
-        narrow_height=110 + 26 * min(_NARROW_REPLICAS, len(replicas)),
     )
 
 
@@ -73,30 +71,38 @@ def composition_chart(step: LoggedStep) -> Chart:
     return Chart(
         title=f"Samples of step {step.iteration} by replica",
         caption="A dot is a sample at its length in tokens; the line is the replica's median. "
-        "Replicas may differ in number and length of samples and still cost the same.",
-        draw=lambda figure, form: _draw_composition(figure, form, step),
+        "Replicas may differ in number and length of samples and still cost the same."
+        + _some(replicas, [step]),
+        draw=lambda figure, form: _draw_composition(figure, form, step, replicas),
         table=Table(columns=heads, rows=tuple(rows)),
         height=110 + 30 * len(replicas),
-        narrow_height=110 + 30 * min(_NARROW_REPLICAS, len(replicas)),
     )
 
 
-def _draw_timeline(figure: FigureBase, form: Form, steps: Sequence[LoggedStep], unit: str) -> None:
+def _some(replicas: Sequence[int], steps: Sequence[LoggedStep]) -> str:
+    """Say that replicas are left out, where some are."""
+    num = len({replica for step in steps for replica in step.records})
+    return "" if len(replicas) == num else f" {len(replicas)} of {num} replicas are shown."
+
+
+def _draw_timeline(
+    figure: FigureBase, form: Form, shown: tuple[Sequence[LoggedStep], Sequence[int]], unit: str
+) -> None:
+    """Draw `shown`: steps, and the replicas of each."""
     from matplotlib.ticker import MaxNLocator
 
     axes: Any = figure.subplots()
-    shown = steps[: max(1, len(steps) // 2)] if form.is_narrow else steps
-    replicas = _chosen(steps[0], _NARROW_REPLICAS if form.is_narrow else _MOST_REPLICAS)
-    spans = [max(sum(_widths(r, unit)) for r in step.records.values()) for step in shown]
+    steps, replicas = shown
+    spans = [max(sum(_widths(r, unit)) for r in step.records.values()) for step in steps]
     start, gap = 0.0, _GAP * sum(spans) / len(spans)
     marks = []
-    for step, span in zip(shown, spans, strict=True):
+    for step, span in zip(steps, spans, strict=True):
         for row, replica in enumerate(replicas):
             if replica in step.records:
                 _draw_row(axes, step.records[replica], (row, start, span), unit)
         marks.append((start + span / 2, step.iteration))
         start += span + gap
-        if step is not shown[-1]:
+        if step is not steps[-1]:
             axes.axvline(start - gap / 2, color=theme.GREY, linewidth=1, linestyle=":")
     axes.set_yticks(range(len(replicas)), [str(replica) for replica in replicas])
     axes.set_ylim(len(replicas) - 0.4, -0.6)
@@ -106,13 +112,11 @@ def _draw_timeline(figure: FigureBase, form: Form, steps: Sequence[LoggedStep], 
     axes.xaxis.set_major_locator(MaxNLocator(4 if form.is_narrow else 8))
     axes.tick_params(axis="y", length=0)
     top = axes.secondary_xaxis("top")
-    word = "" if form.is_narrow or len(marks) > _MANY_STEPS else "step "
-    top.set_xticks([at for at, _ in marks], [f"{word}{iteration}" for _, iteration in marks])
+    top.set_xticks([at for at, _ in marks], [f"step {iteration}" for _, iteration in marks])
     top.tick_params(length=0)
     top.spines[:].set_visible(False)
 
 
-_MANY_STEPS = 6
 _MANY_SECONDS = 2.0
 _PER_SECOND = {"ms": 1e3, "s": 1.0}
 
@@ -159,12 +163,12 @@ def _draw_row(axes: Any, record: StepRecord, place: tuple[int, float, float], un
         start += width
 
 
-def _draw_composition(figure: FigureBase, form: Form, step: LoggedStep) -> None:
+def _draw_composition(
+    figure: FigureBase, form: Form, step: LoggedStep, replicas: Sequence[int]
+) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes: Any = figure.subplots()
-    limit = _NARROW_REPLICAS if form.is_narrow else _MOST_REPLICAS
-    replicas = [at for at in _chosen(step, limit) if _lengths(step.records[at])]
     for row, replica in enumerate(replicas):
         lengths = np.array(sorted(_lengths(step.records[replica])))
         places = row + 0.28 * np.array([((at * 7) % 11 - 5) / 5 for at in range(len(lengths))])

@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from odb_megatron.output_files import check_output, write_output
+from odb_megatron.pages.needs import require
+
 if TYPE_CHECKING:
     from odb_megatron.pages import Page
 
@@ -52,7 +55,7 @@ def trace(argv: Sequence[str]) -> int:
             _write(options.html, trace_page(run, title=title, command=_command("trace", argv)))
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    _tell(options, run_values(run, figures), summary_lines(run, figures))
+    _tell(parser, options, run_values(run, figures), summary_lines(run, figures))
     return 0
 
 
@@ -101,7 +104,7 @@ def compare(argv: Sequence[str]) -> int:
     lines += [f"{label:<30}{a:>16}{b:>16}{change:>14}" for label, a, b, change in rows]
     lines += [f"A: {names[0]}", f"B: {names[1]}"]
     lines += [f"note: {n}: {note}" for n, run in zip("AB", runs, strict=True) for note in run.notes]
-    _tell(options, values, lines)
+    _tell(parser, options, values, lines)
     return 0
 
 
@@ -126,12 +129,15 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[int, int] | None:
     for flag, value in (("--html", options.html), ("--json", options.json)):
-        if not value or value == "-":
+        if value is None or value == "-":
             continue
-        if Path(value).is_dir():
-            parser.error(f"{flag} {value} is a folder: name a file in it")
-        if not Path(value).parent.is_dir():
-            parser.error(f"{flag} {value}: there is no folder {Path(value).parent}; make it first")
+        try:
+            check_output(flag, value)
+            if value == options.html:
+                require("matplotlib", purpose=flag)
+                require("jinja2", purpose=flag)
+        except ValueError as error:
+            parser.error(str(error))
     if options.html == "-":
         parser.error("--html - : a page goes to a file: name one")
     if options.steps is None:
@@ -160,10 +166,18 @@ def _write(path: str, page: Page) -> None:
     write_page(Path(path), page)
 
 
-def _tell(options: argparse.Namespace, values: dict[str, Any], lines: Sequence[str]) -> None:
+def _tell(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    values: dict[str, Any],
+    lines: Sequence[str],
+) -> None:
     print("\n".join(lines), file=sys.stderr if options.json == "-" else sys.stdout)
     if options.json == "-":
         json.dump(values, sys.stdout, indent=1)
         print()
     elif options.json:
-        Path(options.json).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        try:
+            write_output("--json", options.json, json.dumps(values, indent=1) + "\n")
+        except ValueError as error:
+            parser.error(str(error))

@@ -9,12 +9,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from odb_megatron.pages import Chart, Page, Section, Table, Tile
 from odb_megatron.report.run_charts import NamedRun, Panel, step_chart
 from odb_megatron.report.run_figures import RunFigures
 from odb_megatron.report.run_log import LoggedStep, RunLog
+from odb_megatron.report.step_choice import ChosenSteps, choose_steps
 from odb_megatron.report.timeline import composition_chart, timeline_chart
 
 __all__ = ["compare_page", "compare_rows", "run_values", "summary_lines", "trace_page"]
@@ -83,14 +82,15 @@ PANELS = (
 )
 """Charts over the steps of a run."""
 
-_COMPARED = (
-    ("Balance of the replicas", "balance"),
-    ("Fill and padding", "fill"),
-    ("Micro-batches per step", "micro_batches"),
-    ("Time and waits", "step_s"),
-    ("Tokens per step", "tokens"),
-    ("Loss", "loss"),
-)
+_COMPARED = {
+    "balance": "Balance predicted",
+    "fill": "Fill",
+    "micro_batches": "Micro-batches per step",
+    "step_s": "Time per step",
+    "tokens": "Tokens per step",
+    "loss": "Loss",
+}
+"""Figures that are laid over each other, and the headings."""
 
 _LABELS = {
     "steps": ("steps", "{:.0f}"),
@@ -212,15 +212,14 @@ def compare_page(runs: Sequence[tuple[str, RunLog]], *, command: str) -> Page:
             ),
         )
     ]
-    for title, name in _COMPARED:
-        (panel,) = (panel for panel in PANELS if panel.title == title)
-        label = dict(panel.names)[name]
+    for name, title in _COMPARED.items():
+        (panel,) = (panel for panel in PANELS if name in dict(panel.names))
         chart = step_chart(
             Panel(
-                title=f"{title.split(' and ')[0]}: {label}" if len(panel.names) > 1 else title,
+                title=title,
                 caption="",
                 unit=panel.unit,
-                names=((name, label),),
+                names=((name, dict(panel.names)[name]),),
                 scale=panel.scale,
                 bounds=panel.bounds,
                 by_samples=panel.by_samples,
@@ -274,43 +273,43 @@ def _tiles(figures: RunFigures) -> list[Tile]:
 
 
 def _timelines(run: RunLog, figures: RunFigures) -> list[Chart]:
-    """A stretch of usual steps, and the one in which replicas differ most."""
-    balance = figures.per_step["balance"]
-    measured = figures.per_step["balance_measured"]
-    known = measured if not np.isnan(measured).all() else balance
-    if np.isnan(known).all():
-        usual, worst = len(run.steps) // 2, None
-    else:
-        late = np.where(figures.is_late, known, math.nan)  # others pay for what is done once
-        if np.isnan(late).all():
-            late = known
-        half = float(np.nanmedian(late))
-        usual = int(np.nanargmin(np.abs(late - half)))
-        worst = int(np.nanargmin(late))
-    start = max(0, min(usual - 1, len(run.steps) - 4))
-    stretch = run.steps[start : start + 4]
-    charts = [
-        timeline_chart(
-            stretch, title=_titled("Timeline of", stretch), caption="Steps of median balance."
-        )
-    ]
-    if worst is not None and len(run.steps[worst].records) > 1:
-        around = run.steps[worst : worst + 2]
+    """Steps of median balance, and the one in which replicas differ most."""
+    chosen = choose_steps(figures)
+    usual = [run.steps[at] for at in chosen.usual]
+    charts = [timeline_chart(usual, title=_titled(usual), caption=_said(chosen))]
+    if chosen.worst is not None and len(run.steps[chosen.worst].records) > 1:
+        worst = run.steps[chosen.worst]
         charts.append(
             timeline_chart(
-                around,
-                title=f"Timeline of the least balanced step, {run.steps[worst].iteration}",
-                caption="The step in which replicas differ most, and the one after it.",
+                [worst],
+                title=f"Timeline of the least balanced step, {worst.iteration}",
+                caption=f"The step in which replicas differ most: balance {chosen.kind} "
+                f"{chosen.values[chosen.worst]:.4f}{_aside(chosen)}.",
             )
         )
-    if any(lengths for record in run.steps[usual].records.values() for lengths in record.lengths):
-        charts.append(composition_chart(run.steps[usual]))
+    if any(lengths for record in usual[0].records.values() for lengths in record.lengths):
+        charts.append(composition_chart(usual[0]))
     return charts
 
 
-def _titled(what: str, steps: Sequence[LoggedStep]) -> str:
-    first, last = steps[0].iteration, steps[-1].iteration
-    return f"{what} step {first}" if first == last else f"{what} steps {first} to {last}"
+def _titled(steps: Sequence[LoggedStep]) -> str:
+    names = " and ".join(str(step.iteration) for step in steps)
+    return f"Timeline of step{'s' if len(steps) > 1 else ''} {names}"
+
+
+def _said(chosen: ChosenSteps) -> str:
+    many = len(chosen.usual) > 1
+    if math.isnan(chosen.median):
+        return f"{'Steps' if many else 'A step'} in the middle of the run; balance is not known."
+    own = " and ".join(f"{chosen.values[at]:.4f}" for at in chosen.usual)
+    return (
+        f"{'Steps' if many else 'The step'} nearest the median balance, {chosen.kind} {own}; the "
+        f"median of all steps is {chosen.median:.4f}{_aside(chosen)}."
+    )
+
+
+def _aside(chosen: ChosenSteps) -> str:
+    return " (the first step of each start aside)" if chosen.has_aside else ""
 
 
 def _whole_run(figures: RunFigures) -> Section:

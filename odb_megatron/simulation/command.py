@@ -10,10 +10,10 @@ import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from odb_megatron import __version__
+from odb_megatron.output_files import check_output, write_output
 from odb_megatron.simulation.names import POLICY_NAMES, select_names
 
 if TYPE_CHECKING:
@@ -43,14 +43,9 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     table = sys.stderr if options.json == "-" else sys.stdout
-    target = Path(options.json or "table.json")
-    if not target.parent.is_dir():
-        parser.error(
-            f"--json {options.json}: there is no folder {str(target.parent)!r}; make it first"
-        )
-    if options.json and target.is_dir():
-        parser.error(f"--json {options.json} is a folder: name a file in it")
     try:
+        if options.json not in (None, "-"):
+            check_output("--json", options.json)
         report, text = simulate(options)
     except ValueError as error:
         parser.error(_with_own_flags(str(error), parser))
@@ -59,7 +54,10 @@ def main(argv: Sequence[str]) -> int:
         json.dump(report, sys.stdout, indent=1)
         print()
     elif options.json:
-        target.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        try:
+            write_output("--json", options.json, json.dumps(report, indent=1) + "\n")
+        except ValueError as error:
+            parser.error(str(error))
     return 0
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from odb_megatron.megatron.attention.registry import BACKENDS, AttentionBackend, select
+from odb_megatron.output_files import check_output
 from odb_megatron.testing.backend_checks import Difference, contract, measure
 
 __all__ = ["main", "report"]
@@ -73,8 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=None, metavar="OUT", help="write this file")
     parser.add_argument("--only", nargs="+", choices=list(BACKENDS), default=list(BACKENDS))
     options = parser.parse_args(arguments)
-    if options.json is not None and not options.json.parent.is_dir():
-        parser.error(f"--json {options.json}: there is no folder {str(options.json.parent)!r}")
+    if options.json is not None:
+        try:
+            check_output("--json", str(options.json))
+        except ValueError as error:
+            parser.error(str(error))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = select("auto", device_type=device)

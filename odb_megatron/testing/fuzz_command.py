@@ -15,6 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from odb_megatron.output_files import check_output
+
 __all__ = ["Failures", "fuzz_command", "run_parts"]
 
 _ENOUGH = 100  # fewer need not have had every case
@@ -57,8 +59,11 @@ def fuzz_command(
     args = parser.parse_args(argv)
     if args.count < 1 or args.first < 0 or args.processes < 1:
         parser.error(f"--{unit}s and --processes must be at least 1, --first at least 0")
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: there is no folder {str(args.json.parent)!r}")
+    if args.json:
+        try:
+            check_output("--json", str(args.json))
+        except ValueError as error:
+            parser.error(str(error))
 
     numbers = range(args.first, args.first + args.count)
     total, failures = run_all(numbers, seed=args.seed, processes=args.processes)

@@ -1,0 +1,58 @@
+"""Files that a command is to write: refused before the work where they cannot be written after it.
+
+Must not leave anything behind: a file that was not there is not there afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["check_output", "write_output"]
+
+
+def check_output(flag: str, value: str) -> None:
+    """Refuse a file that cannot be written.
+
+    Args:
+        flag: that names it.
+        value: its path.
+
+    Raises:
+        ValueError: it is a folder, or has none, or cannot be opened for writing.
+    """
+    if not value:
+        raise ValueError(f"{flag} '' names no file: give a name, or drop it")
+    path = Path(value)
+    if path.is_dir():
+        raise ValueError(f"{flag} {value} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag} {value}: there is no folder {str(path.parent)!r}; make it first")
+    is_there = path.exists()
+    if is_there and not path.is_file():  # a pipe, a device: opening one may wait, or be heard
+        if not os.access(path, os.W_OK):
+            raise ValueError(f"{flag} {value} cannot be written: name another file")
+        return
+    try:
+        with path.open("ab"):
+            pass
+        if not is_there:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {value} cannot be written ({error.strerror}): name another file"
+        ) from error
+
+
+def write_output(flag: str, value: str, text: str) -> None:
+    """Write a file that `check_output` has passed.
+
+    Raises:
+        ValueError: it cannot be written any more.
+    """
+    try:
+        Path(value).write_text(text, encoding="utf-8")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{flag} {value} could not be written: {error.strerror}") from error
