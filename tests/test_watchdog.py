@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -155,8 +156,14 @@ def test_a_process_that_hangs_as_it_ends_is_ended() -> None:
         "watchdog.limit_end()\n"
         "print('ran')\n"
     )
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=buffered,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (1, "ran\n")
     assert "Timeout" in done.stderr

@@ -140,8 +140,14 @@ def limit_shutdown(limit_s: float) -> None:
 
 def limit_end() -> None:
     """See that this process does not hang as it ends, after a failed run; until then it goes on."""
-    atexit.unregister(limit_shutdown)  # of an earlier run
-    atexit.register(limit_shutdown, _END_S)
+    atexit.unregister(_limit_own_end)  # of an earlier run
+    atexit.register(_limit_own_end)
+
+
+def _limit_own_end() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()  # Python does it last
+    limit_shutdown(_END_S)
 
 
 def _print(text: str) -> None:
