@@ -348,7 +348,8 @@ def start_lines(args: argparse.Namespace, config: OdbConfig) -> list[str]:
             f"warning: --odb-exchange {config.exchange.value} does nothing with one data-parallel "
             "replica, which has nobody to hand samples to: drop it, or train on more replicas"
         )
-    if args.save and args.ckpt_format == "torch" and args.context_parallel_size > 1:
+    kind = getattr(args, "ckpt_format", None)  # Megatron-Bridge writes torch_dist alone
+    if args.save and kind == "torch" and args.context_parallel_size > 1:
         lines.append(
             "warning: with --ckpt-format torch the ranks of a context-parallel group write the "
             "same file at once (megatron-core 0.18 and later), which may damage it: use torch_dist"

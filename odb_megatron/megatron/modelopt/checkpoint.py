@@ -8,8 +8,10 @@ gets from here the three names that it lacks, for the time of a run.
 from __future__ import annotations
 
 import argparse
+import os
 import pickletools
 import re
+import struct
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +41,10 @@ _FOLDER = "modelopt_state"
 _KEY = "modelopt_state"
 _KEYS = re.compile(rf"{_KEY}(_\d+)?")
 """In a rank's file of format torch; numbered with virtual pipelines (Megatron-LM alone)."""
+
+_SIZES_AT = 26
+_SIZES = struct.Struct("<HH")
+"""Sizes of the name and of the extra field, at the end of a zip file's local header of 30 bytes."""
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RELEASE = "release"
@@ -240,7 +246,7 @@ def _names_state(path: Path) -> bool:
         return False
     with zipfile.ZipFile(path) as archive:
         pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
-        contents = [_read(archive, info) for info in pickles]
+    contents = [_stored(path, info) for info in pickles]
     return any(
         isinstance(value, str) and _KEYS.fullmatch(value)
         for content in contents
@@ -249,14 +255,17 @@ def _names_state(path: Path) -> bool:
     )
 
 
-def _read(archive: zipfile.ZipFile, pickled: zipfile.ZipInfo) -> bytes:
+def _stored(path: Path, pickled: zipfile.ZipInfo) -> bytes:
     """Return a pickle without a look at its checksum, which torch does not look at either.
 
-    The ranks of a context-parallel group write the same file at once (docs/versions.md).
+    The ranks of a context-parallel group write the same file at once (docs/versions.md). torch
+    compresses nothing.
     """
-    with archive.open(pickled) as file:
-        content = file.read(pickled.file_size - 1)  # at a file's end zipfile checks
-    return content + b"."  # STOP, which ends a pickle
+    with path.open("rb") as file:
+        file.seek(pickled.header_offset + _SIZES_AT)
+        name_size, extra_size = _SIZES.unpack(file.read(_SIZES.size))
+        file.seek(name_size + extra_size, os.SEEK_CUR)
+        return file.read(pickled.file_size)
 
 
 def _unsharded_state(folder: Path, rank: str) -> dict[str, Any] | None:
