@@ -104,8 +104,8 @@ class Outcome:
         final: some of Megatron's arguments after the run.
         restored: whether every name that ODB replaces is the original again.
         seconds: wall clock.
-        usage: (threads, file descriptors, child processes, entries of /dev/shm) of this process at
-            the end of each training iteration.
+        usage: (threads, file descriptors, child processes, files of /dev/shm that are mapped) of
+            this process at the end of each training iteration.
         threads: threads that make steps and are still alive after the run.
         threads_in_all: threads of the process after the run, those of torch's backends included.
     """
@@ -357,7 +357,9 @@ def _usage() -> tuple[int, int, int, int]:
     for task in tasks:
         with contextlib.suppress(OSError):  # a thread that has ended meanwhile
             children += len(Path(f"/proc/self/task/{task}/children").read_text().split())
-    return len(tasks), len(os.listdir("/proc/self/fd")), children, len(os.listdir("/dev/shm"))
+    maps = Path("/proc/self/maps").read_text()
+    shared = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/dev/shm/" in line}
+    return len(tasks), len(os.listdir("/proc/self/fd")), children, len(shared)
 
 
 def _fail(fault: Fault, args: Any) -> None:

@@ -205,5 +205,6 @@ def test_nothing_grows_over_epochs(megatron: Megatron, data_flags: tuple[str, ..
         assert steps == len(run.steps) >= 10 * 7
         for seen in zip(*replica.usage, strict=True):
             assert max(seen[3 * steps // 4 :]) <= max(seen[steps // 4 : 3 * steps // 4])
+        assert all(min(seen) > 0 for seen in zip(*replica.usage[steps // 4 :], strict=True))
         children = [counted[2] for counted in replica.usage]
         assert 1 <= min(children[steps // 4 :]) <= max(children) <= 4
