@@ -29,7 +29,7 @@ from megatron.training import training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
 from odb_megatron.data.finished_step import FinishedStep
-from odb_megatron.data.sample import Hole
+from odb_megatron.data.sample import Skipped
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron import providers, run
@@ -68,7 +68,7 @@ class ReplayLoader(StepLoader):
         ]
         for position in (position for part in micro_batches for position in part):
             item = self.stream.fetch(position)
-            assert not isinstance(item, Hole), f"position {position} was trained and is a hole now"
+            assert not isinstance(item, Skipped), f"position {position} was trained and is a skipped now"
             self._held.add(position, item)
         totals = _totals(self.records, at, micro_batches=micro_batches)
         return StepPlan(totals=totals, micro_batches=tuple(micro_batches))

@@ -20,7 +20,7 @@ from sorted_batches import SortedStep, num_padded, sorted_rounds, sorted_steps
 
 from odb_megatron.data.finished_step import StepHeader
 from odb_megatron.data.padded import PaddedDataset
-from odb_megatron.data.sample import Hole, Sample
+from odb_megatron.data.sample import Skipped, Sample
 from odb_megatron.megatron.counters import StepCalculator
 from odb_megatron.megatron.hooks import Hooks
 from odb_megatron.megatron.run import OdbRun
@@ -137,7 +137,7 @@ def _items(
 
 def _sample(dataset: PaddedDataset, position: int) -> Sample:
     sample = dataset.stream.fetch(position)
-    if isinstance(sample, Hole):
+    if isinstance(sample, Skipped):
         raise ValueError(f"sorted batches take whole data only; left out: {sample.message}")
     return sample
 

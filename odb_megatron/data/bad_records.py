@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from odb_megatron.data.sample import Hole, HoleReason
+from odb_megatron.data.sample import Skipped, SkipReason
 from odb_megatron.plan.step import StepTotals
 
 __all__ = ["BadRecords", "TooManyBadRecordsError", "check_bad_records", "most_bad_records"]
@@ -58,18 +58,18 @@ class BadRecords:
         self.num = 0
         self.known: frozenset[int] = frozenset()
 
-    def note(self, position: int, hole: Hole) -> None:
+    def note(self, position: int, skipped: Skipped) -> None:
         """Note one of this replica's positions that emits nothing, if a bad record is why.
 
         Args:
             position: its stream position.
-            hole: what stands in its place.
+            skipped: what stands in its place.
         """
-        if hole.reason is HoleReason.BAD_RECORD:
+        if skipped.reason is SkipReason.BAD_RECORD:
             self._found.append((self._step, position))
             self._to_come.discard(position)
             if len(self._first) < _MOST_NAMED:
-                self._first.append(hole.message.partition("\n")[0])
+                self._first.append(skipped.message.partition("\n")[0])
 
     def add_up(self, totals: StepTotals) -> None:
         """Count the bad records of a planned step.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from odb_megatron.data.item_stream import ItemStream, ReplicaItems
 from odb_megatron.data.replica_stream import PositionFeed, ReplicaStream
-from odb_megatron.data.sample import Hole, HoleReason, Sample
+from odb_megatron.data.sample import Skipped, SkipReason, Sample
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.workers import Workers
 from odb_megatron.plan.config import PlanConfig
@@ -21,7 +21,7 @@ from odb_megatron.plan.planner import ReplicaPlanner
 
 __all__ = ["Draws"]
 
-Drawn = Iterator[tuple[int, Sample | Hole]]
+Drawn = Iterator[tuple[int, Sample | Skipped]]
 
 
 class Draws:
@@ -70,7 +70,7 @@ class Draws:
 
     def restored(
         self, window: Sequence[int], *, source: Any, workers: Workers
-    ) -> Iterator[Sample | Hole]:
+    ) -> Iterator[Sample | Skipped]:
         """Go on from a saved state, and yield the window's samples again.
 
         Args:
@@ -128,12 +128,12 @@ class Draws:
         if ends and not items.has_next():
             planner.end_shard()
 
-    def _left_out(self, position: int, item: Sample | Hole) -> Sample | Hole:
+    def _left_out(self, position: int, item: Sample | Skipped) -> Sample | Skipped:
         """Return the item, or what stands in its place where it is known to be bad."""
-        if position not in self.known_bad or isinstance(item, Hole):
+        if position not in self.known_bad or isinstance(item, Skipped):
             return item
         message = f"item {position} was bad before the run was resumed"
-        return Hole(reason=HoleReason.BAD_RECORD, message=message, source=item.source)
+        return Skipped(reason=SkipReason.BAD_RECORD, message=message, source=item.source)
 
     def _open_items(self, stream: ItemStream, workers: Workers) -> ReplicaItems:
         if self._items is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from odb_megatron.data.sample import Hole, Sample
+from odb_megatron.data.sample import Skipped, Sample
 from odb_megatron.data.sample_hand_over import HandOver, Payloads
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
@@ -52,9 +52,9 @@ class HeldSamples:
         self._samples[position] = sample
         self.num_bytes += _num_bytes(sample)
 
-    def leave_out(self, hole: Hole) -> None:
+    def leave_out(self, skipped: Skipped) -> None:
         """Count a position that emits nothing."""
-        self.source_counts[hole.source].add_hole(hole.reason, hole.message)
+        self.source_counts[skipped.source].add_skipped(skipped.reason, skipped.message)
 
     def emit(self, plan: StepPlan, *, payloads: Payloads | None) -> tuple[MicroBatch, ...]:
         """Drop or hand over what others train, and assemble what this replica trains.

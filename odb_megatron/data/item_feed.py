@@ -24,7 +24,7 @@ from odb_megatron.data.iterable import (
 )
 from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.replica_stream import WorkerError, end_with_trainer
-from odb_megatron.data.sample import BadRecordError, Hole, Sample
+from odb_megatron.data.sample import BadRecordError, Skipped, Sample
 from odb_megatron.data.sources import ItemSource
 from odb_megatron.data.stream import FetchError
 from odb_megatron.data.workers import Packed, Workers, WorkerStart
@@ -45,7 +45,7 @@ _LOADER_IN_WORKER = (
     "itself in place of IterableShards, or pass --num-workers 0"
 )
 
-Item = Sample | Hole | FetchError
+Item = Sample | Skipped | FetchError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +265,7 @@ class ItemFeed:
             self._read()
         return True
 
-    def take(self) -> tuple[int, Sample | Hole]:
+    def take(self) -> tuple[int, Sample | Skipped]:
         """Return the next item and its number; there must be one.
 
         Raises:

@@ -20,7 +20,7 @@ from odb_megatron.data.item_feed import (
 )
 from odb_megatron.data.iterable import IterableShards, SourceError
 from odb_megatron.data.preprocess import SampleRules
-from odb_megatron.data.sample import Hole, Sample
+from odb_megatron.data.sample import Skipped, Sample
 from odb_megatron.data.stream import Location
 from odb_megatron.data.workers import Workers
 from odb_megatron.plan.config import OPEN_TOTAL, PlanConfig, ShardLength
@@ -128,7 +128,7 @@ class ReplicaItems:
         """See `ItemFeed.has_next`."""
         return self._feed.has_next()
 
-    def take(self, position: int) -> Sample | Hole:
+    def take(self, position: int) -> Sample | Skipped:
         """Return the next item, which stands at `position` from now on; see `ItemFeed.take`."""
         number, item = self._feed.take()
         self._numbers[position] = number
@@ -164,7 +164,7 @@ class ReplicaItems:
             "from": snapshot_values(self._feed.snapshot(min(held, default=following))),
         }
 
-    def restore(self, state: Any, window: Sequence[int]) -> dict[int, Sample | Hole]:
+    def restore(self, state: Any, window: Sequence[int]) -> dict[int, Sample | Skipped]:
         """Go on from `state`: read on from its snapshot, and return the window's items by position.
 
         Args:
@@ -186,9 +186,9 @@ class ReplicaItems:
 
     def _read_again(
         self, first: int, following: int, wanted: Mapping[int, int]
-    ) -> dict[int, Sample | Hole]:
+    ) -> dict[int, Sample | Skipped]:
         """Pass over items up to `following`, and return those that are wanted, by position."""
-        found: dict[int, Sample | Hole] = {}
+        found: dict[int, Sample | Skipped] = {}
         for number in range(first, following):
             if not self._feed.has_next():
                 raise ValueError(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from odb_megatron.data.fetch_limit import limited
-from odb_megatron.data.sample import Hole, Sample
+from odb_megatron.data.sample import Skipped, Sample
 from odb_megatron.data.stream import FetchError, SampleStream
 from odb_megatron.data.worker_reader import WorkerReader
 from odb_megatron.data.workers import Packed, Workers, WorkerStart, recorded
@@ -34,7 +34,7 @@ _PREFETCH = 2
 """Groups ahead of each worker."""
 
 Group = tuple[int, ...]
-Fetched = list[tuple[int, Sample | Hole | FetchError]]
+Fetched = list[tuple[int, Sample | Skipped | FetchError]]
 
 
 class WorkerError(RuntimeError):
@@ -116,9 +116,9 @@ class ReplicaStream:
         self._groups: Iterator[Fetched] = iter(loader)
         if num:
             self._groups = WorkerReader(self._groups, dead=dead)
-        self._items: deque[tuple[int, Sample | Hole | FetchError]] = deque()
+        self._items: deque[tuple[int, Sample | Skipped | FetchError]] = deque()
 
-    def take(self, position: int) -> Sample | Hole:
+    def take(self, position: int) -> Sample | Skipped:
         """Return the sample at `position`, which must be the next one.
 
         Raises:

@@ -16,7 +16,7 @@ from odb_megatron.data.draws import Draws
 from odb_megatron.data.finished_step import FinishedStep, Progress, StepHeader
 from odb_megatron.data.held_samples import HeldSamples
 from odb_megatron.data.item_stream import ItemStream, compare_heads
-from odb_megatron.data.sample import Hole, HoleReason, Sample
+from odb_megatron.data.sample import Skipped, SkipReason, Sample
 from odb_megatron.data.sample_hand_over import Payloads
 from odb_megatron.data.sample_wire import wire_size
 from odb_megatron.data.source_counts import SourceCounts
@@ -266,7 +266,7 @@ class StepLoader:
         if source is not None and self._draws.has_other_end(source):
             state = {**state, "deadline": -1}
         for position, item in zip(window, items, strict=True):
-            if isinstance(item, Hole):
+            if isinstance(item, Skipped):
                 fetched[position] = (0, 0, 0)
             else:
                 self._held.add(position, item)
@@ -396,11 +396,11 @@ class StepLoader:
     def _in_force(self) -> Workers:
         return replace(self._workers, timeout_s=self.fetch_limit_s)
 
-    def _observe(self, position: int, item: Sample | Hole) -> None:
-        if isinstance(item, Hole):
+    def _observe(self, position: int, item: Sample | Skipped) -> None:
+        if isinstance(item, Skipped):
             self._held.leave_out(item)
             self.bad_records.note(position, item)
-            self._planner.leave_out(is_bad=item.reason is HoleReason.BAD_RECORD)
+            self._planner.leave_out(is_bad=item.reason is SkipReason.BAD_RECORD)
             return
         self._held.add(position, item)
         self._planner.observe(

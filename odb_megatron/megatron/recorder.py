@@ -17,7 +17,7 @@ from odb_megatron.comm.control import ControlGroup
 from odb_megatron.data.context_parallel import cost_balance
 from odb_megatron.data.finished_step import StepHeader
 from odb_megatron.data.item_stream import ItemStream
-from odb_megatron.data.sample import HoleReason
+from odb_megatron.data.sample import SkipReason
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.step_feed import HandedOut
 from odb_megatron.data.stream import SampleStream
@@ -122,7 +122,7 @@ class StepRecorder:
             self.shapes.add((len(item["length"]), width))
             self._loss_tokens += int(item["loss_mask"].sum())
             self._truncated += int(item["truncated"].sum())
-            self._bad += sum(hole == HoleReason.BAD_RECORD.value for hole in item["hole"])
+            self._bad += int((item["skipped"] == SkipReason.BAD_RECORD).sum())
         if self._config.log_ids and self._stream is not None:
             self._ids.append(tuple(_name(self._stream, position) for position in positions))
         self._lengths.append(lengths)
@@ -194,8 +194,8 @@ class StepRecorder:
         assert self._stream is not None, "the padded baseline is recorded on leaders alone"
         for row, position in enumerate(item["position"].tolist()):
             counts = self.source_counts[self._stream.locate(position).source]
-            if item["hole"][row]:
-                counts.add_hole(HoleReason(item["hole"][row]), item["message"][row])
+            if item["skipped"][row]:
+                counts.add_skipped(SkipReason(int(item["skipped"][row])), item["message"][row])
             else:
                 counts.add_sample(
                     num_tokens=int(item["length"][row]),

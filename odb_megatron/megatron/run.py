@@ -502,5 +502,5 @@ class OdbRun:
             if self._cost is not None:
                 self._cost.begin_micro_batch(item)
         elif not self.config.enabled:
-            left_out, truncated = sum(map(bool, item["hole"])), int(item["truncated"].sum())
+            left_out, truncated = int((item["skipped"] > 0).sum()), int(item["truncated"].sum())
             self._report.evaluated(left_out=left_out, truncated=truncated)

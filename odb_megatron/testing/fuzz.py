@@ -68,8 +68,8 @@ def random_world(rng: random.Random) -> tuple[World, Stop | None]:
     batch = rng.randint(1, 8 * num_replicas)
     budget = rng.choice([16, 64, 512])
     longest = rng.choice([budget // 8, budget // 2, budget, budget * 3 // 2])
-    holes = rng.choice([0.0, 0.0, 0.1, 0.9])
-    lengths = [0 if rng.random() < holes else _length(rng, longest) for _ in range(total)]
+    skipped = rng.choice([0.0, 0.0, 0.1, 0.9])
+    lengths = [0 if rng.random() < skipped else _length(rng, longest) for _ in range(total)]
     patches = [rng.randint(0, 12) for _ in range(total)] if rng.random() < 0.2 else []
     least_window = -(-batch // num_replicas)
     config = PlanConfig(
