@@ -11,7 +11,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from odb_megatron.data.sample import BadRecordError, Skipped, SkipReason, Sample
+from odb_megatron.data.sample import BadRecordError, Sample, Skipped, SkipReason
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy, judge_length
 
 __all__ = ["BadRecordPolicy", "SampleRules", "apply_rules", "skipped_bad_record"]

@@ -25,11 +25,11 @@ from odb_megatron.data.preprocess import (
     BadRecordPolicy,
     SampleRules,
     apply_rules,
-    skipped_bad_record,
     check_ids,
     shift_labels,
+    skipped_bad_record,
 )
-from odb_megatron.data.sample import BadRecordError, DataFileError, Skipped, Sample
+from odb_megatron.data.sample import BadRecordError, DataFileError, Sample, Skipped
 
 if TYPE_CHECKING:
     from odb_megatron.data.image_chat import ImageRules

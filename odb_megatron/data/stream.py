@@ -17,7 +17,7 @@ import torch
 
 from odb_megatron.data.chat_template import ChatTemplateError
 from odb_megatron.data.order import Order, PassOrder, SingleOrder
-from odb_megatron.data.sample import BadRecordError, DataFileError, Skipped, SkipReason, Sample
+from odb_megatron.data.sample import BadRecordError, DataFileError, Sample, Skipped, SkipReason
 from odb_megatron.data.sources import SampleSource
 from odb_megatron.plan.padding import OverlongError
 

@@ -13,7 +13,6 @@ from enum import Enum, IntEnum
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.padding import SizeRule, size_rule
