@@ -26,7 +26,7 @@ class _HasBytes(Protocol):
 
 
 class Waits(Protocol):
-    """What `comm.patience.Patience` does: it counts the time that the trainer waits."""
+    """What `comm.deadline.Deadline` does: it counts the time that the trainer waits."""
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """The trainer waits within."""

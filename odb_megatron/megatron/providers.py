@@ -15,7 +15,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.datasets.utils import Split
 
 from odb_megatron.comm.control import ControlGroup, ranks_of
-from odb_megatron.comm.patience import Patience
+from odb_megatron.comm.deadline import Deadline
 from odb_megatron.comm.payload import PayloadGroup
 from odb_megatron.data.chat_template import ChatRenderer
 from odb_megatron.data.item_stream import ItemStream
@@ -194,7 +194,7 @@ def control_group(
     *,
     name: str,
     has_payloads: bool = False,
-    patience: Patience | None = None,
+    patience: Deadline | None = None,
 ) -> ControlGroup:
     """Create one loader's control group; every rank must call it, in the same order.
 

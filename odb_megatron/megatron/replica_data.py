@@ -15,9 +15,8 @@ from contextlib import contextmanager
 
 from megatron.core.datasets.utils import Split
 
-from odb_megatron.comm.agreement import differences
-from odb_megatron.comm.delivery import ReplicaGroup
-from odb_megatron.comm.patience import Patience
+from odb_megatron.comm.deadline import Deadline
+from odb_megatron.comm.delivery import ReplicaGroup, differences
 from odb_megatron.data.step_feed import ChunkIterator, ContextPart, StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.megatron.replica_ranks import ReplicaRanks
@@ -83,7 +82,7 @@ class ReplicaData:
         place: ReplicaRanks,
         *,
         plan_ahead: int = 0,
-        patience: Mapping[str, Patience] | None = None,
+        patience: Mapping[str, Deadline] | None = None,
         num_chunks: int | None = None,
         has_images: bool = False,
     ) -> None:
@@ -104,7 +103,7 @@ class ReplicaData:
                     payload_ranks=place.payload_ranks,
                     name=split.name,
                     timeout_s=60.0 * args.distributed_timeout_minutes,
-                    patience=self._patience.get(split.name),
+                    deadline=self._patience.get(split.name),
                     attachment_ranks=place.first_stage if has_images else (),
                 )
                 for split in Split
@@ -197,7 +196,7 @@ class ReplicaData:
         """Return on the leader what the last pipeline stage knows (training only)."""
         if self._reports is None:
             return list(values)
-        return self._reports.report(values, reporter=self.place.reporter)
+        return self._reports.report(values)
 
     def _tell(self, error: str) -> None:
         if not self.channels:
