@@ -100,7 +100,7 @@ class GatherAll:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Samples to and from other replicas of the block; answered by what each sent.
+    """Samples to and from other replicas of the block, which all take part; answered by replica.
 
     Attributes:
         step: equal on both sides.
@@ -489,7 +489,7 @@ class StepLoop:
                     sends.setdefault(replica, []).append(index)
                 elif replica == own and owner[index] != own:
                     receives.setdefault(owner[index], []).append(index)
-        if not sends and not receives:
+        if not self._moved(table, plan):  # of the whole block: all of it exchanges, or none
             return held
         encoded = self._attempt(_encoded, sends, held, sizes)
         blank = {to: bytes(sum(sizes[i] for i in of)) for to, of in sends.items()}  # told next

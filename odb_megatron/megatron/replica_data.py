@@ -15,8 +15,7 @@ from contextlib import contextmanager
 
 from megatron.core.datasets.utils import Split
 
-from odb_megatron.comm.agreement import differences
-from odb_megatron.comm.delivery import ReplicaGroup
+from odb_megatron.comm.delivery import ReplicaGroup, differences
 from odb_megatron.comm.deadline import Deadline
 from odb_megatron.data.feed import ChunkIterator, ContextPart, StepFeed
 from odb_megatron.data.step_loader import StepLoader
@@ -197,7 +196,7 @@ class ReplicaData:
         """Return on the leader what the last pipeline stage knows (training only)."""
         if self._reports is None:
             return list(values)
-        return self._reports.report(values, reporter=self.place.reporter)
+        return self._reports.report(values)
 
     def _tell(self, error: str) -> None:
         if not self.channels:

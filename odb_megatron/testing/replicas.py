@@ -14,7 +14,7 @@ from queue import Empty, Queue
 from typing import TypeVar
 from unittest import mock
 
-from odb_megatron.comm.control import ControlError
+from odb_megatron.comm.blocks import ControlError
 from odb_megatron.comm.payload import check_frame, frame
 
 __all__ = ["ThreadExchange", "ThreadPayloads", "run_in_threads", "thread_exchanges"]

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from odb_megatron.comm.gloo_group import numbered
 
-__all__ = ["Lifeline", "parent_of"]
+__all__ = ["Heartbeat", "parent_of"]
 
 _FAN_OUT = 64
 """Connections of a rank to those below it, at most: a rank is three hops from any of 8192."""
@@ -68,7 +68,7 @@ class _Link:
     is_mute: bool = False  # its buffer is full: it does not read
 
 
-class Lifeline:
+class Heartbeat:
     """This rank's part of the tree. Every rank of the world must make one, in the same order.
 
     Args:
@@ -110,7 +110,7 @@ class Lifeline:
         self._token = ""
         self._ticked = self._pinged = time.monotonic()
         self._connect(size, timeout_s)
-        self._thread = threading.Thread(target=self._run, name="the lifeline", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="the heartbeat", daemon=True)
         self._thread.start()
 
     # --- for other threads ---------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Lifeline:
 
     def _connect(self, size: int, timeout_s: float) -> None:
         c10d: Any = dist
-        prefix = f"odb_megatron/{numbered('lifeline', range(size))}"
+        prefix = f"odb_megatron/{numbered('heartbeat', range(size))}"
         store = c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         if self._rank * _FAN_OUT + 1 < size:
             address = _own_address()
