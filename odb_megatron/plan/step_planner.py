@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,8 +27,8 @@ Sync = Literal["step", "microbatch"]
 SHARE_OVERHEAD = 8
 """Percent by which a sample costs more where replicas share it: keys and values travel."""
 
-CUT = 75
-_DENSITIES = (95, 80, 65, 50)  # percent; finer steps gain less than .001 of the bound
+_DENSITIES = (95, 80, 65, 50)  # percent of the cost that an index can hold, as its height
+_EVEN = (100, 80, 0)  # percent of the units spread by cost before the others fill what is left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,8 @@ def plan_step(  # noqa: PLR0913
     fair = units.total // num_replicas
     best: tuple[int, list[list[_Bin]]] | None = None
     while best is None or fair + count * cost.fixed < best[0]:
-        rows = units.plan(num_replicas, count, sync=sync)
+        limit = best[0] - count * cost.fixed if best else None
+        rows = units.plan(num_replicas, count, sync=sync, limit=limit)
         if rows is not None:
             time = _time(rows, sync) + count * cost.fixed
             if best is not None and time >= best[0]:
@@ -128,13 +130,13 @@ def plan_step(  # noqa: PLR0913
         count += count_multiple
     rows = best[1]
     if owner is not None:
-        units.keep_at_home(rows, np.asarray(owner).tolist(), by_step=sync == "step")
+        units.keep_at_home(rows, np.asarray(owner).tolist(), sync=sync)
     return units.named(rows, cost.fixed)
 
 
 @dataclass(slots=True)
 class _Bin:
-    """A micro-batch, of one replica or shared by `width`. Room and load are those of a replica."""
+    """A micro-batch, of one replica or shared by `width`; room and load are those of a replica."""
 
     room: int
     images: int
@@ -225,7 +227,7 @@ class _Units:
         return -(-self.prices[unit] * (100 + SHARE_OVERHEAD) // (100 * width))
 
     def size(self, unit: int, width: int) -> int:
-        """Return the tokens of a unit's part; of a group's at most."""
+        """Return the tokens of a unit's part; those of a group at most."""
         if width == 1:
             return self.sizes[unit]
         pieces = -(-self.sizes[unit] // (width * self.part))
@@ -239,168 +241,256 @@ class _Units:
         pictured = -(-sum(self.images) // max(1, self.room[1]))
         return max(1, -(-max(halves, full, pictured) // num_replicas))
 
-    def plan(self, num_replicas: int, count: int, *, sync: Sync) -> list[list[_Bin]] | None:
-        """Return `bins[replica][m]`, or None where no plan of so many micro-batches is found."""
+    def plan(
+        self, num_replicas: int, count: int, *, sync: Sync, limit: int | None
+    ) -> list[list[_Bin]] | None:
+        """Return `bins[replica][m]`; None where no plan, or none faster than `limit`, is found."""
         prices, sizes, widest = self.arrays
-        if sync == "microbatch" or ((widest > 1) & ((prices * num_replicas > self.total) | (sizes > self.room[0]))).any():
-            return self.by_index(num_replicas, count, sync=sync)
+        too_much = (prices * num_replicas > self.total) | (sizes > self.room[0])
+        if sync == "microbatch" or (too_much & (widest > 1)).any():
+            return self.by_index(num_replicas, count, sync=sync, limit=limit)
         replicas = self.bins(num_replicas, times=count)
-        if not self.spread(range(len(self.prices)), replicas, self.prices):
+        if self.spread(range(len(self.prices)), replicas, keys=self.prices):
             return None
-        rows = []
-        for replica in replicas:
-            row = self.bins(count)
-            if not self.pack(replica.members, row, self.sizes): return None
-            rows.append(row)
+        rows = [self.bins(count) for _ in replicas]
+        for replica, row in zip(replicas, rows, strict=True):
+            members = sorted(replica.members, key=lambda unit: -self.sizes[unit])
+            if not self.pack(members, row, keys=self.sizes):
+                return None
+            self.use_idle(row)
         return rows
+
+    def by_index(
+        self, num_replicas: int, count: int, *, sync: Sync, limit: int | None
+    ) -> list[list[_Bin]] | None:
+        """Plan for micro-batches of one index that cost the same on every replica."""
+        best = None
+        is_choice = count > 1 and max(self.widest, default=1) > 1
+        for density in _DENSITIES if is_choice else (100,):
+            found = self.costly(num_replicas, count, density=density, limit=limit)
+            if found is not None:
+                best, limit = found, found[0]
+                if not found[1]:
+                    break  # nothing is costly
+        if best is None:
+            return None
+        _, costly, left = best
+        bins = self.bins(num_replicas * (count - len(costly)))
+        if not self.pack(left, bins, keys=self.prices):
+            return None
+        self.use_idle([*bins, *chain.from_iterable(costly)])
+        bins += [one for column in costly for one in column if one.width == 1]
+        bins.sort(key=lambda one: one.load)  # equal ones meet
+        rows: list[list[_Bin]] = [[] for _ in range(num_replicas)]
+        for column in costly + [[]] * (count - len(costly)):
+            shared = sorted((one for one in column if one.width > 1), key=lambda one: -one.width)
+            taken = [one for one in shared for _ in range(one.width)]  # so aligned, widest first
+            for row, one in zip(rows, taken, strict=False):
+                row.append(one)
+            free = rows[len(taken) :]
+            if sync == "step":
+                free.sort(key=lambda row: sum(one.load for one in row))
+            for row in free:
+                row.append(bins.pop())
+        return rows
+
+    def costly(
+        self, num_replicas: int, count: int, *, density: int, limit: int | None
+    ) -> tuple[int, list[list[_Bin]], list[int]] | None:
+        """Fill, one index after the other, those that a costly unit makes higher than the mean.
+
+        An index as high as that unit holds the next costliest on the other replicas. Where units
+        may be shared, it is as high as it can be filled with samples, and what is higher is shared.
+
+        Returns:
+            The time of the step, the bins of each such index, and the units left for the others,
+            none of which is costly; None where there is no plan faster than `limit`.
+        """
+        prices, sizes, widest = self.arrays
+        budget = self.room[0]
+        left = np.arange(len(prices))
+        columns: list[list[_Bin]] = []
+        time = 0
+        while len(left):
+            rest = count - len(columns)
+            price, size = prices[left], sizes[left]
+            level = -(-int(price.sum()) // (num_replicas * rest)) if rest else 0
+            if not rest or (limit is not None and time + level * rest >= limit):
+                return None
+            if price[0] <= level and size.max() <= budget:
+                is_full = int(size.sum()) > num_replicas * rest * budget
+                return None if is_full else (time + level * rest, columns, left.tolist())
+            filled = int(np.searchsorted(size.cumsum(), num_replicas * budget, side="right"))
+            dense = int(price[:filled].sum()) // num_replicas * density // 100
+            whole = int(price[widest[left] == 1].max(initial=0))
+            height = max(level, min(int(price[0]), dense), whole)
+            bins = []
+            over = np.flatnonzero((price > height) | (size > budget))
+            free, shared = num_replicas, []
+            for at, unit in zip(over.tolist(), left[over].tolist(), strict=True):
+                width = 2
+                while width < self.widest[unit] and (
+                    self.price(unit, width) > height or self.size(unit, width) > budget
+                ):
+                    width *= 2
+                if width <= free:
+                    free -= width
+                    shared.append(at)
+                    one = _Bin(budget, self.room[1], width)
+                    self.put(unit, one)
+                    bins.append(one)
+            left = np.delete(left, shared)
+            bins += self.bins(free)
+            if rest == 1 and len(left) and sizes[left].max() > budget:
+                return None
+            top = height if rest > 1 else None
+            left = np.array(self.spread(left.tolist(), bins, keys=self.prices, height=top), np.int64)
+            columns.append(bins)
+            time += max(one.load for one in bins)
+        return (time, columns, []) if limit is None or time < limit else None
 
     def bins(self, count: int, *, times: int = 1) -> list[_Bin]:
+        """Return empty bins."""
         return [_Bin(self.room[0] * times, self.room[1] * times) for _ in range(count)]
 
-    def by_index(self, R, M, sync):
-        best = None
-        many = max(self.widest, default=1) > 1 and M > 1
-        for density in _DENSITIES if many else (100,):
-            found = self.costly(R, M, density, best and best[0])
-            if found is not None:
-                best = found
-                if not found[1]: break
-        if best is None: return None
-        _, columns, left = best
-        rest = self.bins(R * (M - len(columns)))
-        if not self.pack(left, rest, self.prices): return None
-        singles = rest + [one for column in columns for one in column if one.width == 1]
-        self.split(singles)
-        singles.sort(key=lambda one: -one.load)
-        at = 0; out = []
-        for m in range(M):
-            col = []
-            if m < len(columns):
-                for one in sorted(columns[m], key=lambda one: -one.width):
-                    if one.width > 1: col += [one] * one.width
-            n = R - len(col)
-            out.append(col + singles[at:at + n]); at += n
-        rows = [list(row) for row in zip(*out, strict=True)]
-        return rows
+    def put(self, unit: int, one: _Bin) -> None:
+        """Put a unit into a bin."""
+        one.load += self.price(unit, one.width)
+        one.room -= self.size(unit, one.width)
+        one.images -= self.images[unit]
+        one.members.append(unit)
 
-    def costly(self, R, M, density, limit):
-        """Fill micro-batch indices whose height a single sample sets."""
-        prices, sizes, widest = self.arrays
-        left = np.arange(len(prices)); columns = []; time = 0
-        for m in range(M):
-            c, t = prices[left], sizes[left]
-            level = -(-int(c.sum()) // (R * (M - m)))
-            if limit is not None and time + level * (M - m) >= limit: return None
-            if not len(left): break
-            if c[0] <= level and t.max() <= self.room[0]:
-                if int(t.sum()) > R * self.room[0] * (M - m): return None
-                return time + level * (M - m), columns, left.tolist()
-            end = int(np.searchsorted(np.cumsum(t), R * self.room[0], side="right"))
-            dense = int(c[:end].sum()) // R
-            whole = int(c[widest[left] == 1].max(initial=0))
-            height = max(level, min(int(c[0]), dense * density // 100), whole)
-            wide = []; free = R
-            for unit in left[(c > height) | (t > self.room[0])].tolist():
-                k = 2
-                while k < self.widest[unit] and (self.price(unit, k) > height or self.size(unit, k) > self.room[0]): k *= 2
-                if k <= free:
-                    free -= k
-                    wide.append(_Bin(self.room[0] - self.size(unit, k), self.room[1] - self.images[unit], k, self.price(unit, k), [unit]))
-            taken = [one.members[0] for one in wide]
-            left = np.setdiff1d(left, taken)
-            bins = wide + self.bins(free)
-            if m == M - 1:
-                if len(left) and sizes[left].max() > self.room[0]: return None
-                if not self.spread(left.tolist(), bins, self.prices): return None
-                left = left[:0]
-            else:
-                left = np.array(self.top_up(left.tolist(), bins, height), dtype=np.int64)
-            columns.append(bins); time += max(one.load for one in bins)
-        return None if len(left) or (limit is not None and time >= limit) else (time, columns, [])
+    def spread(
+        self, units: Sequence[int], bins: list[_Bin], *, keys: list[int], height: int | None = None
+    ) -> list[int]:
+        """Put each unit where least is, or where most is missing to the height; return the others.
 
-    def top_up(self, units, bins, height):
-        over = 100 + SHARE_OVERHEAD
-        heap = [((b.load - height) * (over if b.width == 1 else 100 * b.width), x) for x, b in enumerate(bins)]
-        heapq.heapify(heap); parked = []; left = []
-        prices, sizes = self.prices, self.sizes
-        for i in units:
-            c = prices[i] * over; t = sizes[i]
-            while parked and -parked[0][0] >= t:
-                _, x, key = heapq.heappop(parked); heapq.heappush(heap, (key, x))
-            skipped = []; ok = False
-            while heap and c <= -heap[0][0]:
-                key, x = heapq.heappop(heap); b = bins[x]
-                need = t if b.width == 1 else self.size(i, b.width)
-                if need > b.room: heapq.heappush(parked, (-b.room * b.width, x, key))
-                elif self.images[i] > b.images: skipped.append((key, x))
-                else: ok = True; break
-            if ok:
-                b.room -= need; b.images -= self.images[i]; b.members.append(i)
-                b.load += self.price(i, b.width)
-                heapq.heappush(heap, ((b.load - height) * (over if b.width == 1 else 100 * b.width), x))
-            else: left.append(i)
-            for e in skipped: heapq.heappush(heap, e)
-        return left
-
-    def spread(self, units, bins, prices):
-        heap = [(b.load, x) for x, b in enumerate(bins)]
-        heapq.heapify(heap); parked = []
+        Without a height it ends at the first unit that finds no room.
+        """
         sizes, images = self.sizes, self.images
-        for i in units:
-            t = sizes[i]
-            while parked and -parked[0][0] >= t:
-                x = heapq.heappop(parked)[1]; heapq.heappush(heap, (bins[x].load, x))
-            skipped = []
-            while heap:
-                x = heap[0][1]; b = bins[x]
-                need = t if b.width == 1 else self.size(i, b.width)
-                if need > b.room:
-                    heapq.heappop(heap); heapq.heappush(parked, (-b.room * b.width, x))
-                elif images[i] > b.images: skipped.append(heapq.heappop(heap))
-                else: break
-            else: return False
-            b.load += prices[i] if b.width == 1 else self.price(i, b.width)
-            b.room -= need; b.images -= images[i]; b.members.append(i)
-            heapq.heapreplace(heap, (b.load, x))
-            for e in skipped: heapq.heappush(heap, e)
-        return True
+        whole = 100 + SHARE_OVERHEAD
+        others: list[int] = []
+        heap = []
+        for at, one in enumerate(bins):
+            heap.append(((one.load - (height or 0)) * (whole if one.width == 1 or height is None else 100 * one.width), at))
+        heapq.heapify(heap)
+        full: list[tuple[int, int, int]] = []  # no room for the present unit
+        for unit in units:
+            size, key = sizes[unit], keys[unit]
+            while full and -full[0][0] >= size:
+                _, load, at = heapq.heappop(full)
+                heapq.heappush(heap, (load, at))
+            if height is not None and (not heap or key * whole > -heap[0][0]):
+                others.append(unit)
+                continue
+            apart = []
+            while heap and (height is None or key * whole <= -heap[0][0]):
+                load, at = heap[0]
+                one = bins[at]
+                need = size if one.width == 1 else self.size(unit, one.width)
+                if need > one.room:
+                    heapq.heappop(heap)
+                    heapq.heappush(full, (-one.room * one.width, load, at))
+                elif images[unit] > one.images:
+                    apart.append(heapq.heappop(heap))
+                else:
+                    cost = key if one.width == 1 else self.price(unit, one.width)
+                    one.load += cost
+                    one.room -= need
+                    one.images -= images[unit]
+                    one.members.append(unit)
+                    heapq.heapreplace(heap, (load + cost * (whole if one.width == 1 or height is None else 100 * one.width), at))
+                    break
+            else:
+                others.append(unit)
+                if height is None:
+                    return others
+            for entry in apart:
+                heapq.heappush(heap, entry)
+        return others
 
-    def pack(self, units, bins, keys):
-        units = list(units) if keys is self.prices else sorted(units, key=lambda u: -self.sizes[u])
-        for num in (len(units), len(units) * CUT // 100, 0):
-            if self.spread(units[:num], bins, keys) and self.brim(sorted(units[num:], key=lambda u: -self.sizes[u]), bins): break
-            for b in bins: b.room, b.images = self.room; b.load = 0; b.members = []
+    def pack(self, units: Sequence[int], bins: list[_Bin], *, keys: list[int]) -> bool:
+        """Put all units into empty bins as evenly as their room permits; whether they fit."""
+        for percent in _EVEN:
+            num = len(units) * percent // 100
+            small = sorted(units[num:], key=lambda unit: -self.sizes[unit])
+            if not self.spread(units[:num], bins, keys=keys) and not self.fill(small, bins):
+                break
+            for one in bins:
+                one.room, one.images = self.room
+                one.load = 0
+                one.members = []
         else:
             return False
-        for b in bins: b.load = sum(map(self.prices.__getitem__, b.members))
-        self.split(bins)
+        for one in bins:
+            one.load = sum(map(self.prices.__getitem__, one.members))
         return True
 
-    def brim(self, units, bins):
-        falling = [-self.sizes[u] for u in units]; n = len(units)
-        after = list(range(n + 1))
-        def alive(at):
-            while after[at] != at:
-                after[at] = after[after[at]]; at = after[at]
-            return at
-        num = 0
-        for b in bins:
+    def fill(self, units: list[int], bins: list[_Bin]) -> int:
+        """Fill one bin after the other with the longest that fit; return how many are left."""
+        shorter = [-self.sizes[unit] for unit in units]
+        after = list(range(len(units) + 1))  # of one that is placed: one behind it
+        missing = len(units)
+        for one in bins:
             at = 0
-            while True:
-                at = alive(max(at, bisect_left(falling, -b.room)))
-                if at == n: break
-                u = units[at]
-                if self.images[u] <= b.images:
-                    b.room -= self.sizes[u]; b.images -= self.images[u]; b.members.append(u); after[at] = at + 1; num += 1
+            while missing:
+                at = max(at, bisect_left(shorter, -one.room))
+                while after[at] != at:
+                    after[at] = at = after[after[at]]
+                if at == len(units):
+                    break
+                if self.images[units[at]] <= one.images:
+                    self.put(units[at], one)
+                    after[at] = at + 1
+                    missing -= 1
                 at += 1
-        return num == n
+        return missing
 
-    def split(self, bins):
-        pass
+    def use_idle(self, bins: list[_Bin]) -> None:
+        """Move a unit into each empty bin as long as others hold several."""
+        for idle in (one for one in bins if not one.members):
+            several = [one for one in bins if len(one.members) > 1]
+            if not several:
+                break
+            costliest = max(several, key=lambda one: one.load)
+            unit = costliest.members.pop()
+            costliest.load -= self.price(unit, costliest.width)
+            self.put(unit, idle)
 
-    def named(self, rows, overhead):
+    def keep_at_home(self, rows: list[list[_Bin]], owner: list[int], *, sync: Sync) -> None:
+        """Exchange what replicas may, so that most tokens are where they have been read."""
+        whole = [slice(None)] if sync == "step" else [slice(m, m + 1) for m in range(len(rows[0]))]
+        for part in whole:
+            free = [at for at, row in enumerate(rows) if all(one.width == 1 for one in row[part])]
+            tokens: Counter[tuple[int, int]] = Counter()
+            for at in free:
+                for one in rows[at][part]:
+                    for unit in one.members:
+                        tokens[at, owner[self.samples[unit][0]]] += self.sizes[unit]
+            bins = {at: rows[at][part] for at in free}
+            homes = set(free)
+            for (at, home), _ in sorted(tokens.items(), key=lambda item: (-item[1], item[0])):
+                if at in bins and home in homes:
+                    rows[home][part] = bins.pop(at)
+                    homes.remove(home)
+            for home, at in zip(sorted(homes), sorted(bins), strict=True):
+                rows[home][part] = bins[at]
+
+    def named(self, rows: list[list[_Bin]], overhead: int) -> StepPlan:
+        """Return the plan with samples for units."""
+        names = self.samples.__getitem__
         return StepPlan(
             num_micro_batches=len(rows[0]),
-            micro_batches=tuple(tuple(tuple(sorted(chain.from_iterable(map(self.samples.__getitem__, b.members)))) for b in row) for row in rows),
-            shares={i: b.width for row in rows for b in row if b.width > 1 for u in b.members for i in self.samples[u]},
-            loads=tuple(tuple(b.load for b in row) for row in rows), overhead=overhead)
+            micro_batches=tuple(
+                tuple(tuple(sorted(chain.from_iterable(map(names, one.members)))) for one in row)
+                for row in rows
+            ),
+            shares={
+                sample: one.width
+                for one in chain.from_iterable(rows)
+                if one.width > 1
+                for sample in chain.from_iterable(map(names, one.members))
+            },
+            loads=tuple(tuple(one.load for one in row) for row in rows),
+            overhead=overhead,
+        )
