@@ -81,6 +81,16 @@ class PeerWatch:
         if self._heartbeat is not None:
             self._heartbeat.tell_failure(text[:_SHOWN])
 
+    def begin_step(self) -> None:
+        """The trainer begins a step, of training or evaluation."""
+        if self._heartbeat is not None:
+            self._heartbeat.begin_step()
+
+    def leave(self) -> None:
+        """The script has ended as it should, between steps: the same for all, or it is told."""
+        if self._heartbeat is not None:
+            self._heartbeat.leave()
+
     def close(self, *, clean: bool) -> None:
         """End; while a peer is gone the watchdog stays until the process has ended.
 
