@@ -158,9 +158,7 @@ def refuse_early(cfg: Any) -> None:
     settings = cfg.dataset.odb
     messages = _configuration_errors(cfg)
     try:
-        args = argparse.Namespace(
-            **flag_values(settings), seq_length=cfg.model.seq_length
-        )
+        args = argparse.Namespace(**flag_values(settings), seq_length=cfg.model.seq_length)
         OdbConfig.from_args(args)
     except ValueError as error:
         messages.append(in_bridge_words(str(error)))

@@ -90,6 +90,7 @@ def _add_planning_arguments(group: argparse._ArgumentGroup) -> None:
         "own, and is counted. Default: no cap.",
     )
 
+
 def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--odb-plan-ahead",
