@@ -222,6 +222,7 @@ class StepLoop:
             len(block) for block in starts
         ]  # replicas whose iterators go on, by block
         self._ended = np.zeros(len(self._block), dtype=bool)
+        self._knows_ends = not config.has_unknown_end  # else a first round tells, also at a resume
         self._has_read = start.source is not None  # a resumed run's iterators were compared
         self._step, self._consumed, self._num_consumed = 0, start.consumed, 0
         self._count = 1
@@ -263,7 +264,9 @@ class StepLoop:
                 plan, totals = yield from self._align(table)
                 samples = yield from self._deliver(table, plan)
                 step = self._attempt(self._pack, plan, totals, samples)
-                self._attempt(self._finish, totals)
+                self._step += 1
+                self._consumed += totals.num_consumed
+                self._attempt(self._bad.add_up, totals)
                 if step is not None and self._error is None:
                     yield replace(step, progress=self.progress)
                 else:  # the others learn it in the next gather
@@ -284,7 +287,7 @@ class StepLoop:
         wanted = min(config.global_batch_size, config.total - self._consumed)
         missing, waits, tables = wanted, [0], []
         while True:
-            shares = self._shares(missing)
+            shares = self._shares(missing if self._knows_ends else 0)
             own = self._attempt(self._read, shares[self._replica - self._block.start])
             headers, table = yield from self._gather(own, most=max(shares))
             tables.append(table)
@@ -294,14 +297,15 @@ class StepLoop:
             blocks = yield from self._summaries(headers, merged)
             if blocks["failed"].any() or blocks["differs"].any():
                 yield from self._fail()
-            if blocks["closing"].any():
+            if blocks["closing"].any() and (wanted or missing):
                 raise LoaderClosedError(_CLOSED)
             self._ended |= headers["ended"] > 0
             self._num_live = blocks["live"].tolist()
+            is_asked, self._knows_ends = self._knows_ends, True
             missing = wanted - int(blocks["rows"].sum())
-            if config.has_iterators and not self._has_read:
+            if config.has_iterators and is_asked and not self._has_read:
                 yield from self._compare_heads()
-            if missing == 0 or not any(self._num_live):
+            if is_asked and (missing == 0 or not any(self._num_live)):
                 self._num_consumed = wanted - missing
                 self._count = int(blocks["count"].max())
                 return merged if self._num_consumed else None
@@ -491,7 +495,7 @@ class StepLoop:
                     receives.setdefault(owner[index], []).append(index)
         if not self._moved(table, plan):  # of the whole block: all of it exchanges, or none
             return held
-        encoded = self._attempt(_encoded, sends, held, sizes)
+        encoded = self._attempt(self._encoded, sends, held, sizes)
         blank = {to: bytes(sum(sizes[i] for i in of)) for to, of in sends.items()}  # told next
         received = yield Exchange(
             self._step,
@@ -499,7 +503,19 @@ class StepLoop:
             {first + by: sum(sizes[index] for index in of) for by, of in receives.items()},
         )
         parts = {by: received[first + by] for by in receives}
-        return held | (self._attempt(_decoded, receives, parts, sizes) or {})
+        return held | (self._attempt(_decoded, receives, parts, sizes, first) or {})
+
+    def _encoded(
+        self,
+        sends: Mapping[int, Sequence[int]],
+        held: Mapping[int, tuple[int, Sample]],
+        sizes: Sequence[int],
+    ) -> dict[int, bytes]:
+        found = {}
+        for to, indices in sends.items():
+            found[to] = b"".join(_ID.pack(held[i][0]) + encode_sample(held[i][1]) for i in indices)
+            assert len(found[to]) == sum(sizes[i] for i in indices), "sizes that were not announced"
+        return found
 
     def _own_samples(self, table: _Table) -> dict[int, tuple[int, Sample]]:
         """Return the samples that this replica has read, by index of the plan."""
@@ -533,12 +549,6 @@ class StepLoop:
             progress=Progress(consumed=totals.consumed_before),
         )
 
-    def _finish(self, totals: StepTotals) -> None:
-        self._step += 1
-        self._consumed += totals.num_consumed
-        self._is_over = totals.is_final
-        self._bad.add_up(totals)
-
     def _attempt(self, function: Callable[..., T], *args: Any) -> T | None:
         """Return what a function does; its error, or an earlier one, is told in the next gather."""
         if self._error is None:
@@ -549,18 +559,11 @@ class StepLoop:
         return None
 
 
-def _encoded(
-    sends: Mapping[int, Sequence[int]], held: Mapping[int, tuple[int, Sample]], sizes: Sequence[int]
-) -> dict[int, bytes]:
-    found = {}
-    for to, indices in sends.items():
-        found[to] = b"".join(_ID.pack(held[i][0]) + encode_sample(held[i][1]) for i in indices)
-        assert len(found[to]) == sum(sizes[i] for i in indices), "sizes that were not announced"
-    return found
-
-
 def _decoded(
-    receives: Mapping[int, Sequence[int]], parts: Mapping[int, Any], sizes: Sequence[int]
+    receives: Mapping[int, Sequence[int]],
+    parts: Mapping[int, Any],
+    sizes: Sequence[int],
+    first: int,
 ) -> dict[int, tuple[int, Sample]]:
     found = {}
     for by, indices in receives.items():
@@ -570,7 +573,7 @@ def _decoded(
                 sample = decode_sample(data[at + _ID.size : at + sizes[index]])
             except SampleWireError as error:
                 raise RuntimeError(
-                    f"a sample did not arrive whole from replica {by}: {error}"
+                    f"a sample did not arrive whole from replica {by + first}: {error}"
                 ) from error
             found[index] = (_ID.unpack_from(data, at)[0], sample)
             at += sizes[index]
