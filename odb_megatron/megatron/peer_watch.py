@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from megatron.core import parallel_state as mpu
 
-from odb_megatron.comm.heartbeat import Heartbeat
 from odb_megatron.comm.deadline import Deadline
+from odb_megatron.comm.heartbeat import Heartbeat
 from odb_megatron.comm.watchdog import Watchdog, limit_end
 from odb_megatron.megatron.config import OdbConfig
 

@@ -344,7 +344,9 @@ class _Units:
             if rest == 1 and len(left) and sizes[left].max() > budget:
                 return None
             top = height if rest > 1 else None
-            left = np.array(self.spread(left.tolist(), bins, keys=self.prices, height=top), np.int64)
+            left = np.array(
+                self.spread(left.tolist(), bins, keys=self.prices, height=top), np.int64
+            )
             columns.append(bins)
             time += max(one.load for one in bins)
         return (time, columns, []) if limit is None or time < limit else None
@@ -372,7 +374,13 @@ class _Units:
         others: list[int] = []
         heap = []
         for at, one in enumerate(bins):
-            heap.append(((one.load - (height or 0)) * (whole if one.width == 1 or height is None else 100 * one.width), at))
+            heap.append(
+                (
+                    (one.load - (height or 0))
+                    * (whole if one.width == 1 or height is None else 100 * one.width),
+                    at,
+                )
+            )
         heapq.heapify(heap)
         full: list[tuple[int, int, int]] = []  # no room for the present unit
         for unit in units:
@@ -399,7 +407,15 @@ class _Units:
                     one.room -= need
                     one.images -= images[unit]
                     one.members.append(unit)
-                    heapq.heapreplace(heap, (load + cost * (whole if one.width == 1 or height is None else 100 * one.width), at))
+                    heapq.heapreplace(
+                        heap,
+                        (
+                            load
+                            + cost
+                            * (whole if one.width == 1 or height is None else 100 * one.width),
+                            at,
+                        ),
+                    )
                     break
             else:
                 others.append(unit)
