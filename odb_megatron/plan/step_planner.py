@@ -23,11 +23,10 @@ __all__ = ["SHARE_OVERHEAD", "StepPlan", "plan_step"]
 Sync = Literal["step", "microbatch"]
 Integers = npt.NDArray[np.int64]
 
-SHARE_OVERHEAD = 8
-"""Percent by which a sample costs more where replicas share it: keys and values travel."""
-
+SHARE_OVERHEAD = 8  # percent that a sample costs more where replicas share it (keys, values travel)
 _DENSITIES = (90, 70)  # heights tried, percent of what an index full of the costliest costs
-_EVEN = (100, 80, 0)  # percent of the units that are spread before the others fill bin after bin
+_EVEN = (100, 80, 0)  # percent of the units that are spread; the others fill bin after bin
+_FAR = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +55,8 @@ class StepPlan:
 
 
 def plan_step(  # noqa: PLR0913
-    lengths: npt.ArrayLike, *, num_replicas: int, token_budget: int,
-    sync: Sync = "step", alignment: int = 1,
-    patches: npt.ArrayLike | None = None, max_patches: int | None = None,
+    lengths: npt.ArrayLike, *, num_replicas: int, token_budget: int, sync: Sync = "step",
+    alignment: int = 1, patches: npt.ArrayLike | None = None, max_patches: int | None = None,
     cost: CostModel | None = None, count_multiple: int = 1, min_micro_batches: int = 1,
     max_share: int = 1, groups: npt.ArrayLike | None = None, owner: npt.ArrayLike | None = None,
     solo: npt.ArrayLike | None = None,
@@ -70,66 +68,52 @@ def plan_step(  # noqa: PLR0913
     fewer samples than M has idle micro-batches, no other has (a group counts as one sample).
 
     Args:
-        lengths: tokens of each sample, at least 1, int [samples].
+        lengths: tokens of each sample, at least 1, [samples]; so are the other arrays.
         num_replicas: data-parallel size.
         token_budget: most tokens of a micro-batch, after padding.
         sync: where replicas wait for each other.
-        alignment: samples are padded to a multiple of it, parts of shared ones to a multiple of
-            lcm(2, alignment).
-        patches: image patches of each sample, int [samples].
+        alignment: samples are padded to a multiple of it, the parts of a shared one to a multiple
+            of lcm(2, alignment).
+        patches: image patches of each sample.
         max_patches: most patches of a micro-batch; a sample with more is alone in one.
         cost: cost model; None where the cost is the number of tokens.
         count_multiple: M is a multiple of it (virtual pipelines).
         min_micro_batches: M is at least this.
         max_share: most replicas that share a sample.
-        groups: samples with the same number >= 0 stay in one micro-batch, int [samples].
-        owner: replica that has read each sample; of plans that take equal time, one that moves
-            few tokens from there is returned, int [samples].
-        solo: samples that may be over the budget, alone in a micro-batch, bool [samples].
+        groups: samples with the same number >= 0 stay in one micro-batch.
+        owner: replica that has read each sample; where plans take equal time, few tokens move.
+        solo: samples that may be over the budget, alone in a micro-batch.
 
     Raises:
         ValueError: a sample is over the budget and may be neither shared nor alone.
     """
     cost = cost or CostModel()
-    padded: Integers = -(-np.asarray(lengths, dtype=np.int64) // alignment) * alignment
-    zeros = np.zeros_like(padded)
-    images = zeros if patches is None else np.asarray(patches, dtype=np.int64)
+    tokens: Integers = -(-np.asarray(lengths, dtype=np.int64) // alignment) * alignment
+    none = np.zeros_like(tokens)
+    images = none if patches is None else np.asarray(patches, dtype=np.int64)
     units = _Units(
-        padded, images, cost.samples(padded, images),
-        groups=zeros - 1 if groups is None else np.asarray(groups, dtype=np.int64),
-        solo=zeros > 0 if solo is None else np.asarray(solo, dtype=np.bool_),
+        np.stack([tokens, images, cost.samples(tokens, images), none if solo is None else solo]),
+        groups=none - 1 if groups is None else np.asarray(groups, dtype=np.int64),
         room=(token_budget, max_patches or int(images.sum())),
-        widest=1 << min(max_share, num_replicas).bit_length() - 1, part=math.lcm(2, alignment),
-    )  # fmt: skip
-    count = max(min_micro_batches, units.fewest_micro_batches(num_replicas))
+        widest=1 << min(max_share, num_replicas).bit_length() - 1,
+        part=math.lcm(2, alignment),
+    )
+    count = max(min_micro_batches, 1, -(-units.fewest // num_replicas))
     count = -(-count // count_multiple) * count_multiple
-    best: tuple[int, list[list[_Bin]]] | None = None
-    while best is None or units.total // num_replicas + count * cost.fixed < best[0]:
-        rows = units.plan(num_replicas, count, sync, best and best[0] - count * cost.fixed)
-        loads = np.array([[one.load for one in row] for row in rows], dtype=np.int64)
-        time = int(loads.sum(1).max() if sync == "step" else loads.max(0).sum()) if rows else 0
-        if rows and (best is None or time + count * cost.fixed < best[0]):
-            best = (time + count * cost.fixed, rows)
-        elif best is not None:
+    rows, time = list[list[_Bin]](), _FAR
+    while units.total // num_replicas + count * cost.fixed < time:
+        found = units.plan(num_replicas, count, sync, limit=time - count * cost.fixed)
+        loads = np.array([[one.load for one in row] for row in found], dtype=np.int64)
+        if found:
+            height = int(loads.sum(1).max() if sync == "step" else loads.max(0).sum())
+        if found and height + count * cost.fixed < time:
+            rows, time = found, height + count * cost.fixed
+        elif rows:
             break
         count += count_multiple
-    rows = best[1]
     if owner is not None:
         units.keep_at_home(rows, np.asarray(owner).tolist(), sync)
-    samples = [[sorted(units.samples_of(one)) for one in row] for row in rows]
-    return StepPlan(
-        num_micro_batches=len(rows[0]),
-        micro_batches=tuple(tuple(map(tuple, row)) for row in samples),
-        shares={
-            i: one.width
-            for row in rows
-            for one in row
-            if one.width > 1
-            for i in units.samples_of(one)
-        },
-        loads=tuple(tuple(one.load for one in row) for row in rows),
-        overhead=cost.fixed,
-    )
+    return units.named(rows, cost.fixed)
 
 
 @dataclass(slots=True)
@@ -147,68 +131,51 @@ class _Units:
     """What is placed as one, costliest first: a sample, or the samples of a group."""
 
     def __init__(
-        self, sizes: Integers, images: Integers, prices: Integers, *, groups: Integers,
-        solo: npt.NDArray[np.bool_], room: tuple[int, int], widest: int, part: int,
-    ) -> None:  # fmt: skip
-        named = np.where(groups < 0, np.arange(-len(sizes), 0), groups)
+        self, table: Integers, *, groups: Integers, room: tuple[int, int], widest: int, part: int
+    ) -> None:
+        named = np.where(groups < 0, np.arange(-len(groups), 0), groups)
         _, unit, counts = np.unique(named, return_inverse=True, return_counts=True)
         samples, ends = np.argsort(unit, kind="stable"), counts.cumsum()
-        sizes, images, prices = (
-            np.add.reduceat(numbers[samples], ends - counts) for numbers in (sizes, images, prices)
-        )
-        parts = (-(-sizes // (widest * part)) + counts - 1) * part
+        sums = np.add.reduceat(table[:, samples], ends - counts, axis=1)
+        order = np.argsort(-sums[2], kind="stable")
+        sizes, images, prices, solo = sums[:, order]
+        spans = zip((ends - counts)[order].tolist(), ends[order].tolist(), strict=True)
+        flat: list[int] = samples.tolist()
+        self.samples = [flat[start:end] for start, end in spans]
+        parts = (-(-sizes // (widest * part)) + counts[order] - 1) * part
         can_share = (widest > 1) & (parts <= room[0]) & (images <= room[1])
-        may = can_share | np.logical_or.reduceat(solo[samples], ends - counts)
-        for at in np.flatnonzero((sizes > room[0]) & ~may).tolist():
-            names = samples[ends[at] - counts[at] : ends[at]].tolist()
+        for at in np.flatnonzero((sizes > room[0]) & ~can_share & (solo == 0)).tolist():
             raise ValueError(
-                f"sample {', '.join(map(str, names))} has {sizes[at]} tokens after padding; a "
-                f"micro-batch holds {room[0]}, and at most {widest} replicas share one sample: "
+                f"sample {', '.join(map(str, self.samples[at]))} has {sizes[at]} tokens after "
+                f"padding; a micro-batch holds {room[0]}, and at most {widest} replicas share one: "
                 "raise the token budget, or let it be shared, truncated, dropped or alone"
             )
         alone = (images > room[1]) | (sizes > room[0]) & ~can_share
-        order = np.argsort(-prices, kind="stable")
-        self.room, self.part, self.total = room, part, int(prices.sum())
-        self.price_array, self.size_array = prices[order], np.where(alone, room[0], sizes)[order]
-        self.widest = np.where(alone, 1, widest)[order]
-        self.prices, self.sizes = self.price_array.tolist(), self.size_array.tolist()
-        self.images: list[int] = np.minimum(images, room[1])[order].tolist()
-        bounds = zip((ends - counts)[order].tolist(), ends[order].tolist(), strict=True)
-        flat = samples.tolist()
-        self.samples: list[list[int]] = [flat[start:end] for start, end in bounds]
+        self.room, self.part = room, part
+        self.widths = [1 << bit for bit in range(1, widest.bit_length())]
+        self.size_array, self.price_array = np.where(alone, room[0], sizes), prices
+        self.is_whole = alone | (widest == 1)
+        self.sizes: list[int] = self.size_array.tolist()
+        self.images: list[int] = np.minimum(images, room[1]).tolist()
+        self.prices: list[int] = prices.tolist()
+        self.total = sum(self.prices)
+        halves = int(np.count_nonzero(self.is_whole & (2 * self.size_array > room[0])))
+        pictured = -(-sum(self.images) // max(1, room[1]))
+        self.fewest = max(-(-sum(self.sizes) // room[0]), pictured, halves)  # micro-batches
 
-    def samples_of(self, one: _Bin) -> Iterable[int]:
-        return chain.from_iterable(map(self.samples.__getitem__, one.units))
+    def part_of(self, unit: int, width: int) -> tuple[int, int]:
+        """Return the tokens (of a group at most) and the cost of a unit's part on each replica."""
+        pieces = -(-self.sizes[unit] // (width * self.part)) + len(self.samples[unit]) - 1
+        price = -(-self.prices[unit] * (100 + SHARE_OVERHEAD) // (100 * width))
+        return pieces * self.part, price
 
-    def price(self, unit: int, width: int) -> int:
-        """Return the cost of a unit's part on each of `width` replicas."""
-        if width == 1:
-            return self.prices[unit]
-        return -(-self.prices[unit] * (100 + SHARE_OVERHEAD) // (100 * width))
-
-    def size(self, unit: int, width: int) -> int:
-        """Return the tokens of a unit's part; those of a group at most."""
-        if width == 1:
-            return self.sizes[unit]
-        return (
-            -(-self.sizes[unit] // (width * self.part)) + len(self.samples[unit]) - 1
-        ) * self.part
-
-    def fewest_micro_batches(self, num_replicas: int) -> int:
-        """Return an M below which there is no plan."""
-        budget, cap = self.room
-        halves = int(np.count_nonzero((2 * self.size_array > budget) & (self.widest == 1)))
-        full = max(-(-sum(self.sizes) // budget), -(-sum(self.images) // max(1, cap)), halves)
-        return max(1, -(-full // num_replicas))
-
-    def plan(
-        self, num_replicas: int, count: int, sync: Sync, limit: int | None
-    ) -> list[list[_Bin]]:
-        """Return `bins[replica][m]`; empty where none of so many micro-batches are found."""
-        too_much = (self.price_array * num_replicas > self.total) | (self.size_array > self.room[0])
-        if sync == "microbatch" or (too_much & (self.widest > 1)).any():
-            return self.plan_by_index(num_replicas, count, sync, limit)
-        replicas = [_Bin(self.room[0] * count, self.room[1] * count) for _ in range(num_replicas)]
+    def plan(self, num_replicas: int, count: int, sync: Sync, *, limit: int) -> list[list[_Bin]]:
+        """Return `bins[replica][m]`, empty where no plan of so many micro-batches is found."""
+        is_long = (self.price_array * num_replicas > self.total) | (self.size_array > self.room[0])
+        if sync == "microbatch" or (is_long & ~self.is_whole).any():
+            return self.plan_by_index(num_replicas, count, limit)
+        room, images = self.room
+        replicas = [_Bin(room * count, images * count) for _ in range(num_replicas)]
         if self.spread(range(len(self.prices)), replicas, self.prices):
             return []
         rows = []
@@ -218,14 +185,12 @@ class _Units:
             self.use_idle(rows[-1])
         return rows if all(rows) else []
 
-    def plan_by_index(
-        self, num_replicas: int, count: int, sync: Sync, limit: int | None
-    ) -> list[list[_Bin]]:
+    def plan_by_index(self, num_replicas: int, count: int, limit: int) -> list[list[_Bin]]:
         """Return a plan whose micro-batches of one index cost the same on every replica."""
-        best: tuple[int, list[list[_Bin]], list[int]] | None = None
-        for density in _DENSITIES if count > 1 and (self.widest > 1).any() else (100,):
+        best = None
+        for density in _DENSITIES if count > 1 and not self.is_whole.all() else (100,):
             found = self.fill_costly(num_replicas, count, density, limit)
-            if found:
+            if found is not None:
                 best, limit = found, found[0]
                 if not found[1]:
                     break  # nothing is costly
@@ -239,20 +204,17 @@ class _Units:
         bins += [one for column in costly for one in column if one.width == 1]
         bins.sort(key=lambda one: one.load)  # so that equal ones meet
         rows: list[list[_Bin]] = [[] for _ in range(num_replicas)]
-        for column in costly + [[]] * (count - len(costly)):
+        for column in [*costly, *[[]] * (count - len(costly))]:
             shared = sorted((one for one in column if one.width > 1), key=lambda one: -one.width)
             places = [one for one in shared for _ in range(one.width)]  # aligned, as widest first
             for row, one in zip(rows, places, strict=False):
                 row.append(one)
-            free = rows[len(places) :]
-            if sync == "step":
-                free.sort(key=lambda row: sum(one.load for one in row))
-            for row in free:
+            for row in sorted(rows[len(places) :], key=lambda row: sum(one.load for one in row)):
                 row.append(bins.pop())
         return rows
 
     def fill_costly(
-        self, num_replicas: int, count: int, density: int, limit: int | None
+        self, num_replicas: int, count: int, density: int, limit: int
     ) -> tuple[int, list[list[_Bin]], list[int]] | None:
         """Fill, one index after the other, those that one unit makes higher than the mean.
 
@@ -273,25 +235,25 @@ class _Units:
             rest = count - len(columns)
             price, size = self.price_array[left], self.size_array[left]
             level = -(-int(price.sum()) // (num_replicas * max(1, rest)))
-            if not rest or (limit is not None and time + level * rest >= limit):
+            if not rest or time + level * rest >= limit:
                 return None
             if price[0] <= level and size.max() <= budget:
                 fits = int(size.sum()) <= num_replicas * rest * budget
                 return (time + level * rest, columns, left.tolist()) if fits else None
             held = int(np.searchsorted(size.cumsum(), num_replicas * budget, side="right"))
             dense = int(price[:held].sum()) // num_replicas * density // 100
-            whole = int(price[self.widest[left] == 1].max(initial=0))
+            whole = int(price[self.is_whole[left]].max(initial=0))
             height = max(level, min(int(price[0]), dense), whole)
             bins, free, shared = list[_Bin](), num_replicas, list[int]()
             for at in np.flatnonzero((price > height) | (size > budget)).tolist():
-                unit, width = int(left[at]), 2
-                while width < self.widest[unit] and (
-                    self.price(unit, width) > height or self.size(unit, width) > budget
-                ):
-                    width *= 2
+                unit = int(left[at])
+                parts = {width: self.part_of(unit, width) for width in self.widths}
+                fit = [k for k, (t, c) in parts.items() if t <= budget and c <= height]
+                width = min(fit, default=self.widths[-1])
                 if width <= free:
-                    room, images = budget - self.size(unit, width), self.room[1] - self.images[unit]
-                    bins.append(_Bin(room, images, width, self.price(unit, width), [unit]))
+                    tokens, load = parts[width]
+                    images = self.room[1] - self.images[unit]
+                    bins.append(_Bin(budget - tokens, images, width, load, [unit]))
                     free -= width
                     shared.append(at)
             bins += [_Bin(*self.room) for _ in range(free)]
@@ -302,17 +264,15 @@ class _Units:
             left = np.array(others, dtype=np.int64)
             columns.append(bins)
             time += max(one.load for one in bins)
-        return (time, columns, []) if limit is None or time < limit else None
+        return (time, columns, []) if time < limit else None
 
     def pack(self, units: list[int], count: int, keys: list[int]) -> list[_Bin]:
-        """Return so many bins with the units spread as evenly as room permits; empty if it does not."""
+        """Return so many bins with the units spread as evenly as possible; empty if it is not."""
         for percent in _EVEN:
             bins = [_Bin(*self.room) for _ in range(count)]
             num = len(units) * percent // 100
             small = sorted(units[num:], key=self.sizes.__getitem__, reverse=True)
             if not self.spread(units[:num], bins, keys) and not self.spread(small, bins, None):
-                for one in bins:
-                    one.load = sum(map(self.prices.__getitem__, one.units))
                 return bins
         return []
 
@@ -337,31 +297,28 @@ class _Units:
         full: list[tuple[int, int, int]] = []  # without room for the present unit
         others = []
         for unit in units:
-            size, images, cost = self.sizes[unit], self.images[unit], keys[unit] if keys else 0
+            size, images, key = self.sizes[unit], self.images[unit], keys[unit] if keys else 0
             while full and -full[0][0] >= size:
                 _, low, at = heapq.heappop(full)
                 heapq.heappush(heap, (low, at))
             apart = []
-            while heap:
+            while heap and not (height and heap[0][0] + key > 0):
                 low, at = heap[0]
                 one = bins[at]
-                if height and low + cost > 0:
-                    others.append(unit)
-                    break
-                need, more = size, cost
+                need, cost = size, self.prices[unit]
                 if one.width > 1:
-                    need, more = self.size(unit, one.width), self.price(unit, one.width)
+                    need, cost = self.part_of(unit, one.width)
                 if need > one.room:
-                    heapq.heappop(heap)
-                    heapq.heappush(full, (-one.room * one.width, low, at))
+                    heapq.heappush(full, (-one.room * one.width, *heapq.heappop(heap)))
                 elif images > one.images:
                     apart.append(heapq.heappop(heap))
                 else:
                     one.units.append(unit)
                     one.room -= need
                     one.images -= images
-                    one.load += more
-                    heapq.heapreplace(heap, (low + (cost if height else more), at))
+                    one.load += cost
+                    grown = low + (key if height or one.width == 1 else cost)
+                    heapq.heapreplace(heap, (grown, at))
                     break
             else:
                 others.append(unit)
@@ -374,9 +331,10 @@ class _Units:
         for idle in (one for one in bins if not one.units):
             costliest = max(bins, key=lambda one: (len(one.units) > 1, one.load))
             if len(costliest.units) > 1:
-                idle.units.append(costliest.units.pop())
-                idle.load = self.prices[idle.units[0]]
-                costliest.load -= self.price(idle.units[0], costliest.width)
+                unit = costliest.units.pop()
+                one = self.part_of(unit, costliest.width)[1]
+                costliest.load -= one if costliest.width > 1 else self.prices[unit]
+                idle.units, idle.load = [unit], self.prices[unit]
 
     def keep_at_home(self, rows: list[list[_Bin]], owner: list[int], sync: Sync) -> None:
         """Exchange what takes equal time on other replicas: steps, or micro-batches of an index."""
@@ -397,3 +355,24 @@ class _Units:
                 if at in bins and home in homes:
                     rows[home][part] = bins.pop(at)
                     homes.remove(home)
+
+    def named(self, rows: list[list[_Bin]], overhead: int) -> StepPlan:
+        """Return the plan with samples for units."""
+        bins = {
+            id(one): tuple(sorted(chain.from_iterable(map(self.samples.__getitem__, one.units))))
+            for row in rows
+            for one in row
+        }
+        return StepPlan(
+            num_micro_batches=len(rows[0]),
+            micro_batches=tuple(tuple(bins[id(one)] for one in row) for row in rows),
+            shares={
+                at: one.width
+                for row in rows
+                for one in row
+                if one.width > 1
+                for at in bins[id(one)]
+            },
+            loads=tuple(tuple(one.load for one in row) for row in rows),
+            overhead=overhead,
+        )
