@@ -69,7 +69,12 @@ _LIMITS = {
 
 
 def read_lengths(
-    spec: str, *, token_budget: int, tokenizer: str | None = None, seed: int = 0
+    spec: str,
+    *,
+    token_budget: int,
+    longest: int = 0,
+    tokenizer: str | None = None,
+    seed: int = 0,
 ) -> SampleLengths:
     """Return the lengths that a specification names.
 
@@ -77,13 +82,16 @@ def read_lengths(
 
     Args:
         spec: one of `FORMS`.
-        token_budget: longer samples of a data file are cut to it; elsewhere they are an error.
+        token_budget: of a micro-batch.
+        longest: longer samples of a data file are cut to it; elsewhere they are an error; 0 for
+            the token budget.
         tokenizer: folder of a tokenizer, for JSON and JSONL data files.
         seed: of the random order.
 
     Raises:
         ValueError: the specification is not understood, or what it names cannot be used.
     """
+    longest = longest or token_budget
     if tokenizer is not None and spec.startswith((_LOGNORMAL, _FILE)):
         raise ValueError(
             f"--tokenizer {tokenizer!r} would do nothing: --lengths {spec!r} has lengths, no text; "
@@ -96,12 +104,11 @@ def read_lengths(
     elif ":" in spec.split(os.sep)[0] and not os.path.exists(spec):
         raise ValueError(f"--lengths {spec!r} is not understood: expected {FORMS}")
     else:
-        found = _from_data(spec, token_budget=token_budget, tokenizer=tokenizer, seed=seed)
-    longest = int(found.values.max())
-    if longest > token_budget:
+        found = _from_data(spec, longest=longest, tokenizer=tokenizer, seed=seed)
+    if found.values.max() > longest:
         raise ValueError(
-            f"--lengths {spec!r} has a sample of {longest} tokens; the token budget is "
-            f"{token_budget}: raise --token-budget, or leave such samples out"
+            f"--lengths {spec!r} has a sample of {found.values.max()} tokens; the token budget is "
+            f"{token_budget}: raise --token-budget or --share-long, or leave such samples out"
         )
     return found
 
@@ -202,15 +209,15 @@ def _checked(found: object, spec: str) -> Integers:
     return values.astype(np.int64)
 
 
-def _from_data(path: str, *, token_budget: int, tokenizer: str | None, seed: int) -> SampleLengths:
+def _from_data(path: str, *, longest: int, tokenizer: str | None, seed: int) -> SampleLengths:
     from odb_megatron.data.preprocess import SampleRules
     from odb_megatron.data.sample import BadRecordError, Sample
     from odb_megatron.data.sources import open_source
     from odb_megatron.plan.padding import OverlongPolicy
 
     rules = SampleRules(
-        context=token_budget,
-        token_budget=token_budget,
+        context=longest,
+        token_budget=longest,
         overlong=OverlongPolicy.TRUNCATE,
     )
     source = open_source(path, rules=rules, renderer=_renderer(path, tokenizer))

@@ -12,10 +12,13 @@ from typing import Any
 
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.planner import ReplicaPlanner
+from odb_megatron.plan.records import PlanRecord, RecordTable, WindowRecord
 from odb_megatron.plan.step import StepPlan
-from odb_megatron.simulation.drive import BYTES_PER_TOKEN, observe_drawn, plan_step
 
-__all__ = ["World", "observe_drawn", "plan_step", "wire_size"]
+__all__ = ["BYTES_PER_TOKEN", "World", "observe_drawn", "plan_step", "wire_size"]
+
+BYTES_PER_TOKEN = 4
+"""Size of a token when its sample is handed to another replica (`data.sample_wire`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,3 +73,60 @@ class World:
 def wire_size(world: World, position: int) -> int:
     """Bytes of a sample when it is handed to another replica."""
     return BYTES_PER_TOKEN * world.lengths[position]
+
+
+def observe_drawn(
+    planner: ReplicaPlanner, lengths: Sequence[int], *, patches: Sequence[int] = ()
+) -> list[int]:
+    """Let a planner draw all it wants now; return the positions drawn.
+
+    Args:
+        planner: one replica's.
+        lengths: tokens of the sample at each stream position; half of them carry loss.
+        patches: its patches; empty for none.
+    """
+    drawn: list[int] = []
+    while positions := planner.draw():
+        for position in positions:
+            length = lengths[position]
+            planner.observe(
+                position,
+                num_tokens=length,
+                num_loss_tokens=length // 2,
+                num_patches=patches[position] if patches else 0,
+                num_bytes=BYTES_PER_TOKEN * length,
+            )
+        drawn += positions
+    return drawn
+
+
+def plan_step(
+    planners: Sequence[ReplicaPlanner],
+    lengths: Sequence[int],
+    *,
+    patches: Sequence[int] = (),
+    drawn: Sequence[list[int]] | None = None,
+) -> list[StepPlan]:
+    """Plan one step on all replicas.
+
+    Args:
+        planners: one per replica, in order.
+        lengths: see `observe_drawn`.
+        patches: see `observe_drawn`.
+        drawn: per replica a list that the positions it draws are appended to.
+    """
+    for replica, planner in enumerate(planners):
+        positions = observe_drawn(planner, lengths, patches=patches)
+        if drawn is not None:
+            drawn[replica] += positions
+    windows = RecordTable(WindowRecord, [p.window_record().to_bytes() for p in planners])
+    for replica, planner in enumerate(planners):
+        planner.set_target(windows)
+        positions = observe_drawn(planner, lengths, patches=patches)
+        if drawn is not None:
+            drawn[replica] += positions
+    records = RecordTable(PlanRecord, [p.plan_record().to_bytes() for p in planners])
+    lists: list[bytes] = []
+    if planners[0].wants_exchange(records):
+        lists = [planner.sample_list(records) for planner in planners]
+    return [planner.commit(records, lists) for planner in planners]
