@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
 
-__all__ = ["all_charts", "balance_chart", "lengths_chart", "micro_batch_chart", "speed_chart", "tokens_chart"]
+__all__ = [
+    "all_charts",
+    "balance_chart",
+    "lengths_chart",
+    "micro_batch_chart",
+    "speed_chart",
+    "tokens_chart",
+]
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

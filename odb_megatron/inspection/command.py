@@ -89,7 +89,13 @@ def inspect(options: argparse.Namespace) -> Findings:
     from odb_megatron.inspection.advice import advise, run_advised
     from odb_megatron.inspection.findings import Findings
     from odb_megatron.inspection.logits import LogitsMemory
-    from odb_megatron.inspection.prediction import ADVISED, ODB, fixed_batch_like, predict, simulable
+    from odb_megatron.inspection.prediction import (
+        ADVISED,
+        ODB,
+        fixed_batch_like,
+        predict,
+        simulable,
+    )
     from odb_megatron.inspection.setting import require_samples
     from odb_megatron.simulation.schedules import Stream
 

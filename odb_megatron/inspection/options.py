@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from odb_megatron.inspection.setting import TrainingSetting
     from odb_megatron.plan.cost import CostPrices
 
-__all__ = ["EXAMPLE_FLAGS", "check_outputs", "data_request", "example_data", "fill_in", "make_parser", "refuse", "training_setting"]
+__all__ = [
+    "EXAMPLE_FLAGS",
+    "check_outputs",
+    "data_request",
+    "example_data",
+    "fill_in",
+    "make_parser",
+    "refuse",
+    "training_setting",
+]
 
 _DEFAULT_SAMPLES = 100_000
 _DESCRIPTION = """\

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -17,18 +17,19 @@ import numpy.typing as npt
 
 from odb_megatron import __version__
 from odb_megatron.output_files import check_output, write_output
-from odb_megatron.simulation.lengths import SampleLengths, read_lengths
+from odb_megatron.simulation.lengths import FORMS, SampleLengths, read_lengths
 from odb_megatron.simulation.schedules import (
+    ATTENTION_SHARE,
+    FIXED_SHARE,
     MAX_BLOCK,
     POLICIES,
-    ReferenceMissingError,
+    REFERENCE,
     Schedule,
     Setting,
     Stream,
     Times,
     bound_time,
     measure,
-    reference_version,
     shares_model,
 )
 
@@ -36,12 +37,10 @@ __all__ = ["POLICY_NAMES", "compare", "main", "parse", "select_names", "simulate
 
 Figures = dict[str, Any]
 Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 BOUND, BASELINE = "bound", "standard-safe"
 POLICY_NAMES = (*POLICIES, BOUND)
 DEFAULT_COUNT, DEFAULT_FILL = 8, 0.93
-RANDOM_STEPS, MAX_ORDERS = 1000, 16
 
 
 def main(argv: Sequence[str]) -> int:
@@ -82,14 +81,10 @@ def simulate(options: argparse.Namespace) -> tuple[Figures, str]:
         ValueError: an argument cannot be used.
     """
     names = select_names(options.policy)
-    for flag in ("dp", "token_budget", "share_long"):
-        if getattr(options, flag) < 1:
-            shown = flag.replace("_", "-")
-            raise ValueError(f"--{shown} must be at least 1, got {getattr(options, flag)}")
     lengths = read_lengths(
         options.lengths,
         token_budget=options.token_budget,
-        longest=options.token_budget * min(options.share_long, options.dp, MAX_BLOCK),
+        max_share=max(1, min(options.share_long, options.dp, MAX_BLOCK)),
         tokenizer=options.tokenizer,
         seed=options.seed,
     )
@@ -97,7 +92,7 @@ def simulate(options: argparse.Namespace) -> tuple[Figures, str]:
     stream = Stream.of_epochs(
         lengths.values, epochs=options.epochs, cost=setting.cost, seed=options.seed
     )
-    policies, left_out = compare(names, stream, setting, progress=_say)
+    policies, left_out = compare(names, stream, setting)
     report = {
         "policies": policies,
         "left_out": left_out,
@@ -111,9 +106,9 @@ def simulate(options: argparse.Namespace) -> tuple[Figures, str]:
         "lengths": lengths.summary(),
         "versions": {
             "odb_megatron": __version__,
-            "online_dynamic_batching": reference_version(),
-            "numpy": np.__version__,
-            "python": platform.python_version(),
+            "online_dynamic_batching": next(
+                (found.version for found in metadata.distributions(name=REFERENCE)), None
+            ),
         },
     }
     lines = [_headline(options, setting, lengths), _table(policies)]
@@ -144,11 +139,7 @@ def select_names(text: str) -> tuple[str, ...]:
 
 
 def compare(
-    names: Sequence[str],
-    stream: Stream,
-    setting: Setting,
-    *,
-    progress: Callable[[str], None] = lambda _: None,
+    names: Sequence[str], stream: Stream, setting: Setting
 ) -> tuple[dict[str, Figures], dict[str, str]]:
     """Return the figures of each policy, and why one has none.
 
@@ -156,148 +147,81 @@ def compare(
         names: of `POLICY_NAMES`.
         stream: the samples.
         setting: what the policies have in common.
-        progress: told each name before its turn.
     """
-    schedule = POLICIES[BASELINE](stream, setting)
-    base = _parts(schedule, measure(schedule, stream, setting), stream, setting)
+    base = _rates(POLICIES[BASELINE](stream, setting), stream, setting)
     policies: dict[str, Figures] = {}
     left_out: dict[str, str] = {}
     for name in names:
-        progress(name)
         if name == BOUND:
-            policies[name] = _bound(base, stream, setting)
-            continue
-        try:
-            schedule = POLICIES[name](stream, setting)
-        except ReferenceMissingError as error:
-            left_out[name] = str(error)
-            continue
-        times = measure(schedule, stream, setting)
-        own = _parts(schedule, times, stream, setting)
-        found: dict[str, Figures | None] = {"whole": None, "steady": None}
-        for part, (span, rate, pipeline_rate) in own.items():
-            figures = _score(schedule, times, stream, setting, span=span)
-            _, base_rate, base_pipeline = base.get(part, (span, None, None))
-            figures["samples_per_s_rel"] = base_rate and rate / base_rate
-            if setting.num_stages > 1:
-                figures["pipeline_samples_per_s_rel"] = (
-                    base_pipeline and pipeline_rate / base_pipeline
-                )
-            found[part] = figures
-        policies[name] = {**(found["whole"] or {}), "steady": found["steady"]}
+            work, tokens = float(stream.costs.sum()), int(stream.lengths.sum())
+            best = work / bound_time(work=work, tokens=tokens, setting=setting)
+            found: list[Figures | None] = [
+                {"fraction_of_bound": 1.0, "samples_per_s_rel": best / own[0]} if own else None
+                for own in base
+            ]
+        else:
+            try:
+                schedule = POLICIES[name](stream, setting)
+            except ImportError as error:
+                left_out[name] = str(error)
+                continue
+            times = measure(schedule, stream, setting)
+            found = [
+                _score(schedule, times, stream, setting, span=span, base=rates)
+                for span, rates in zip(schedule.spans(stream, setting), base, strict=True)
+            ]
+        policies[name] = {**(found[0] or {}), "steady": found[1]}
     return policies, left_out
 
 
-Parts = dict[str, tuple[slice, float, float]]
-
-
-def _parts(schedule: Schedule, times: Times, stream: Stream, setting: Setting) -> Parts:
-    """Return steps, work per time and per pipeline time; of the whole run and its steady part."""
-    found = {}
-    for part, span in (
-        ("whole", slice(0, len(schedule))),
-        ("steady", schedule.steady(stream, setting)),
-    ):
-        work, step, path = (
-            float(values[span].sum()) for values in (times.work, times.step, times.pipeline)
-        )
-        if step:
-            found[part] = span, work / step, work / path
-    return found
-
-
-def _bound(base: Parts, stream: Stream, setting: Setting) -> Figures:
-    work = float(stream.costs.sum())
-    least = bound_time(work=work, tokens=int(stream.lengths.sum()), setting=setting)
-    found = {
-        part: {"fraction_of_bound": 1.0, "samples_per_s_rel": work / least / rate}
-        for part, (_, rate, _) in base.items()
-    }
-    return {**found["whole"], "steady": found.get("steady")}
+def _rates(schedule: Schedule, stream: Stream, setting: Setting) -> list[list[float]]:
+    """Return work per time and per pipeline time; of the whole run and its steady part."""
+    times = measure(schedule, stream, setting)
+    return [
+        [float(times.work[span].sum() / own[span].sum()) for own in (times.step, times.pipeline)]
+        if span.stop
+        else []
+        for span in schedule.spans(stream, setting)
+    ]
 
 
 def _score(
-    schedule: Schedule, times: Times, stream: Stream, setting: Setting, *, span: slice
-) -> Figures:
-    """Return the figures of some steps; None for what is not defined there."""
+    schedule: Schedule,
+    times: Times,
+    stream: Stream,
+    setting: Setting,
+    *,
+    span: slice,
+    base: Sequence[float],
+) -> Figures | None:
+    """Return the figures of some steps against the baseline's rates; None where there are none."""
+    if not span.stop:
+        return None
     tokens, computed = float(times.tokens[span].sum()), int(times.computed[span].sum())
-    work, time = float(times.work[span].sum()), float(times.step[span].sum())
-    samples, counts = schedule.step_samples, schedule.counts[span]
+    work, time, path = (float(own[span].sum()) for own in (times.work, times.step, times.pipeline))
+    counts = schedule.counts[span]
     num_micro_batches = int(counts.sum()) * setting.num_replicas
-    at = np.concatenate(([0], np.cumsum(samples)))
-    order = schedule.positions[_firsts(schedule)][at[span.start] : at[span.stop]]
     figures: Figures = {
         "fraction_of_bound": bound_time(work=work, tokens=tokens, setting=setting) / time,
-        "samples_per_step": float(samples[span].mean()),
-        **_composition(stream.lengths[order], samples[span], seed=setting.seed),
+        "samples_per_s_rel": work / time / base[0] if base else None,
+        "samples_per_step": float(schedule.step_samples[span].mean()),
         "balance_step": float(times.balance_step[span].mean()),
         "balance_microbatch": float(times.balance_microbatch[span].mean()),
         "fill": tokens / (num_micro_batches * setting.token_budget),
         "padding_fraction": max(0.0, 1 - tokens / computed) if computed else None,
         "over_budget": int(times.over_budget[span].sum()),
         "mean_M": float(counts.mean()),
-        "bytes_moved_per_step": float(schedule.bytes_moved[span].mean()),
+        "bytes_moved_per_step": float(times.bytes_moved[span].mean()),
         "num_steps": len(counts),
     }
     if setting.max_share > 1:
-        starts = schedule.sample_starts[schedule.micro_batch_starts]
-        parts = schedule.parts[starts[span.start] : starts[span.stop]]
-        figures["shared_fraction"] = float((1 / parts[parts > 1]).sum() / len(order))
+        figures["shared_per_step"] = float(times.shared[span].mean())
     if setting.num_stages > 1:
         needed = work + num_micro_batches * setting.cost.fixed
         busy = needed / (setting.num_replicas * setting.num_stages)
-        figures["pipeline_efficiency"] = busy / float(times.pipeline[span].sum())
+        figures["pipeline_efficiency"] = busy / path
+        figures["pipeline_samples_per_s_rel"] = work / path / base[1] if base else None
     return figures
-
-
-def _firsts(schedule: Schedule) -> Integers:
-    """Return where `positions` names a sample for the first time."""
-    if schedule.parts.max(initial=1) == 1:
-        return np.arange(len(schedule.positions), dtype=np.int64)
-    _, first = np.unique(schedule.positions, return_index=True)
-    return np.sort(first)
-
-
-def _composition(lengths: Integers, sizes: Integers, *, seed: int) -> Figures:
-    """Return how far the composition of steps is from chance.
-
-    * `ks_ratio`: mean over steps of the Kolmogorov-Smirnov distance of the step's lengths to all;
-      over that of the same samples in random order, in steps of the same sizes.
-    * `long_sample_weight`: mean of 1 / (tokens of the step) over the longest tenth of the samples,
-      relative to all; over that of random order.
-    * `mean_length_lag1`: correlation of the mean lengths of successive steps.
-
-    Args:
-        lengths: of the samples in the order of steps.
-        sizes: samples of each step; 0 where a step has none.
-        seed: of the random orders.
-    """
-    sizes = sizes[sizes > 0]
-    starts = np.concatenate(([0], np.cumsum(sizes)))
-    values, counts = np.unique(lengths, return_counts=True)
-    share = np.cumsum(counts) / len(lengths)
-    long = np.quantile(lengths, 0.9, method="lower")
-
-    def figures(order: Integers) -> tuple[float, float]:
-        ranks = np.searchsorted(values, order)
-        distances = [
-            np.abs(np.cumsum(np.bincount(part, minlength=len(values))) / len(part) - share).max()
-            for part in np.split(ranks, starts[1:-1])
-        ]
-        weights = np.repeat(1 / np.add.reduceat(order, starts[:-1]), sizes)
-        return float(np.mean(distances)), float(weights[order >= long].mean() / weights.mean())
-
-    random = np.random.default_rng([seed, 2])
-    orders = min(MAX_ORDERS, -(-RANDOM_STEPS // len(sizes)))
-    chance = np.mean([figures(random.permutation(lengths)) for _ in range(orders)], axis=0)
-    distance, weight = figures(lengths)
-    means = np.add.reduceat(lengths, starts[:-1]) / sizes
-    varies = len(means) > 3 and means[1:].std() and means[:-1].std()
-    return {
-        "ks_ratio": distance / float(chance[0]) if chance[0] else None,
-        "long_sample_weight": weight / float(chance[1]),
-        "mean_length_lag1": float(np.corrcoef(means[1:], means[:-1])[0, 1]) if varies else None,
-    }
 
 
 # --- the command -----------------------------------------------------------------------------
@@ -328,15 +252,12 @@ def _setting(options: argparse.Namespace, lengths: Integers) -> Setting:
 
 def _headline(options: argparse.Namespace, setting: Setting, lengths: SampleLengths) -> str:
     about = lengths.summary()
-    how = "" if options.global_batch_size is not None else f" (what M = {DEFAULT_COUNT} holds)"
-    cut = ""
-    if lengths.num_truncated or lengths.num_left_out:
-        cut = f", {lengths.num_truncated} cut, {lengths.num_left_out} left out"
+    how = "" if options.global_batch_size else f" (what M = {DEFAULT_COUNT} holds)"
     return (
         f"{about['num_samples']} samples, mean {about['mean']:.1f}, CV {about['cv']:.2f}, longest "
-        f"{about['max']}{cut}; {options.epochs} epoch(s); {setting.num_replicas} replicas, token "
-        f"budget {setting.token_budget}, global batch size {setting.global_batch_size}{how}, sync "
-        f"{setting.sync}"
+        f"{about['max']} ({lengths.num_truncated} cut, {lengths.num_left_out} left out); "
+        f"{options.epochs} epoch(s); {options.dp} replicas, token budget {options.token_budget}, "
+        f"global batch size {setting.global_batch_size}{how}, sync {setting.sync}"
     )
 
 
@@ -352,11 +273,8 @@ _COLUMNS = (
     ("fill", "fill", 3),
     ("padding_fraction", "pad", 3),
     ("over_budget", "over", 0),
-    ("shared_fraction", "shared", 4),
+    ("shared_per_step", "shared", 2),
     ("bytes_moved_per_step", "moved B", 0),
-    ("ks_ratio", "ks", 3),
-    ("long_sample_weight", "long w", 4),
-    ("mean_length_lag1", "lag1", 2),
 )
 
 
@@ -369,92 +287,44 @@ def _table(policies: Mapping[str, Figures]) -> str:
             found = figures if part == "whole" else figures["steady"]
             if found is not None:
                 cells = [(found.get(key), decimals) for key, _, decimals in shown]
-                rows.append(
-                    [name, part, *("-" if v is None else f"{v:.{n}f}" for v, n in cells)]
-                )
+                rows.append([name, part, *("-" if v is None else f"{v:.{n}f}" for v, n in cells)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        names = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
-        numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-        lines.append("  ".join(names + numbers).rstrip())
-    return "\n".join(lines)
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
-
-
-def _say(name: str) -> None:
-    if sys.stderr.isatty():
-        print(f"... {name}", file=sys.stderr, flush=True)
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="odb-megatron simulate",
-        description="Compare ways to form the steps of data-parallel training on the lengths of "
-        "samples alone: the planner that training runs (odb), padded and packed rivals, and the "
-        "bound. No model runs; time is a cost model's. docs/simulator.md says what each figure "
-        "means.",
+        description="Compare the planner that training runs (odb), padded and packed rivals and "
+        "the bound on the lengths of samples alone. docs/simulator.md says what figures mean.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "--lengths",
-        required=True,
-        metavar="SPEC",
-        help="lognormal:mean=500,cv=1.0,max=8192[,n=131072][,seed=0], file:PATH.npy, "
-        "file:PATH.json[#key], or a data file",
-    )
+    add("--lengths", required=True, metavar="SPEC", help=FORMS)
     add("--tokenizer", metavar="FOLDER", help="tokenizer of a JSON or JSONL data file")
     add("--dp", type=int, default=8, metavar="N", help="replicas (default 8)")
-    add(
-        "--token-budget", type=int, default=8192, metavar="B", help="per micro-batch (default 8192)"
-    )
+    add("--token-budget", type=int, default=8192, metavar="B", help="default 8192")
     add("--epochs", type=int, default=1, metavar="E", help="one stream of E epochs (default 1)")
-    add(
-        "--policy",
-        default="all",
-        metavar="P[,P...]",
-        help=f"all (default), or of {', '.join(POLICY_NAMES)}",
-    )
-    add(
-        "--sync",
-        choices=("step", "microbatch"),
-        help="where replicas wait for each other (default step; with --pp microbatch)",
-    )
-    add(
-        "--global-batch-size",
-        type=int,
-        metavar="G",
-        help=f"samples per step (default: what {DEFAULT_COUNT} micro-batches hold)",
-    )
-    add(
-        "--share-long",
-        type=int,
-        default=1,
-        metavar="K",
-        help="let up to K replicas share a sample over the budget or a replica's share (odb)",
-    )
-    add(
-        "--fixed-cost",
-        type=float,
-        default=0.05,
-        metavar="SHARE",
-        help="per-micro-batch overhead, as a share of a full one's cost (default 0.05)",
-    )
-    add(
-        "--attention-share",
-        type=float,
-        default=0.3,
-        metavar="SHARE",
-        help="of attention in the cost of a sample of mean length (default 0.3)",
-    )
+    policies = f"all (default), or of {', '.join(POLICY_NAMES)}"
+    add("--policy", default="all", metavar="P[,P...]", help=policies)
+    sync = "where replicas wait for each other (default step; with --pp microbatch)"
+    add("--sync", choices=("step", "microbatch"), help=sync)
+    batch = f"samples per step (default: what {DEFAULT_COUNT} micro-batches hold)"
+    add("--global-batch-size", type=int, metavar="G", help=batch)
+    share = "let up to K replicas share a sample over the budget or a replica's share (odb)"
+    add("--share-long", type=int, default=1, metavar="K", help=share)
+    fixed = "per-micro-batch overhead, as a share of a full one's cost (default 0.05)"
+    add("--fixed-cost", type=float, default=FIXED_SHARE, metavar="SHARE", help=fixed)
+    attention = "of attention in the cost of a sample of mean length (default 0.3)"
+    add("--attention-share", type=float, default=ATTENTION_SHARE, metavar="SHARE", help=attention)
     add("--pp", type=int, default=1, metavar="P", help="pipeline stages: adds the 1F1B figures")
     add("--vpp", type=int, default=1, metavar="V", help="virtual chunks per stage (with --pp)")
-    add("--seed", type=_whole, default=0, help="of epochs' orders and comparisons (default 0)")
+    add("--seed", type=int, default=0, help="of epochs' orders and comparisons (default 0)")
     add("--json", metavar="OUT", help="write the figures as JSON; '-' for stdout")
     return parser

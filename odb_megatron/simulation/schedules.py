@@ -9,12 +9,10 @@ from __future__ import annotations
 import importlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
-from itertools import chain, zip_longest
+from itertools import chain, repeat, zip_longest
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -26,7 +24,7 @@ from odb_megatron.plan.step_planner import StepPlan, plan_step
 
 __all__ = [
     "POLICIES",
-    "ReferenceMissingError",
+    "REFERENCE",
     "Schedule",
     "Setting",
     "Stream",
@@ -34,7 +32,6 @@ __all__ = [
     "bound_time",
     "critical_path",
     "measure",
-    "reference_version",
     "shares_model",
     "steps_like",
 ]
@@ -53,7 +50,6 @@ FORWARD_SHARE = 1 / 3
 NUM_BUCKETS = 32
 REFERENCE_BUFFER = 1024
 REFERENCE = "online-dynamic-batching"
-MAX_REPLICAS, MAX_SAMPLES = 1 << 16, 1 << 28
 
 
 # --- what is compared ------------------------------------------------------------------------
@@ -86,11 +82,13 @@ class Setting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, flag in _FLAGS.items():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{flag} must be at least 1, got {getattr(self, name)}")
-        if self.num_replicas > MAX_REPLICAS:
-            raise ValueError(f"--dp {self.num_replicas} is above {MAX_REPLICAS}: lower it")
+        for flag, value in {
+            **{"--dp": self.num_replicas, "--token-budget": self.token_budget},
+            **{"--global-batch-size": self.global_batch_size, "--share-long": self.max_share},
+            **{"--pp": self.num_stages, "--vpp": self.num_chunks},
+        }.items():
+            if value < 1:
+                raise ValueError(f"{flag} must be at least 1, got {value}")
         if self.num_chunks > 1 and self.num_stages == 1:
             raise ValueError(
                 f"--vpp {self.num_chunks} needs a pipeline: pass --pp with at least 2 stages"
@@ -107,16 +105,6 @@ class Setting:
     def samples_per_row(self) -> int:
         """Most samples of a micro-batch of which `count_multiple` per replica make a step."""
         return max(1, self.global_batch_size // (self.num_replicas * self.count_multiple))
-
-
-_FLAGS = {
-    "num_replicas": "--dp",
-    "token_budget": "--token-budget",
-    "global_batch_size": "--global-batch-size",
-    "num_stages": "--pp",
-    "num_chunks": "--vpp",
-    "max_share": "--share-long",
-}
 
 
 def shares_model(
@@ -164,11 +152,6 @@ class Stream:
         """Repeat the samples, each epoch but the first in an order of its own."""
         if epochs < 1:
             raise ValueError(f"--epochs must be at least 1, got {epochs}")
-        if epochs * len(lengths) > MAX_SAMPLES:
-            raise ValueError(
-                f"--epochs {epochs} of {len(lengths)} samples are more than the {MAX_SAMPLES} "
-                "that are simulated: lower --epochs, or give fewer lengths"
-            )
         random = np.random.default_rng([seed, 1])
         later = [lengths[random.permutation(len(lengths))] for _ in range(epochs - 1)]
         stream = np.concatenate([lengths, *later])
@@ -194,7 +177,6 @@ class Schedule:
         positions: stream positions of the samples; a shared one stands in each of its replicas.
         parts: how many replicas share each of them.
         is_padded: each sample is computed at the length of its micro-batch's longest.
-        bytes_moved: payload that replicas send each other in each step.
         ramp: samples at either end of the run that its start and end make untypical.
     """
 
@@ -203,34 +185,30 @@ class Schedule:
     sizes: Integers
     positions: Integers
     parts: Integers
-    bytes_moved: Integers
     is_padded: bool = False
     ramp: int = 0
 
     @classmethod
     def of_steps(
         cls,
-        steps: Iterable[Sequence[MicroBatches]],
+        steps: Sequence[Sequence[MicroBatches]],
         *,
-        num_replicas: int,
+        shares: Mapping[int, int] | None = None,
         is_padded: bool = False,
         ramp: int = 0,
     ) -> Schedule:
-        """Flatten `steps[step][replica][m]`, stream positions each."""
-        counts, sizes, positions = [], [], list[int]()
-        for step in steps:
-            counts.append(len(step[0]))
-            for replica in step:
-                assert len(replica) == counts[-1], "every replica runs the same M"
-                sizes += list(map(len, replica))
-                positions += chain.from_iterable(replica)
+        """Flatten `steps[step][replica][m]`, stream positions each; `shares[position]` replicas."""
+        rows = list(chain.from_iterable(steps))
+        counts = [len(step[0]) for step in steps]
+        assert all(len(row) == m for step, m in zip(steps, counts, strict=True) for row in step)
+        positions = list(chain.from_iterable(chain.from_iterable(rows)))
+        parts = [shares.get(position, 1) for position in positions] if shares else [1]
         return cls(
-            num_replicas=num_replicas,
+            num_replicas=len(steps[0]),
             counts=np.array(counts, dtype=np.int64),
-            sizes=np.array(sizes, dtype=np.int64),
+            sizes=np.array([len(batch) for row in rows for batch in row], dtype=np.int64),
             positions=np.array(positions, dtype=np.int64),
-            parts=np.ones(len(positions), dtype=np.int64),
-            bytes_moved=np.zeros(len(counts), dtype=np.int64),
+            parts=np.resize(np.array(parts, dtype=np.int64), len(positions)),
             is_padded=is_padded,
             ramp=ramp,
         )
@@ -262,21 +240,17 @@ class Schedule:
         count = int(self.counts[index])
         return [cut[at : at + count] for at in range(0, len(cut), count)]
 
-    def steady(self, stream: Stream, setting: Setting) -> slice:
-        """Return the steps without the first and last global batch, or the run's ramp."""
+    def spans(self, stream: Stream, setting: Setting) -> tuple[slice, slice]:
+        """Return all steps, and those without the first and last global batch or ramp."""
         depth, samples = max(setting.global_batch_size, self.ramp), self.step_samples
         ends = np.cumsum(samples)
         first = int(np.searchsorted(ends - samples, depth, side="left"))
         last = int(np.searchsorted(ends, len(stream) - depth, side="right"))
-        return slice(first, last) if last > first else slice(0, 0)
+        return slice(0, len(self)), slice(first, last) if last > first else slice(0, 0)
 
 
 def steps_like(
-    micro_batches: Sequence[Sequence[int]],
-    *,
-    num_replicas: int,
-    count: int,
-    multiple: int = 1,
+    micro_batches: Sequence[Sequence[int]], num_replicas: int, *, count: int, multiple: int = 1
 ) -> list[list[list[Sequence[int]]]]:
     """Assign micro-batches to steps, neighbours to the replicas of one micro-batch index.
 
@@ -313,6 +287,8 @@ class Times:
         balance_microbatch: the same per micro-batch index, weighted by its time.
         computed: tokens computed, padding included.
         over_budget: micro-batches that compute more tokens than the budget.
+        shared: samples that several replicas share.
+        bytes_moved: payload of samples trained elsewhere than on the replica that reads them.
         costs: each micro-batch's, overhead included [micro-batches].
     """
 
@@ -324,6 +300,8 @@ class Times:
     balance_microbatch: Floats
     computed: Integers
     over_budget: Integers
+    shared: Floats
+    bytes_moved: Integers
     costs: Floats
 
 
@@ -352,11 +330,13 @@ def measure(schedule: Schedule, stream: Stream, setting: Setting) -> Times:
         balances.append(per_replica.mean() / slowest if slowest else 1.0)
         aligned.append(part.mean(axis=0).sum() / highest if highest else 1.0)
         if setting.num_stages > 1:
-            path = critical_path(
-                part, num_stages=setting.num_stages, num_chunks=setting.num_chunks
-            )
+            path = critical_path(part, num_stages=setting.num_stages, num_chunks=setting.num_chunks)
             pipelines.append(path.max())
     step_starts = starts[bounds]
+    replicas = np.arange(schedule.num_replicas)
+    trained_by = np.concatenate([np.repeat(replicas, count) for count in schedule.counts])
+    read_by = schedule.positions % setting.global_batch_size % setting.num_replicas
+    moves = (np.repeat(trained_by, schedule.sizes) != read_by) & (not schedule.is_padded)
     return Times(
         work=_sums(own / parts, step_starts),
         tokens=_sums(lengths / parts, step_starts),
@@ -366,6 +346,8 @@ def measure(schedule: Schedule, stream: Stream, setting: Setting) -> Times:
         balance_microbatch=np.array(aligned),
         computed=_sums(computed, bounds),
         over_budget=_sums((computed > setting.token_budget).astype(np.int64), bounds),
+        shared=_sums(is_shared / parts, step_starts),
+        bytes_moved=_sums(BYTES_PER_TOKEN * -(-lengths // parts) * moves, step_starts),
         costs=spent,
     )
 
@@ -434,9 +416,7 @@ def _needs(stage: int, task: Pass, num_stages: int, num_chunks: int) -> tuple[in
 
 
 @lru_cache(maxsize=256)
-def _evaluation_order(
-    num_stages: int, num_chunks: int, count: int
-) -> tuple[tuple[int, Pass], ...]:
+def _evaluation_order(num_stages: int, num_chunks: int, count: int) -> tuple[tuple[int, Pass], ...]:
     """Return all passes so that each comes after what it needs."""
     left = [_stage_order(s, num_stages, num_chunks, count)[::-1] for s in range(num_stages)]
     found: list[tuple[int, Pass]] = []
@@ -463,73 +443,40 @@ def odb(stream: Stream, setting: Setting) -> Schedule:
     Replicas plan in blocks of at most `MAX_BLOCK`; each has read every `num_replicas`-th sample.
     The largest M of the blocks counts, and those below plan again.
     """
-    num = setting.num_replicas
-    bounds = np.linspace(0, num, -(-num // MAX_BLOCK) + 1).astype(np.int64)
-    counts, sizes, positions, parts, moved = [], [], list[int](), list[int](), []
-    for start in range(0, len(stream), setting.global_batch_size):
-        batch = np.arange(start, min(start + setting.global_batch_size, len(stream)))
-        readers = (batch - start) % num
-        tables = [
-            batch[(readers >= first) & (readers < last) & (stream.lengths[batch] > 0)]
-            for first, last in zip(bounds, bounds[1:], strict=False)
-        ]
-        owners = [(table - start) % num - first for table, first in zip(tables, bounds, strict=False)]
-        plans = _plan_blocks(tables, owners, np.diff(bounds).tolist(), stream, setting)
-        counts.append(plans[0].num_micro_batches)
-        moved.append(0)
-        for table, owner, plan in zip(tables, owners, plans, strict=True):
-            names, readers_of = table.tolist(), owner.tolist()
-            for replica, micro_batches in enumerate(plan.micro_batches):
-                for micro_batch in micro_batches:
-                    sizes.append(len(micro_batch))
-                    for index in micro_batch:
-                        share = plan.shares.get(index, 1)
-                        positions.append(names[index])
-                        parts.append(share)
-                        if readers_of[index] != replica:
-                            length = int(stream.lengths[names[index]])
-                            moved[-1] += BYTES_PER_TOKEN * -(-length // share)
-    return Schedule(
-        num_replicas=num,
-        counts=np.array(counts, dtype=np.int64),
-        sizes=np.array(sizes, dtype=np.int64),
-        positions=np.array(positions, dtype=np.int64),
-        parts=np.array(parts, dtype=np.int64),
-        bytes_moved=np.array(moved, dtype=np.int64),
-    )
+    num, batch_size = setting.num_replicas, setting.global_batch_size
+    blocks = np.array_split(np.arange(num), -(-num // MAX_BLOCK))
+    steps, shares = [], dict[int, int]()
 
-
-def _plan_blocks(
-    tables: Sequence[Integers],
-    owners: Sequence[Integers],
-    sizes: Sequence[int],
-    stream: Stream,
-    setting: Setting,
-) -> list[StepPlan]:
-    def plan(block: int, least: int) -> StepPlan:
-        lengths = stream.lengths[tables[block]]
-        share = min(setting.max_share, 1 << (sizes[block].bit_length() - 1))
+    def plan(table: Integers, block: Integers, least: int) -> StepPlan:
+        lengths = stream.lengths[table]
+        share = min(setting.max_share, 1 << (len(block).bit_length() - 1))
         return plan_step(
             lengths,
-            num_replicas=sizes[block],
+            num_replicas=len(block),
             token_budget=setting.token_budget,
             sync=setting.sync,
             cost=setting.cost,
             count_multiple=setting.count_multiple,
             min_micro_batches=least,
             max_share=share,
-            owner=owners[block],
+            owner=table % batch_size % num - block[0],
             solo=lengths > setting.token_budget if share == 1 else None,
         )
 
-    plans = [plan(block, 1) for block in range(len(tables))]
-    count = max(found.num_micro_batches for found in plans)
-    plans = [
-        found if found.num_micro_batches == count else plan(block, count)
-        for block, found in enumerate(plans)
-    ]
-    assert {found.num_micro_batches for found in plans} == {count}
-    return plans
+    for start in range(0, len(stream), batch_size):
+        batch = np.arange(start, min(start + batch_size, len(stream)))
+        batch = batch[stream.lengths[batch] > 0]
+        tables = [batch[np.isin(batch % batch_size % num, block)] for block in blocks]
+        plans = list(map(plan, tables, blocks, [1] * len(blocks)))
+        count = max(found.num_micro_batches for found in plans)
+        step: list[MicroBatches] = []
+        for table, block, found in zip(tables, blocks, plans, strict=True):
+            own = found if found.num_micro_batches == count else plan(table, block, count)
+            names = table.tolist()
+            step += [[[names[i] for i in batch] for batch in row] for row in own.micro_batches]
+            shares |= {names[index]: share for index, share in own.shares.items()}
+        steps.append(step)
+    return Schedule.of_steps(steps, shares=shares)
 
 
 def dp_balanced(stream: Stream, setting: Setting) -> Schedule:
@@ -561,16 +508,15 @@ def _next_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 def _first_fit_decreasing(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     bins: list[list[int]] = []
-    rooms = np.zeros(max(1, len(lengths)), dtype=np.int64)
+    rooms = np.zeros(len(lengths), dtype=np.int64)
     for slot in sorted(range(len(lengths)), key=lambda slot: -lengths[slot]):
-        length = lengths[slot]
-        at = int((rooms[: len(bins)] >= length).argmax()) if bins else 0
-        if not bins or rooms[at] < length:
-            at = len(bins)
+        fits = np.flatnonzero(rooms[: len(bins)] >= lengths[slot])
+        at = int(fits[0]) if len(fits) else len(bins)
+        if at == len(bins):
             bins.append([])
             rooms[at] = token_budget
         bins[at].append(slot)
-        rooms[at] -= length
+        rooms[at] -= lengths[slot]
     return bins
 
 
@@ -599,8 +545,8 @@ def _per_global_batch(
         bins = _to_multiple(pack(batch[filled].tolist(), setting.token_budget), multiple)
         bins = bins or [[] for _ in range(multiple)]
         positions = [(start + filled[slots]).tolist() if slots else [] for slots in bins]
-        steps += steps_like(positions, num_replicas=num, count=len(bins) // num)
-    return Schedule.of_steps(steps, num_replicas=num)
+        steps += steps_like(positions, num, count=len(bins) // num)
+    return Schedule.of_steps(steps)
 
 
 def standard_safe(stream: Stream, setting: Setting) -> Schedule:
@@ -608,35 +554,17 @@ def standard_safe(stream: Stream, setting: Setting) -> Schedule:
 
     Of the sizes that fit the fastest is taken; a step is no larger than the global batch size.
     """
-    most = max(1, setting.token_budget // int(stream.lengths.max()))
-    sizes = {_even_size(size, setting) for size in (most, *_powers_to(most))}
-    return min(
-        (_fixed_batches(stream, setting, size=size) for size in sorted(sizes)),
-        key=lambda schedule: float(measure(schedule, stream, setting).pipeline.sum()),
-    )
-
-
-def _powers_to(most: int) -> list[int]:
-    return [1 << bits for bits in range(most.bit_length())]
-
-
-def _even_size(size: int, setting: Setting) -> int:
-    """Return a size, no larger, of which whole multiples come nearest to a replica's share."""
-    share = setting.samples_per_row
-    size = min(size, share)
-    even = share // -(-share // size)
-    return even if share // even * even > share // size * size else size
-
-
-def _fixed_batches(stream: Stream, setting: Setting, *, size: int) -> Schedule:
-    batches = [range(at, min(at + size, len(stream))) for at in range(0, len(stream), size)]
-    steps = steps_like(
-        batches,
-        num_replicas=setting.num_replicas,
-        count=setting.samples_per_row // size * setting.count_multiple,
-        multiple=setting.count_multiple,
-    )
-    return Schedule.of_steps(steps, num_replicas=setting.num_replicas, is_padded=True)
+    share, multiple = setting.samples_per_row, setting.count_multiple
+    most = min(share, max(1, setting.token_budget // int(stream.lengths.max())))
+    found = []
+    for size in (most, *(1 << bits for bits in range(most.bit_length()))):
+        even = share // -(-share // size)  # equal parts of a replica's share, where that is nearer
+        size = even if share // even * even > share // size * size else size
+        batches = [range(at, min(at + size, len(stream))) for at in range(0, len(stream), size)]
+        count = share // size * multiple
+        steps = steps_like(batches, setting.num_replicas, count=count, multiple=multiple)
+        found.append(Schedule.of_steps(steps, is_padded=True))
+    return min(found, key=lambda schedule: measure(schedule, stream, setting).pipeline.sum())
 
 
 def sorted_buckets(stream: Stream, setting: Setting) -> Schedule:
@@ -649,19 +577,19 @@ def sorted_buckets(stream: Stream, setting: Setting) -> Schedule:
     """
     num, num_samples = setting.num_replicas, int(np.count_nonzero(stream.lengths))
     share, multiple = setting.samples_per_row, setting.count_multiple
-    dealt = _bucketed(stream, setting, most=num_samples)
-    parts = max(1, math.ceil(share * len(dealt) / num_samples))
-    best = None
-    for batches in (dealt, _bucketed(stream, setting, most=max(1, share // parts))):
-        # A step has on average at most 5 % more samples than the global batch size.
+    whole = _bucketed(stream, setting, most=num_samples)
+    parts = max(1, math.ceil(share * len(whole) / num_samples))
+
+    def fit(batches: list[list[int]]) -> tuple[float, int]:
+        """Return how near to the global batch size steps come, 5 % above it at most, and M."""
         rows = max(1, math.floor(1.05 * share * len(batches) / num_samples))
         ratio = rows * num_samples / len(batches) / share
-        nearness = min(ratio, 1 / ratio)
-        if best is None or nearness > best[0]:
-            best = nearness, batches, rows * multiple
-    assert best is not None
-    steps = steps_like(best[1], num_replicas=num, count=best[2], multiple=multiple)
-    return Schedule.of_steps(steps, num_replicas=num, is_padded=True)
+        return min(ratio, 1 / ratio), rows * multiple
+
+    cut = _bucketed(stream, setting, most=max(1, share // parts))
+    dealt = max((whole, cut), key=lambda batches: fit(batches)[0])
+    steps = steps_like(dealt, num, count=fit(dealt)[1], multiple=multiple)
+    return Schedule.of_steps(steps, is_padded=True)
 
 
 def _bucketed(stream: Stream, setting: Setting, *, most: int) -> list[list[int]]:
@@ -692,18 +620,6 @@ def _bucketed(stream: Stream, setting: Setting, *, most: int) -> list[list[int]]
 # --- the reference package -------------------------------------------------------------------
 
 
-class ReferenceMissingError(RuntimeError):
-    """The reference package cannot be imported."""
-
-
-def reference_version() -> str | None:
-    """Return the installed version of `online-dynamic-batching`, None without it."""
-    try:
-        return version(REFERENCE)
-    except PackageNotFoundError:
-        return None
-
-
 def odb_reference(stream: Stream, setting: Setting) -> Schedule:
     """Return the groups of the package `online-dynamic-batching`: join mode, its defaults.
 
@@ -713,23 +629,28 @@ def odb_reference(stream: Stream, setting: Setting) -> Schedule:
     global batch size most nearly. A replica that ends early idles.
 
     Raises:
-        ReferenceMissingError: with the command that installs it.
+        ImportError: the package is missing; with the command that installs it.
     """
     try:
         collate, grouping = (importlib.import_module(f"odb.{n}") for n in ("collate", "grouping"))
     except ImportError as error:
-        raise ReferenceMissingError(
-            f"not importable ({error}): pip install {REFERENCE}==0.1.2"
-        ) from error
+        raise ImportError(f"not importable ({error}): pip install {REFERENCE}==0.1.2") from error
     num = setting.num_replicas
     groups: list[list[list[int]]] = [[] for _ in range(num)]
 
     def run(replica: int) -> None:
         shard = range(replica, len(stream), num)
-        items = zip(shard, stream.lengths[replica::num].tolist(), strict=True)
+        pairs = [(position, int(stream.lengths[position])) for position in shard]
+        samples = ([{"input_ids": (0,) * num, "position": at}] for at, num in pairs if num)
+        items = chain(enumerate(samples), repeat((len(pairs), None)))
+
+        def put(item: tuple[int, Any], timeout: float | None = None) -> None:
+            if isinstance(item[1], dict):  # else an idle slot
+                groups[replica].append(item[1]["positions"])
+
         collate.collate_loop_odb(
-            _ShardQueue([item for item in items if item[1]]),
-            _GroupQueue(groups[replica]),
+            SimpleNamespace(get=lambda timeout=None: next(items)),
+            SimpleNamespace(put=put),
             lambda batch: {"positions": [sample["position"] for sample in batch]},
             REFERENCE_BUFFER,
             setting.token_budget,
@@ -737,126 +658,62 @@ def odb_reference(stream: Stream, setting: Setting) -> Schedule:
             join_mode=True,
         )
 
-    with _in_process(_World(num), collate, grouping) as world:
-        world.run(run)
+    _run_in_threads(run, num, collate, grouping)
     dealt: list[list[int]] = [group or [] for row in zip_longest(*groups) for group in row]
     mean = max(1.0, sum(map(len, dealt)) / max(1, sum(map(len, groups))))
-    rows = round(setting.global_batch_size / (num * mean * setting.count_multiple))
-    steps = steps_like(
-        dealt,
-        num_replicas=num,
-        count=max(1, rows) * setting.count_multiple,
-        multiple=setting.count_multiple,
+    multiple = setting.count_multiple
+    rows = max(1, round(setting.global_batch_size / (num * mean * multiple)))
+    steps = steps_like(dealt, num, count=rows * multiple, multiple=multiple)
+    return Schedule.of_steps(steps, is_padded=True, ramp=REFERENCE_BUFFER * num)
+
+
+def _run_in_threads(run: Callable[[int], None], num: int, *modules: Any) -> None:
+    """Call `run(rank)` in N threads, which the package's modules see as N ranks; then undo all."""
+    barrier, own = threading.Barrier(num), threading.local()
+    slots: list[Any] = [None] * num
+    errors: list[BaseException] = []
+
+    def gather(output: Any, value: Any, *, group: object = None) -> None:
+        slots[own.rank] = value
+        barrier.wait()
+        for rank, part in enumerate(output.view(num, -1)):
+            part.copy_(slots[rank])
+        barrier.wait()
+
+    def guard(rank: int) -> None:
+        own.rank = rank
+        try:
+            run(rank)
+        except BaseException as error:  # a broken barrier is another rank's, which comes first
+            errors.append(error)
+            barrier.abort()
+
+    dist: SimpleNamespace = SimpleNamespace(
+        distributed_c10d=SimpleNamespace(),
+        is_initialized=lambda: True,
+        new_group=lambda **_: dist,
+        destroy_process_group=lambda group: None,
+        get_world_size=lambda group=None: num,
+        get_rank=lambda group=None: own.rank,
+        all_gather_into_tensor=gather,
     )
-    return Schedule.of_steps(
-        steps, num_replicas=num, is_padded=True, ramp=REFERENCE_BUFFER * num
-    )
-
-
-class _Ids(list[int]):
-    """Token ids of which only the number matters, so that none are stored."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-
-class _ShardQueue:
-    """What workers would put into the collate process's queue: one sample at a time, then None."""
-
-    def __init__(self, items: list[tuple[int, int]]) -> None:
-        self._items = enumerate(items)
-        self._num = len(items)
-
-    def get(self, timeout: float | None = None) -> tuple[int, list[dict[str, Any]] | None]:
-        for index, (position, length) in self._items:
-            return index, [{"input_ids": _Ids(length), "position": position}]
-        return self._num, None
-
-
-class _GroupQueue:
-    """Takes what the collate process would send to the trainer; idle slots are dropped."""
-
-    def __init__(self, groups: list[list[int]]) -> None:
-        self._groups = groups
-
-    def put(self, item: tuple[int, Any], timeout: float | None = None) -> None:
-        if isinstance(item[1], dict):
-            self._groups.append(item[1]["positions"])
-
-
-class _World:
-    """N threads in place of N ranks, as the `torch.distributed` that the package sees."""
-
-    distributed_c10d = SimpleNamespace()
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num = num_ranks
-        self._barrier = threading.Barrier(num_ranks)
-        self._own = threading.local()
-        self._slots: list[Any] = [None] * num_ranks
-        self._errors: list[BaseException] = []
-
-    def run(self, work: Callable[[int], None]) -> None:
-        threads = [threading.Thread(target=self._guard, args=(work, r)) for r in range(self._num)]
+    torch, before = modules[0].torch, [module.dist for module in modules]
+    num_threads, sharing = torch.get_num_threads(), torch.multiprocessing.get_sharing_strategy()
+    try:
+        for module in modules:
+            module.dist = dist
+        threads = [threading.Thread(target=guard, args=(rank,)) for rank in range(num)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if self._errors:
-            raise self._errors[0]
-
-    def _guard(self, work: Callable[[int], None], rank: int) -> None:
-        self._own.rank = rank
-        try:
-            work(rank)
-        except threading.BrokenBarrierError:
-            pass  # another rank's error is the one to show
-        except BaseException as error:
-            self._errors.append(error)
-            self._barrier.abort()
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def new_group(self, **_: object) -> _World:
-        return self
-
-    def destroy_process_group(self, group: object) -> None:
-        return None
-
-    def get_world_size(self, group: object = None) -> int:
-        return self._num
-
-    def get_rank(self, group: object = None) -> int:
-        rank: int = self._own.rank
-        return rank
-
-    def all_gather_into_tensor(self, output: Any, value: Any, *, group: object = None) -> None:
-        self._slots[self._own.rank] = value
-        self._barrier.wait()
-        for rank, part in enumerate(output.view(self._num, -1)):
-            part.copy_(self._slots[rank])
-        self._barrier.wait()
-
-
-@contextmanager
-def _in_process(world: _World, *modules: Any) -> Iterator[_World]:
-    """Let the package's modules talk to threads; undo all they change in this process."""
-    torch, before = modules[0].torch, [module.dist for module in modules]
-    threads, sharing = torch.get_num_threads(), torch.multiprocessing.get_sharing_strategy()
-    for module in modules:
-        module.dist = world
-    try:
-        yield world
     finally:
-        for module, dist in zip(modules, before, strict=True):
-            module.dist = dist
-        torch.set_num_threads(threads)
+        for module, old in zip(modules, before, strict=True):
+            module.dist = old
+        torch.set_num_threads(num_threads)
         torch.multiprocessing.set_sharing_strategy(sharing)
+    if errors:
+        raise errors[0]
 
 
 POLICIES: dict[str, Callable[[Stream, Setting], Schedule]] = {
