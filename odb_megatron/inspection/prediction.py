@@ -111,7 +111,7 @@ def run_method(name: str, stream: Stream, setting: Setting, *, label: str = "") 
         num_steps=len(schedule),
         over_budget=int(times.over_budget.sum()),
         rate=float(times.work.sum()) / (float(spent.sum()) * setting.num_replicas),
-        bytes_moved_per_step=float(schedule.bytes_moved.mean()),
+        bytes_moved_per_step=float(times.bytes_moved.mean()),
     )
     return Run(method=method, schedule=schedule, times=times, stream=stream, setting=setting)
 
