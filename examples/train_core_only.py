@@ -195,7 +195,7 @@ def build_data(args: argparse.Namespace, config: OdbConfig, renderer: ChatRender
             renderer=renderer,
         ),
         num_samples=[args.train_samples, 0, 0],
-        is_built_on_rank=lambda: place.is_leader,
+        is_built_on_rank=lambda: place.is_source,
     )
     exchange = control_group(args, name="train", has_payloads=True)
 

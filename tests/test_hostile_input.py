@@ -29,7 +29,7 @@ from odb_megatron.data.chat_template import CHATML_TEMPLATE, ChatRenderer, ChatT
 from odb_megatron.data.index_check import check_index
 from odb_megatron.data.json_records import JsonRecords
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules, check_ids
-from odb_megatron.data.sample import BadRecordError, DataFileError, Hole, Sample
+from odb_megatron.data.sample import BadRecordError, DataFileError, Skipped, Sample
 from odb_megatron.data.sample_wire import SampleWireError, decode_sample, encode_sample
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.sources import ChatSource, MapSource
@@ -99,7 +99,7 @@ def test_a_line_of_100_mb_is_never_loaded(tmp_path: Path, folder: Path) -> None:
             records[1]
         rules = SampleRules(context=64, token_budget=64, bad_record=BadRecordPolicy.SKIP)
         source = ChatSource(str(path), rules=rules, renderer=renderer)
-        assert isinstance(source.sample(1, source=0), Hole)
+        assert isinstance(source.sample(1, source=0), Skipped)
         assert isinstance(source.sample(2, source=0), Sample)
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from image_samples import image_sample
 from test_step_wire import TOTALS
 
-from odb_megatron.comm.delivery import ReplicaGroup
 from odb_megatron.data.context_parallel import slice_micro_batch
 from odb_megatron.data.finished_step import FinishedStep, StepHeader
 from odb_megatron.data.held_samples import HeldSamples
@@ -38,7 +37,6 @@ from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
 from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.padding import SizeRule
 from odb_megatron.plan.policy import PolicyName
-from odb_megatron.testing.gloo import run_replicas
 
 SIDES = st.sampled_from([2, 4, 6])
 LAYOUTS = st.lists(
@@ -204,30 +202,3 @@ def test_context_parallelism_is_refused() -> None:
 def test_a_sample_without_images_is_as_before() -> None:
     sample = Sample(tokens=np.arange(3), labels=np.arange(3), loss_mask=np.ones(3, np.float32))
     assert len(encode_sample(sample)) == 32 + 24 + 1
-
-
-def _attachments(rank: int) -> list[Any]:
-    group = ReplicaGroup(
-        [0, 1, 2], payload_ranks=[0, 2], name="train", timeout_s=60, attachment_ranks=[0, 1]
-    )
-    seen: list[Any] = [group.has_payload, group.has_attachment]
-    group.header(b"step" if rank == 0 else None)
-    if group.has_payload:
-        buffer = np.full(5, 7 if rank == 0 else 0, dtype=np.uint8)
-        seen.append(group.payload(buffer).tolist())
-    if group.has_attachment:
-        buffer = np.full(3, 9 if rank == 0 else 0, dtype=np.uint8)
-        seen.append(group.attachment(buffer).tolist())
-    return [*seen, group.num_collectives]
-
-
-def test_attachments_go_to_their_ranks_alone() -> None:
-    leader, first, last = run_replicas(_attachments, 3, timeout_s=240)
-    assert leader == [True, True, [7] * 5, [9] * 3, 3]
-    assert first == [False, True, [9] * 3, 2]
-    assert last == [True, False, [7] * 5, 2]
-
-
-def test_attachment_ranks_are_of_the_replica() -> None:
-    with pytest.raises(ValueError, match=r"attachment ranks \[1\] must begin with the leader 0"):
-        ReplicaGroup([0, 1], payload_ranks=[0], name="t", timeout_s=1, attachment_ranks=[1])

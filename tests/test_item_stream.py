@@ -129,8 +129,8 @@ def worlds(draw: st.DrawFn) -> tuple[MakeLines, int, PlanConfig]:
     rng = random.Random(draw(st.integers(0, 2**32)))
     owners = [owner for owner, size in enumerate(sizes) for _ in range(size)]
     rng.shuffle(owners)
-    holes = draw(st.sampled_from([0.0, 0.3]))
-    lengths = [0 if rng.random() < holes else rng.randint(1, BUDGET + 6) for _ in owners]
+    skipped = draw(st.sampled_from([0.0, 0.3]))
+    lengths = [0 if rng.random() < skipped else rng.randint(1, BUDGET + 6) for _ in owners]
     share = draw(st.integers(1, 4))
     config = _config(
         policy=draw(st.sampled_from(PolicyName)),

@@ -17,7 +17,7 @@ from odb_megatron.comm.watchdog import PEER_LOST, OnPeerFailure, Watchdog
 WAIT_S = 20.0
 
 
-class FakeLifeline:
+class FakeHeartbeat:
     who = "rank 0"
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Ended:
 
 
 def _watch(
-    lifeline: FakeLifeline,
+    heartbeat: FakeHeartbeat,
     *,
     action: OnPeerFailure = OnPeerFailure.EXIT,
     grace_s: float = 0.05,
@@ -69,7 +69,7 @@ def _watch(
     longest_save_s: float = 3600.0,
 ) -> Watchdog:
     return Watchdog(
-        cast(Any, lifeline),
+        cast(Any, heartbeat),
         action=action,
         grace_s=grace_s,
         is_saving=is_saving,
@@ -84,10 +84,10 @@ def _thread() -> threading.Thread:
 def test_a_process_that_does_not_end_by_itself_is_ended(
     ended: Ended, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lifeline = FakeLifeline()
-    _watch(lifeline)
+    heartbeat = FakeHeartbeat()
+    _watch(heartbeat)
     assert not ended.event.wait(0.1)  # nothing has happened
-    lifeline.lose("rank 1 is gone")
+    heartbeat.lose("rank 1 is gone")
     assert ended.event.wait(WAIT_S)
     assert ended.codes == [PEER_LOST]
     assert ended.reasons == ["rank 1 is gone"]
@@ -97,27 +97,27 @@ def test_a_process_that_does_not_end_by_itself_is_ended(
 
 
 def test_a_checkpoint_is_waited_for(ended: Ended) -> None:
-    lifeline, saving = FakeLifeline(), threading.Event()
+    heartbeat, saving = FakeHeartbeat(), threading.Event()
     saving.set()
-    _watch(lifeline, is_saving=saving.is_set)
-    lifeline.lose("rank 1 is gone")
+    _watch(heartbeat, is_saving=saving.is_set)
+    heartbeat.lose("rank 1 is gone")
     assert not ended.event.wait(0.3)
     saving.clear()
     assert ended.event.wait(WAIT_S)
 
 
 def test_a_checkpoint_that_never_ends_is_not_waited_for_for_ever(ended: Ended) -> None:
-    lifeline = FakeLifeline()
-    _watch(lifeline, is_saving=lambda: True, longest_save_s=0.1)
-    lifeline.lose("rank 1 is gone")
+    heartbeat = FakeHeartbeat()
+    _watch(heartbeat, is_saving=lambda: True, longest_save_s=0.1)
+    heartbeat.lose("rank 1 is gone")
     assert ended.event.wait(WAIT_S)
 
 
 def test_reporting_alone(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
-    lifeline = FakeLifeline()
-    _watch(lifeline, action=OnPeerFailure.REPORT)
+    heartbeat = FakeHeartbeat()
+    _watch(heartbeat, action=OnPeerFailure.REPORT)
     thread = _thread()
-    lifeline.lose("rank 1 is gone")
+    heartbeat.lose("rank 1 is gone")
     thread.join(WAIT_S)
     assert not thread.is_alive()
     assert ended.codes == []
@@ -127,10 +127,10 @@ def test_reporting_alone(ended: Ended, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_a_run_that_has_ended(ended: Ended, is_gone: bool) -> None:
     """It is left alone, unless a peer is gone: its end may hang then."""
-    lifeline = FakeLifeline()
-    watchdog = _watch(lifeline, grace_s=0.2)
+    heartbeat = FakeHeartbeat()
+    watchdog = _watch(heartbeat, grace_s=0.2)
     thread = _thread()
-    lifeline.lose("rank 1 is no more", is_gone=is_gone)
+    heartbeat.lose("rank 1 is no more", is_gone=is_gone)
     watchdog.stop()
     thread.join(WAIT_S)
     assert ended.codes == ([PEER_LOST] if is_gone else [])
@@ -138,7 +138,7 @@ def test_a_run_that_has_ended(ended: Ended, is_gone: bool) -> None:
 
 
 def test_a_run_without_a_loss_ends_its_watchdog(ended: Ended) -> None:
-    watchdog = _watch(FakeLifeline())
+    watchdog = _watch(FakeHeartbeat())
     thread = _thread()
     watchdog.stop()
     thread.join(WAIT_S)

@@ -1,61 +1,53 @@
-"""Delivery inside a replica: the leader's bytes to its other ranks, over the CPU.
+"""Inside a replica: the source rank's bytes to its other ranks, over the CPU.
 
-Must not know what the bytes mean. Per step two broadcasts, however many micro-batches it has: a
-header to every rank of the replica, and a payload to those that use it; some steps have a second
-payload, the attachment, for fewer ranks.
+Per step two broadcasts, however many micro-batches it has: a header to every rank of the replica,
+and a payload to those that use it; steps with images have a second payload, the attachment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
-import torch
 import torch.distributed as dist
 
-from odb_megatron.comm.control import why_failed
-from odb_megatron.comm.gloo_group import GlooGroup, numbered
+from odb_megatron.comm.gloo_group import Bytes, Channel, ControlError, GlooGroup, numbered
 
 if TYPE_CHECKING:
-    from odb_megatron.comm.patience import Patience
+    from odb_megatron.comm.deadline import Deadline
 
-__all__ = ["DeliveryError", "ReplicaGroup"]
-
-Bytes = npt.NDArray[np.uint8]
+__all__ = ["ControlError", "ReplicaGroup", "differences"]
 
 _LENGTH_BYTES = 8
 _FIRST_CAPACITY = 4096
-"""Bytes of a header broadcast at first. It grows on all ranks to hold twice the last header: only
-one of more than twice the size of all before it needs a second broadcast."""
-
-_MOST_BYTES = 1 << 28
+_MAX_BYTES = 1 << 28
 """Largest header that is taken: some ten million samples in a step."""
 
 
-class DeliveryError(RuntimeError):
-    """A broadcast inside the replica did not complete: a rank is gone or stuck."""
+class ReplicaGroup(Channel):
+    """One loader's channel from the source rank of a replica to its other ranks.
 
-
-class ReplicaGroup:
-    """One loader's channel from the leader of a replica to its other ranks.
-
-    Every rank of the replica must call the constructor, in the same order for each loader; ranks of
-    other replicas need not (they make their own).
+    Every rank of the replica makes one, in the same order for each loader. All methods raise
+    ControlError where a rank is gone or did not come in time.
 
     Args:
-        ranks: global ranks of the replica, the leader first.
-        payload_ranks: those that get payloads, the leader first; a subset of `ranks`.
-        name: shown in errors, such as "train".
+        ranks: global ranks of the replica, the source rank first.
+        payload_ranks: those that get payloads, the source rank first; a subset of `ranks`.
+        name: the loader's, such as "train".
         timeout_s: seconds a broadcast may take.
-        patience: see `ControlGroup`.
-        attachment_ranks: those that get attachments, the leader first; a subset of `ranks`.
+        deadline: see `SourceGroup`.
+        attachment_ranks: those that get attachments, the source rank first; a subset of `ranks`.
 
     Attributes:
-        num_collectives: broadcasts this rank has taken part in.
-        num_bytes: bytes it has sent (leader) or received by broadcast.
-        num_reports: point-to-point transfers of `report` it has taken part in.
+        is_source: whether this rank sends.
+        has_payload: whether it takes part in broadcasts of payloads.
+        has_attachment: whether it takes part in broadcasts of attachments.
+        num_collectives: broadcasts that it has taken part in.
+        num_bytes: bytes that it has sent (source rank) or received by them.
+        num_reports: `report`s that it has taken part in.
     """
 
     def __init__(
@@ -65,87 +57,48 @@ class ReplicaGroup:
         payload_ranks: Sequence[int],
         name: str,
         timeout_s: float,
-        patience: Patience | None = None,
+        deadline: Deadline | None = None,
         attachment_ranks: Sequence[int] = (),
     ) -> None:
-        self._patience = patience
-        for what, chosen in (("payload", payload_ranks), ("attachment", attachment_ranks)):
-            if len(chosen) and (chosen[0] != ranks[0] or not set(chosen) <= set(ranks)):
-                raise ValueError(
-                    f"{what} ranks {list(chosen)} must begin with the leader {ranks[0]} and be "
-                    f"ranks of the replica {list(ranks)}"
-                )
-        self._ranks, self._name, self._timeout_s = list(ranks), name, timeout_s
-        self._leader = ranks[0]
-        self._rank = dist.get_rank()
-        self._has_payload = self._rank in payload_ranks
+        for chosen in (payload_ranks, attachment_ranks):
+            assert not chosen or (chosen[0] == ranks[0] and set(chosen) <= set(ranks)), chosen
+        rank = dist.get_rank()
+        who = f"rank {rank}"
+        super().__init__(name, who=who, ranks=ranks, timeout_s=timeout_s, deadline=deadline)
         own_name = numbered(f"{name} delivery", ranks)
-        self._what = f"{name} delivery from rank {ranks[0]}"
-        self._headers = GlooGroup(
-            ranks, name=f"{own_name}/headers", timeout_s=timeout_s, patience=patience
-        )
-        self._payloads = None
-        if len(payload_ranks) > 1 and self._has_payload:
-            self._payloads = GlooGroup(
-                payload_ranks,
-                name=f"{own_name}/payloads",
-                timeout_s=timeout_s,
-                patience=patience,
-            )
-        self._attachments = None
-        if len(attachment_ranks) > 1 and self._rank in attachment_ranks:
-            self._attachments = GlooGroup(
-                attachment_ranks,
-                name=f"{own_name}/attachments",
-                timeout_s=timeout_s,
-                patience=patience,
-            )
-        if patience is not None:
-            patience.expect(self._what)
+        self._headers = self._join(ranks, f"{own_name}/headers")
+        self._payloads = self._attachments = None
+        if len(payload_ranks) > 1 and rank in payload_ranks:
+            self._payloads = self._join(payload_ranks, f"{own_name}/payloads")
+        if len(attachment_ranks) > 1 and rank in attachment_ranks:
+            self._attachments = self._join(attachment_ranks, f"{own_name}/attachments")
+        self._what = f"{name} broadcast from rank {ranks[0]}:"
+        self._expect(self._what)
         self._capacity = _FIRST_CAPACITY
-        self.num_collectives = 0
-        self.num_bytes = 0
-        self.num_reports = 0
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank sends."""
-        return self._rank == self._leader
-
-    @property
-    def has_payload(self) -> bool:
-        """Whether this rank takes part in payload broadcasts."""
-        return self._has_payload
+        self.is_source, self.has_payload = rank == ranks[0], rank in payload_ranks
+        self.has_attachment = self._attachments is not None
+        self.num_collectives = self.num_bytes = self.num_reports = 0
 
     def header(self, data: bytes | None = None) -> bytes:
-        """Broadcast a header; the leader passes it, the others get it.
+        """Broadcast a header; the source rank passes it, the others get it.
 
-        Raises:
-            DeliveryError: a rank is gone or did not answer in time.
+        One broadcast of `_capacity` bytes, which grows on all ranks to hold twice the last header:
+        only one of more than twice the size of all before it needs a second broadcast.
         """
-        buffer = np.zeros(self._capacity, dtype=np.uint8)
-        if data is not None:
-            buffer[:_LENGTH_BYTES] = np.frombuffer(
-                len(data).to_bytes(_LENGTH_BYTES, "little"), dtype=np.uint8
-            )
-            first = data[: self._capacity - _LENGTH_BYTES]
-            buffer[_LENGTH_BYTES : _LENGTH_BYTES + len(first)] = np.frombuffer(first, np.uint8)
-        self._broadcast(buffer, group=self._headers)
-        length = int.from_bytes(buffer[:_LENGTH_BYTES].tobytes(), "little")
-        if length > _MOST_BYTES:
-            self.close()
-            raise DeliveryError(
-                f"rank {self._rank}: a header of {length} bytes was announced to the {self._name} "
-                f"loader; at most {_MOST_BYTES} are taken: ranks of the replica run different code"
-            )
+        data = data or b""
         room = self._capacity - _LENGTH_BYTES
-        found = buffer[_LENGTH_BYTES : _LENGTH_BYTES + min(length, room)].tobytes()
+        first = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
+        first = self._broadcast(_buffer(first, self._capacity), self._headers).tobytes()
+        length = int.from_bytes(first[:_LENGTH_BYTES], "little")
+        if length > _MAX_BYTES:
+            self.close()
+            raise ControlError(
+                f"{self._who}: {self._what} a header of {length} bytes was announced; at most "
+                f"{_MAX_BYTES} are taken: ranks of the replica run different code"
+            )
+        found = first[_LENGTH_BYTES:][:length]
         if length > room:
-            rest = np.zeros(length - room, dtype=np.uint8)
-            if data is not None:
-                rest[:] = np.frombuffer(data[room:], dtype=np.uint8)
-            self._broadcast(rest, group=self._headers)
-            found += rest.tobytes()
+            found += self._broadcast(_buffer(data[room:], length - room), self._headers).tobytes()
         while self._capacity - _LENGTH_BYTES < 2 * length:
             self._capacity *= 2
         return found
@@ -155,77 +108,74 @@ class ReplicaGroup:
 
         Args:
             data: uint8 [bytes], contiguous.
-
-        Raises:
-            DeliveryError: a rank is gone or did not answer in time.
         """
-        assert self._has_payload, f"rank {self._rank} gets no payloads"
-        if self._payloads is not None and data.size:
-            self._broadcast(data, group=self._payloads)
-        return data
-
-    @property
-    def has_attachment(self) -> bool:
-        """Whether this rank takes part in broadcasts of attachments."""
-        return self._attachments is not None
+        assert self.has_payload, f"{self._who} gets no payloads"
+        return self._broadcast(data, self._payloads)
 
     def attachment(self, data: Bytes) -> Bytes:
-        """Broadcast a second payload, as `payload`.
+        """Broadcast a second payload, as `payload`."""
+        assert self.has_attachment, f"{self._who} gets no attachments"
+        return self._broadcast(data, self._attachments)
 
-        Raises:
-            DeliveryError: a rank is gone or did not answer in time.
+    def report(self, values: Sequence[float]) -> list[float]:
+        """Send numbers from the last rank of the group to the source rank; both get them.
+
+        For a group of two; both call it, with equally many values.
         """
-        assert self._attachments is not None, f"rank {self._rank} gets no attachments"
-        if data.size:
-            self._broadcast(data, group=self._attachments)
-        return data
-
-    def report(self, values: Sequence[float], *, reporter: int) -> list[float]:
-        """Send numbers from the rank `reporter` to the leader, point to point.
-
-        Both call it, with equally many values; the leader's are replaced by the reporter's.
-
-        Raises:
-            DeliveryError: the other rank is gone or did not come in time.
-        """
-        if reporter == self._leader:
-            return list(values)
-        assert self._rank in (reporter, self._leader), f"rank {self._rank} has nothing to report"
-        data = torch.tensor(values, dtype=torch.float64)
-        try:
-            if self.is_leader:
-                self._headers.receive(data, source=self._ranks.index(reporter)).wait()
-            else:
-                self._headers.send(data, target=0).wait()
-        except RuntimeError as error:
-            self.close()
-            raise DeliveryError(
-                f"rank {self._rank}: the report from rank {reporter} to the leader "
-                f"{self._leader} failed ({error}); the other rank's own output says why"
-            ) from error
+        data = np.array(values, np.float64)
+        with self._operation(f"report to rank {self._ranks[0]}", self.num_reports):
+            self._headers.broadcast(data.view(np.uint8), source=1)
         self.num_reports += 1
         found: list[float] = data.tolist()
         return found
 
-    def close(self) -> None:
-        """Close the connections; ranks that wait for this one learn it at once."""
-        self._headers.close()
-        for group in (self._payloads, self._attachments):
-            if group is not None:
-                group.close()
+    def _broadcast(self, data: Bytes, group: GlooGroup | None) -> Bytes:
+        if group is not None and data.size:
+            with self._operation(self._what, self.num_collectives):
+                group.broadcast(data)
+            self.num_collectives += 1
+            self.num_bytes += data.nbytes
+        return data
 
-    def _broadcast(self, data: Bytes, *, group: GlooGroup) -> None:
-        if group.is_closed:
-            raise DeliveryError(f"delivery of the {self._name} loader is closed: it had failed")
-        if self._patience is not None:
-            self._patience.begin(self._what, self.num_collectives)
-        try:
-            group.broadcast(torch.from_numpy(data), source=0)
-        except RuntimeError as error:
-            self.close()
-            raise DeliveryError(
-                f"rank {self._rank}: broadcast {self.num_collectives} of the {self._name} "
-                + why_failed(error, self._patience, ranks=self._ranks, timeout_s=self._timeout_s)
-            ) from error
-        self.num_collectives += 1
-        self.num_bytes += data.nbytes
+
+def differences(
+    values: Mapping[str, str], *, ranks: Sequence[int], name: str, timeout_s: float
+) -> list[str]:
+    """Return what differs from the source rank's values, one text for each rank that differs.
+
+    Every rank of the replica must call it; all get the same texts. Equal ranks pay one all-gather.
+
+    Args:
+        values: this rank's.
+        ranks: global ranks, the source rank first.
+        name: see `GlooGroup`; not yet numbered.
+        timeout_s: seconds that each exchange may take.
+
+    Raises:
+        RuntimeError: a rank is gone or did not come in time.
+    """
+    group = GlooGroup(ranks, name=numbered(name, ranks), timeout_s=timeout_s)
+    try:
+        own = json.dumps(dict(values), sort_keys=True).encode()
+        digest = hashlib.blake2b(own, digest_size=32).digest()
+        found = group.all_gather(digest + len(own).to_bytes(8, "little"))
+        if found == found[:1] * len(found):
+            return []
+        most = max(int.from_bytes(one[32:], "little") for one in found)
+        first, *others = map(json.loads, group.all_gather(own.ljust(most)))
+    finally:
+        group.close()
+    return [
+        "; ".join(
+            f"{name} is {there.get(name, 'absent')} on rank {rank} and "
+            f"{first.get(name, 'absent')} on rank {ranks[0]}"
+            for name in sorted({*there, *first})
+            if there.get(name, "") != first.get(name, "")
+        )
+        for rank, there in zip(ranks[1:], others, strict=True)
+        if there != first
+    ]
+
+
+def _buffer(data: bytes, size: int) -> Bytes:
+    return np.frombuffer(bytearray(data.ljust(size, b"\0")), np.uint8)

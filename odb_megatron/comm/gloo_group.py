@@ -1,59 +1,65 @@
-"""A gloo process group that only its members make.
+"""gloo process groups that only their members make, and the channel that a loader has of them.
 
-Must not be used for device tensors. `torch.distributed.new_group` makes every rank of the world
-wait for every group: with a group per replica and loader, start-up on a thousand replicas would
-take minutes. This is the same backend object on the same store, without that.
+`torch.distributed.new_group` makes every rank of the world wait for every group: with a group per
+replica and loader, start-up on a thousand replicas would take minutes. This is the same backend
+object on the same store, without that. For bytes on the CPU only.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import hashlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 if TYPE_CHECKING:
-    from odb_megatron.comm.patience import Patience
+    from odb_megatron.comm.deadline import Deadline
 
-__all__ = ["GlooGroup", "numbered"]
+__all__ = ["Bytes", "Channel", "ControlError", "GlooGroup", "PeerError", "numbered", "ranks_of"]
+
+Bytes = npt.NDArray[np.uint8]
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
+_UNCHECKED_S = 0.05  # seconds of waiting before the deadline is looked at
+_ENDLESS = timedelta(days=365)  # time-out of an operation that a deadline ends
 
-_UNCHECKED_S = 0.05
-"""Seconds of waiting that nobody's patience is asked about."""
-
-_ENDLESS = timedelta(days=365)
-"""Time-out of an operation that patience ends."""
-
+_c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 _made: Counter[str] = Counter()
-"""How often `numbered` was asked for a name."""
-
-
 _groups: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
-"""All groups; a group nobody holds any more closes by itself, with its thread."""
 
 
 @atexit.register
 def _close_all() -> None:
+    # Joins gloo's threads while there is an interpreter: one that still frees the tensors of the
+    # last operation as Python ends aborts the process (exit code 134 after a good run).
     for group in list(_groups):
         group.close()
+
+
+class ControlError(RuntimeError):
+    """An operation between ranks did not complete: one is gone, stuck, or sent something else."""
+
+
+class PeerError(RuntimeError):
+    """A peer is gone, or has not come before the deadline (see `Deadline`)."""
 
 
 def numbered(name: str, ranks: Sequence[int]) -> str:
     """Return a name with the members, and a number that counts the calls for both in this process.
 
-    For `GlooGroup`: a second run of one process finds the keys of the first in the store. Members
-    must have called it equally often for the name and these very ranks; a process may have been in
-    other groups of that name in between, as when runs of different topologies follow each other.
+    A second run of one process finds the keys of the first in the store. Members must have called
+    it equally often for the name and these very ranks.
     """
     members = hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
     own_name = f"{name} of ranks {members}"
@@ -62,132 +68,181 @@ def numbered(name: str, ranks: Sequence[int]) -> str:
     return f"{own_name} {number}"
 
 
+def ranks_of(group: Any) -> list[int]:
+    """Return the global ranks of a process group, in group order."""
+    ranks: list[int] = dist.get_process_group_ranks(group)
+    return ranks
+
+
 class GlooGroup:
     """Collectives over the CPU between some ranks.
 
-    The world must be initialised (`torch.distributed.init_process_group`), with any backend.
+    The world must be initialised (`torch.distributed.init_process_group`), with any backend. All
+    methods raise RuntimeError where a member is gone or did not come in time.
 
     Args:
         ranks: global ranks of the members, in group order; this rank is one of them.
         name: equal on all members, and of no other group of this run (see `numbered`).
         timeout_s: seconds that making it, or an operation, may take.
-        patience: ends operations in place of the time-out.
+        deadline: ends operations in place of the time-out.
     """
 
     def __init__(
-        self,
-        ranks: Sequence[int],
-        *,
-        name: str,
-        timeout_s: float,
-        patience: Patience | None = None,
+        self, ranks: Sequence[int], *, name: str, timeout_s: float, deadline: Deadline | None = None
     ) -> None:
-        self._patience = patience
-        self._rank = list(ranks).index(dist.get_rank())
-        self._size = len(ranks)
-        c10d: Any = dist  # its stubs lack what is used here
-        store = c10d.PrefixStore(f"odb_megatron/{name}", dist.distributed_c10d._get_default_store())
-        self._group: Any = c10d.ProcessGroupGloo(
-            store, self._rank, self._size, timedelta(seconds=timeout_s)
+        self._deadline = deadline
+        self.rank = list(ranks).index(dist.get_rank())
+        self.size = len(ranks)
+        store = _c10d.PrefixStore(f"odb_megatron/{name}", _c10d._get_default_store())
+        self._group: Any = _c10d.ProcessGroupGloo(
+            store, self.rank, self.size, timedelta(seconds=timeout_s)
         )
-        # Joins gloo's threads while there is an interpreter: one that still frees the tensors of
-        # the last operation as Python ends aborts the process (exit code 134 after a good run).
         _groups.add(self)
 
-    @property
-    def rank(self) -> int:
-        """This process's place in the group."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return self._size
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._group is None
-
-    def broadcast(self, tensor: Tensor, *, source: int) -> None:
-        """Fill `tensor` on all members with that of member `source`.
-
-        Raises:
-            RuntimeError: a member is gone or did not come in time, or the group is closed.
-        """
-        options = dist.BroadcastOptions()
+    def broadcast(self, data: Bytes, *, source: int = 0) -> None:
+        """Fill `data` on all members with that of member `source`."""
+        options = self._options(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = source, 0
-        if self._patience is not None:
-            options.timeout = _ENDLESS
-        group = self._open()
-        self._complete(group, group.broadcast([tensor], options))
+        self._complete("broadcast", [torch.from_numpy(data)], options)
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return all members' tensors of one shape, [size, ...], in group order.
+    def all_gather(self, record: bytes) -> list[bytes]:
+        """Return all members' records, which have one size, in group order."""
+        if self.size == 1:
+            return [record]
+        gathered = torch.empty((self.size, len(record)), dtype=torch.uint8)
+        sent = torch.from_numpy(np.frombuffer(record, np.uint8).copy())
+        options = self._options(_c10d.AllgatherOptions())
+        self._complete("allgather", [list(gathered.unbind())], [sent], options)
+        return [row.tobytes() for row in gathered.numpy()]
 
-        Raises:
-            RuntimeError: see `broadcast`.
+    def all_to_all(self, sent: Sequence[bytes], sizes: Sequence[int]) -> list[memoryview]:
+        """Send each member its bytes; return what each member sent here.
+
+        Args:
+            sent: for each member, in group order.
+            sizes: bytes to come from each. gloo ends the process where more arrive.
         """
-        gathered = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype)
-        c10d: Any = dist.distributed_c10d
-        options = c10d.AllgatherOptions()
-        if self._patience is not None:
-            options.timeout = _ENDLESS
-        group = self._open()
-        self._complete(group, group.allgather([list(gathered.unbind())], [tensor], options))
-        return gathered
-
-    def send(self, tensor: Tensor, *, target: int, tag: int = 0) -> Any:
-        """Start to send to a member; return the work to wait for. `tensor` must live until then.
-
-        Raises:
-            RuntimeError: the member is gone, or the group is closed.
-        """
-        return self._open().send([tensor], target, tag)
-
-    def receive(self, tensor: Tensor, *, source: int, tag: int = 0) -> Any:
-        """Start to receive from a member into `tensor`; return the work to wait for.
-
-        Raises:
-            RuntimeError: see `send`.
-        """
-        return self._open().recv([tensor], source, tag)
+        joined = np.frombuffer(b"".join(sent), np.uint8).copy()
+        received = np.empty(sum(sizes), np.uint8)
+        self._complete(
+            "alltoall_base",
+            torch.from_numpy(received),
+            torch.from_numpy(joined),
+            list(sizes),
+            [len(part) for part in sent],
+            self._options(_c10d.AllToAllOptions()),
+        )
+        ends = np.cumsum(sizes).tolist()
+        data = memoryview(received)
+        return [data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def close(self) -> None:
-        """Close the connections; members that wait for this one learn it at once.
+        """Close the connections: members that wait for this one learn it at once.
 
-        While another thread waits in an operation they are closed when that ends: the group waits
-        for its operations as it is freed, and would hold up this thread, and so the end of the
-        process, until a peer is gone. The waiting thread's frame keeps it.
+        While another thread waits in an operation its frame keeps the group: freeing one waits for
+        its operations, and would hold up the end of this process until a peer is gone.
         """
         group, self._group = self._group, None
-        del group
+        if group is not None:
+            with contextlib.suppress(AttributeError, RuntimeError):  # torch before 2.7
+                group.abort()
 
-    def _open(self) -> Any:
-        if self._group is None:
-            raise RuntimeError("the group is closed")
-        return self._group
+    def _options(self, options: Any) -> Any:
+        if self._deadline is not None:
+            options.timeout = _ENDLESS
+        return options
 
-    def _complete(self, group: Any, work: Any) -> None:
-        """Wait for a collective in Python, looking after it at least once per millisecond.
+    def _complete(self, name: str, *arguments: Any) -> None:
+        """Run a collective, waiting for it in Python.
 
         A daemon thread that waited inside `work.wait()` would be ended there if a peer's death woke
         it while the interpreter shuts down: that aborts the process ("terminate called without an
         active exception", exit code 134 in place of the run's own).
         """
+        group = self._group
+        if group is None:
+            raise RuntimeError("the group is closed")
+        work = getattr(group, name)(*arguments)
         started = time.perf_counter()
         while not work.is_completed():
             waited = time.perf_counter() - started
-            if self._patience is not None and waited > _UNCHECKED_S:
+            if self._deadline is not None and waited > _UNCHECKED_S:
                 try:
-                    self._patience.check()
+                    self._deadline.check()
                 except BaseException:
-                    _never_free(group)
+                    # Freeing the group, or the tensors, would wait for the operation.
+                    for one in (group, arguments):
+                        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
                     raise
             time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, waited / 4)))
         work.wait()
 
 
-def _never_free(group: Any) -> None:
-    """Keep a group with an operation under way: freeing it would wait for that operation."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+class Channel:
+    """The groups of one loader on one rank, which fail together.
+
+    Args:
+        name: the loader's, such as "train".
+        who: this rank in errors.
+        ranks: of the peers, for errors.
+        timeout_s: seconds that an operation may take.
+        deadline: ends operations in place of the time-out, and names who is missing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        who: str,
+        ranks: Sequence[int],
+        timeout_s: float,
+        deadline: Deadline | None,
+    ) -> None:
+        self._name, self._who, self._ranks = name, who, list(ranks)
+        self._timeout_s, self._deadline = timeout_s, deadline
+        self._groups: list[GlooGroup] = []
+        self.is_closed = False
+
+    def close(self) -> None:
+        """Close the connections; ranks that wait for this one learn it at once."""
+        self.is_closed = True
+        for group in self._groups:
+            group.close()
+
+    def _join(self, ranks: Sequence[int], name: str) -> GlooGroup:
+        group = GlooGroup(ranks, name=name, timeout_s=self._timeout_s, deadline=self._deadline)
+        self._groups.append(group)
+        return group
+
+    def _expect(self, *operations: str) -> None:
+        """This rank will take part in them."""
+        if self._deadline is not None:
+            for what in operations:
+                self._deadline.expect(what)
+
+    @contextlib.contextmanager
+    def _operation(self, what: str, number: int) -> Iterator[None]:
+        """Run operation `number` of a kind; where it fails the channel is closed.
+
+        Raises:
+            ControlError: it has failed; names this rank, the operation and who is missing.
+        """
+        if self.is_closed:
+            raise ControlError(f"{self._who}: {what} {number}: the channel is closed")
+        if self._deadline is not None:
+            self._deadline.begin(what, number)
+        try:
+            yield
+        except RuntimeError as error:
+            self.close()
+            if isinstance(error, ControlError):
+                raise
+            raise ControlError(f"{self._who}: {what} {number} {self._why(error)}") from error
+
+    def _why(self, error: RuntimeError) -> str:
+        if isinstance(error, PeerError):
+            return f"ended: {error}"
+        limit = f" after at most {self._timeout_s:.0f} s" if self._deadline is None else ""
+        missing = "" if self._deadline is None else self._deadline.explain()
+        peers = f"A rank of {self._ranks} has stopped or is stuck; its own output says why"
+        return f"failed{limit} ({error}). {missing or peers}"

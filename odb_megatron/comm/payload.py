@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from odb_megatron.comm.control import ControlError
+from odb_megatron.comm.blocks import ControlError
 from odb_megatron.comm.gloo_group import GlooGroup, numbered
 
 __all__ = ["PayloadGroup", "PayloadTransfer", "check_frame", "frame"]
@@ -63,13 +63,13 @@ class PayloadGroup:
         for peer, size in receives.items():
             buffer = torch.empty(_HEADER.size + size, dtype=torch.uint8)
             with _named(self._name, self._replica, peer, step):
-                work = self._group.receive(buffer, source=peer, tag=step % _TAGS)
+                work = self._group._group.recv([buffer], peer, step % _TAGS)
             transfer.add(peer, buffer, work, is_send=False)
         for peer, data in sends.items():
             framed = frame(data, step=step, replica=self._replica)
             buffer = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
             with _named(self._name, self._replica, peer, step):
-                work = self._group.send(buffer, target=peer, tag=step % _TAGS)
+                work = self._group._group.send([buffer], peer, step % _TAGS)
             transfer.add(peer, buffer, work, is_send=True)
         return transfer
 

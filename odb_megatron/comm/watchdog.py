@@ -2,7 +2,7 @@
 
 The trainer may sit in a collective on the device that never returns. A thread of its own names who
 is missing, gives the process a few seconds to end by itself, and ends it. Must not decide who is
-missing (`lifeline` does), and must not raise in the trainer.
+missing (`heartbeat` does), and must not raise in the trainer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from odb_megatron.comm.elastic import leave_reason
-from odb_megatron.comm.lifeline import Lifeline
+from odb_megatron.comm.heartbeat import Heartbeat
 
 __all__ = ["PEER_LOST", "OnPeerFailure", "Watchdog", "limit_end"]
 
@@ -51,7 +51,7 @@ class Watchdog:
     """Watches over one process.
 
     Args:
-        lifeline: says who is missing.
+        heartbeat: says who is missing.
         action: what to do then.
         grace_s: seconds that the process has to end by itself.
         is_saving: whether a checkpoint is being written: the process is not ended then.
@@ -60,14 +60,14 @@ class Watchdog:
 
     def __init__(
         self,
-        lifeline: Lifeline,
+        heartbeat: Heartbeat,
         *,
         action: OnPeerFailure,
         grace_s: float,
         is_saving: Callable[[], bool],
         longest_save_s: float,
     ) -> None:
-        self._lifeline = lifeline
+        self._heartbeat = heartbeat
         self._action = action
         self._grace_s = grace_s
         self._is_saving = is_saving
@@ -82,28 +82,28 @@ class Watchdog:
         Python's shutdown stops this thread, and takes its time on a loaded host: a timer of the
         system's ends the process then, after `_SHUTDOWN_S`.
         """
-        if not self._lifeline.gone:
+        if not self._heartbeat.gone:
             self._stopped.set()
         elif self._action is OnPeerFailure.EXIT:
             limit_shutdown(min(self._grace_s, _SHUTDOWN_S))
 
     def _run(self) -> None:
-        while not self._lifeline.wait_for_loss(_LOOK_S):
+        while not self._heartbeat.wait_for_loss(_LOOK_S):
             if self._stopped.is_set():
                 return
         since = time.monotonic()
         ends = self._action is OnPeerFailure.EXIT
-        text = self._lifeline.diagnosis()
+        text = self._heartbeat.diagnosis()
         then = f"this process ends within {self._grace_s:.0f} s" if ends else "nothing is done"
-        _print(f"odb: {self._lifeline.who}: {text}; {then} (--odb-on-peer-failure)")
+        _print(f"odb: {self._heartbeat.who}: {text}; {then} (--odb-on-peer-failure)")
         while ends and not self._is_time(since):
             if self._stopped.wait(_LOOK_S):
                 return
         if not ends:
             return
-        text = self._lifeline.diagnosis()  # others may be gone by now
+        text = self._heartbeat.diagnosis()  # others may be gone by now
         leave_reason(text, is_told=True)
-        _print(f"odb: {self._lifeline.who} is ended: {text}. The trainer was in {self._where()}")
+        _print(f"odb: {self._heartbeat.who} is ended: {text}. The trainer was in {self._where()}")
         end_process(PEER_LOST)
 
     def _is_time(self, since: float) -> bool:

@@ -1,4 +1,4 @@
-"""What one rank of a run knows of the others: lifeline, watchdog, and patience for each loader.
+"""What one rank of a run knows of the others: heartbeat, watchdog, and deadline for each loader.
 
 Must not plan or train. A world of one rank has no peers, and no threads for them.
 """
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from megatron.core import parallel_state as mpu
 
-from odb_megatron.comm.lifeline import Lifeline
-from odb_megatron.comm.patience import Patience
+from odb_megatron.comm.heartbeat import Heartbeat
+from odb_megatron.comm.deadline import Deadline
 from odb_megatron.comm.watchdog import Watchdog, limit_end
 from odb_megatron.megatron.config import OdbConfig
 
@@ -35,29 +35,29 @@ class PeerWatch:
         config: ODB's.
 
     Attributes:
-        patience: of each loader, by the split's name.
+        deadlines: of each loader, by the split's name.
     """
 
     def __init__(self, args: argparse.Namespace, config: OdbConfig) -> None:
         self._is_saving = False
-        self._lifeline: Lifeline | None = None
+        self._heartbeat: Heartbeat | None = None
         self._watchdog: Watchdog | None = None
         timeout_s = 60.0 * args.distributed_timeout_minutes
         if args.world_size > 1:
-            self._lifeline = Lifeline(
+            self._heartbeat = Heartbeat(
                 f"replica {mpu.get_data_parallel_rank()}",
                 timeout_s=timeout_s,
                 silent_s=config.stall_warn_s,
             )
             self._watchdog = Watchdog(
-                self._lifeline,
+                self._heartbeat,
                 action=config.on_peer_failure,
                 grace_s=_GRACE_S,
                 is_saving=lambda: self._is_saving,
                 longest_save_s=timeout_s,
             )
-        self.patience = {
-            name: Patience(self._lifeline, timeout_s=config.timeout_s, warn_s=config.stall_warn_s)
+        self.deadlines = {
+            name: Deadline(self._heartbeat, timeout_s=config.timeout_s, warn_s=config.stall_warn_s)
             for name in ("train", "valid", "test")
         }
 
@@ -72,14 +72,24 @@ class PeerWatch:
 
     def loss_behind(self, error: BaseException | None) -> str:
         """Return the loss of a peer that an error may be the consequence of; empty for none."""
-        if self._lifeline is None or error is None:
+        if self._heartbeat is None or error is None:
             return ""
-        return self._lifeline.diagnosis() if self._lifeline.wait_for_loss(_NEWS_S) else ""
+        return self._heartbeat.diagnosis() if self._heartbeat.wait_for_loss(_NEWS_S) else ""
 
     def tell_failure(self, text: str) -> None:
         """Tell all ranks that this one ends with an error."""
-        if self._lifeline is not None:
-            self._lifeline.tell_failure(text[:_SHOWN])
+        if self._heartbeat is not None:
+            self._heartbeat.tell_failure(text[:_SHOWN])
+
+    def begin_step(self) -> None:
+        """The trainer begins a step, of training or evaluation."""
+        if self._heartbeat is not None:
+            self._heartbeat.begin_step()
+
+    def leave(self) -> None:
+        """The script has ended as it should, between steps: the same for all, or it is told."""
+        if self._heartbeat is not None:
+            self._heartbeat.leave()
 
     def close(self, *, clean: bool) -> None:
         """End; while a peer is gone the watchdog stays until the process has ended.
@@ -87,9 +97,9 @@ class PeerWatch:
         Args:
             clean: the run has not failed.
         """
-        if self._watchdog is not None and self._lifeline is not None:
+        if self._watchdog is not None and self._heartbeat is not None:
             self._watchdog.stop()
             if not clean:
                 limit_end()
-            if not self._lifeline.gone:
-                self._lifeline.close()
+            if not self._heartbeat.gone:
+                self._heartbeat.close()

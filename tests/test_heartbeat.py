@@ -1,4 +1,4 @@
-"""`odb_megatron.comm.lifeline` between real processes: late, silent, failed and dead ranks."""
+"""`odb_megatron.comm.heartbeat` between real processes: late, silent, failed and dead ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from odb_megatron.comm.lifeline import Lifeline, parent_of
+from odb_megatron.comm.heartbeat import Heartbeat, parent_of
 
 WAIT_S = 150.0
 
@@ -30,7 +30,7 @@ def test_the_tree_has_few_hops() -> None:
 
 
 def _serve(rank: int, folder: str, connection: Connection) -> None:
-    """Make a lifeline and do what the test says."""
+    """Make a heartbeat and do what the test says."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -40,16 +40,16 @@ def _serve(rank: int, folder: str, connection: Connection) -> None:
         timeout=timedelta(seconds=WAIT_S),
     )
     told: list[str] = []
-    lifeline = Lifeline(f"replica {rank}", timeout_s=WAIT_S, silent_s=0.5, tell=told.append)
-    connection.send(lifeline.who)
+    heartbeat = Heartbeat(f"replica {rank}", timeout_s=WAIT_S, silent_s=0.5, tell=told.append)
+    connection.send(heartbeat.who)
     while True:
         name, *arguments = connection.recv()
         if name == "told":
             connection.send(list(told))
         elif name == "loss":
-            connection.send((lifeline.has_loss, lifeline.gone))
+            connection.send((heartbeat.wait_for_loss(0), heartbeat.gone))
         else:
-            connection.send(getattr(lifeline, name)(*arguments))
+            connection.send(getattr(heartbeat, name)(*arguments))
 
 
 class _World:

@@ -1,7 +1,4 @@
-"""How long a rank waits for its peers: only the time that its trainer waits for data counts.
-
-Must not end a process (`watchdog` does), and must not know what is exchanged.
-"""
+"""How long a rank waits for its peers: only the time that its trainer waits for data counts."""
 
 from __future__ import annotations
 
@@ -10,32 +7,29 @@ import sys
 import time
 from collections.abc import Iterator
 
-from odb_megatron.comm.lifeline import Lifeline
+from odb_megatron.comm.gloo_group import PeerError
+from odb_megatron.comm.heartbeat import Heartbeat
 
-__all__ = ["Patience", "PeerError"]
+__all__ = ["Deadline", "PeerError"]
 
 _ANSWER_S = 2.0
 """Seconds in which answers to a question, or news of a loss, come."""
 
 
-class PeerError(RuntimeError):
-    """A peer is gone, or has not come before the deadline."""
-
-
-class Patience:
+class Deadline:
     """Deadline and warning of one loader's exchanges on one rank.
 
     A peer that evaluates, saves or computes for long holds up this rank's planner, but not its
     trainer, which waits in a collective or has finished steps left: no deadline runs then.
 
     Args:
-        lifeline: of the rank; None in a world of one.
+        heartbeat: of the rank; None in a world of one.
         timeout_s: seconds that the trainer waits for one exchange before it is an error.
         warn_s: seconds before those who are missing are named in a warning.
     """
 
-    def __init__(self, lifeline: Lifeline | None, *, timeout_s: float, warn_s: float) -> None:
-        self._lifeline = lifeline
+    def __init__(self, heartbeat: Heartbeat | None, *, timeout_s: float, warn_s: float) -> None:
+        self._heartbeat = heartbeat
         self._timeout_s, self._warn_s = timeout_s, warn_s
         self._trainer_since: float | None = None
         self._what, self._number, self._since = "", 0, 0.0
@@ -53,15 +47,15 @@ class Patience:
 
     def expect(self, what: str) -> None:
         """This rank will take part in exchanges called `what`; it has come to none yet."""
-        if self._lifeline is not None:
-            self._lifeline.note(what, -1)
+        if self._heartbeat is not None:
+            self._heartbeat.note(what, -1)
 
     def begin(self, what: str, number: int) -> None:
         """This rank enters exchange `number` of `what`."""
         self._what, self._number, self._since = what, number, time.monotonic()
         self._asked, self._has_warned = None, False
-        if self._lifeline is not None:
-            self._lifeline.note(what, number)
+        if self._heartbeat is not None:
+            self._heartbeat.note(what, number)
 
     def check(self) -> None:
         """Go on waiting.
@@ -69,8 +63,8 @@ class Patience:
         Raises:
             PeerError: a peer is gone, or the deadline is over; names who is missing.
         """
-        if self._lifeline is not None and self._lifeline.gone:
-            raise PeerError(self._lifeline.diagnosis())
+        if self._heartbeat is not None and self._heartbeat.gone:
+            raise PeerError(self._heartbeat.diagnosis())
         trainer = self._trainer_since
         if trainer is None:
             return
@@ -86,22 +80,22 @@ class Patience:
 
     def explain(self) -> str:
         """Return who is missing after an exchange has failed; news may take a moment."""
-        if self._lifeline is None:
+        if self._heartbeat is None:
             return ""
-        self._lifeline.wait_for_loss(_ANSWER_S)
+        self._heartbeat.wait_for_loss(_ANSWER_S)
         return self._missing()
 
     def _missing(self) -> str:
-        return "" if self._lifeline is None else self._lifeline.diagnosis(self._what)
+        return "" if self._heartbeat is None else self._heartbeat.diagnosis(self._what)
 
     def _ask(self, now: float) -> None:
         if self._asked is None:
             self._asked = now
-            if self._lifeline is not None:
-                self._lifeline.ask(self._what, self._number)
+            if self._heartbeat is not None:
+                self._heartbeat.ask(self._what, self._number)
         elif not self._has_warned and now > self._asked + _ANSWER_S:
             self._has_warned = True
-            where = "" if self._lifeline is None else f"{self._lifeline.who}: "
+            where = "" if self._heartbeat is None else f"{self._heartbeat.who}: "
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - self._since)))
             print(
                 f"odb: warning: {where}the trainer waits for {self._what} {self._number} since "

@@ -1,0 +1,212 @@
+"""The source ranks' channel of one loader: all-gather of records, and samples for each other.
+
+Replicas form blocks of at most 64, as even as possible. Records and samples stay within a block;
+the blocks' first ranks gather one record each, in blocks of their own where they are many, and hand
+all on. So connections and work of a rank do not grow with the number of replicas beyond a block.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch.distributed as dist
+
+from odb_megatron.comm.gloo_group import Channel, ControlError, numbered
+
+if TYPE_CHECKING:
+    from odb_megatron.comm.deadline import Deadline
+
+__all__ = ["ControlError", "PeerFailedError", "SourceGroup"]
+
+_HEADER = struct.Struct("<qqq")
+"""Before the samples that a replica sends another: step, replica, bytes that follow."""
+
+_FAILED = -1
+"""In place of those bytes."""
+
+_TEXT_BYTES = 1024
+
+
+class PeerFailedError(ControlError):
+    """Another replica says that it failed."""
+
+
+class SourceGroup(Channel):
+    """This rank's part; all source ranks must make one, equally often for each name.
+
+    Other ranks may, and have no part in it. The methods are collective: all replicas of the block
+    (`gather`, `exchange`) or of all blocks call them in one order. They raise ControlError, naming
+    replica and step, where a replica is gone, late or somewhere else; the channel is closed then.
+
+    Args:
+        ranks: global ranks of the source ranks, in replica order.
+        name: the loader's, such as "train".
+        timeout_s: seconds that an operation may take.
+        deadline: ends operations in place of the time-out, and names who is missing.
+        block: most replicas of a block, at least 2.
+
+    Attributes:
+        replica: this rank's; -1 where it is no source rank.
+        num_replicas: number of replicas.
+        block: the replicas of this rank's block; empty where it is no source rank.
+        num_blocks: number of blocks.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        *,
+        name: str,
+        timeout_s: float,
+        deadline: Deadline | None = None,
+        block: int = 64,
+    ) -> None:
+        assert block > 1, "the blocks' first ranks would be all ranks"
+        rank, size = dist.get_rank(), len(ranks)
+        self.replica = list(ranks).index(rank) if rank in ranks else -1
+        self.num_replicas, self.num_blocks, self.block = size, -(-size // block), range(0)
+        bounds = [size * at // self.num_blocks for at in range(self.num_blocks + 1)]
+        self._blocks = list(map(range, bounds, bounds[1:]))
+        self._heads: SourceGroup | None = None
+        self._rounds = self._block_rounds = 0
+        super().__init__(
+            name,
+            who=f"replica {self.replica}",
+            ranks=ranks,
+            timeout_s=timeout_s,
+            deadline=deadline,
+        )
+        if self.replica < 0:
+            return
+        at = int(np.searchsorted(bounds, self.replica, side="right")) - 1
+        self.block = self._blocks[at]
+        self._ranks = [ranks[one] for one in self.block]
+        own_name = numbered(f"{name} source ranks", ranks)
+        self._group = self._join(self._ranks, f"{own_name}, block {at}")
+        own = f"block {at}'s {name}" if self.num_blocks > 1 else name
+        self._gather, self._exchange = f"{own} gather", f"{own} exchange"
+        self._gather_blocks = f"{name} gather between blocks"
+        self._expect(self._gather, self._exchange)
+        if self.num_blocks > 1:
+            self._expect(self._gather_blocks)
+            if self.replica == self.block[0]:
+                self._heads = SourceGroup(
+                    [ranks[one[0]] for one in self._blocks],
+                    name=f"{name} blocks",
+                    timeout_s=timeout_s,
+                    deadline=deadline,
+                    block=block,
+                )
+
+    def gather(self, record: bytes) -> list[bytes]:
+        """Return the records of the block's replicas, which have one size, in replica order."""
+        with self._operation(self._gather, self._rounds):
+            found = self._group.all_gather(record)
+        self._rounds += 1
+        return found
+
+    def gather_blocks(self, record: bytes) -> list[bytes]:
+        """Return the records of the blocks' first replicas, which have one size, in block order.
+
+        Args:
+            record: not used on other replicas, but for its size.
+        """
+        if self.num_blocks == 1:
+            return [record]
+        size = len(record)
+        with self._operation(self._gather_blocks, self._block_rounds):
+            data = np.zeros(size * self.num_blocks, np.uint8)
+            if self._heads is not None:
+                data[:] = np.frombuffer(b"".join(self._heads.gather_all(record)), np.uint8)
+            self._group.broadcast(data)
+        self._block_rounds += 1
+        return [data[at : at + size].tobytes() for at in range(0, len(data), size)]
+
+    def gather_all(self, record: bytes) -> list[bytes]:
+        """Return the records of all replicas, which have one size, in replica order.
+
+        For what is rare, such as a checkpoint: every rank gets the records of all replicas.
+        """
+        own = self.gather(record)
+        if self.num_blocks == 1:
+            return own
+        most = max(map(len, self._blocks))
+        found = self.gather_blocks(b"".join(own).ljust(most * len(record), b"\0"))
+        return [
+            data[at * len(record) : (at + 1) * len(record)]
+            for data, block in zip(found, self._blocks, strict=True)
+            for at in range(len(block))
+        ]
+
+    def exchange(
+        self,
+        step: int,
+        sends: Mapping[int, bytes],
+        receives: Mapping[int, int],
+        *,
+        error: str = "",
+    ) -> dict[int, memoryview]:
+        """Send samples to other replicas of the block, and return what they send.
+
+        Args:
+            step: equal on all.
+            sends: bytes for each replica.
+            receives: number of bytes that each replica is going to send.
+            error: this replica has failed in the step: the others raise it, and nothing is sent.
+
+        Raises:
+            PeerFailedError: a replica has failed; with its `error`, on all but those who failed.
+        """
+        assert {*sends, *receives} <= {*self.block}, "samples stay within a block"
+        if len(self.block) < 2:
+            return {}
+        with self._operation(self._exchange, step):
+            sizes = [_FAILED if error else len(sends.get(peer, b"")) for peer in self.block]
+            headers = [_HEADER.pack(step, self.replica, size) for size in sizes]
+            # First sizes alone: gloo ends the process where more bytes arrive than are expected.
+            heads = self._group.all_to_all(headers, [_HEADER.size] * len(headers))
+            found = [_HEADER.unpack(head) for head in heads]
+            if any(size == _FAILED for _, _, size in found):
+                self._raise_failures(step, error)
+                return {}
+            for peer, header in zip(self.block, found, strict=True):
+                expected = step, peer, receives.get(peer, 0)
+                if header != expected and peer != self.replica:
+                    raise ControlError(
+                        _other_header(self._exchange, self.replica, expected, header)
+                    )
+            parts = self._group.all_to_all(
+                [sends.get(peer, b"") for peer in self.block],
+                [receives.get(peer, 0) for peer in self.block],
+            )
+        return {
+            peer: part for peer, part in zip(self.block, parts, strict=True) if peer in receives
+        }
+
+    def close(self) -> None:
+        """Close the connections; replicas that wait for this one learn it at once."""
+        super().close()
+        if self._heads is not None:
+            self._heads.close()
+
+    def _raise_failures(self, step: int, error: str) -> None:
+        text = error.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        texts = [
+            part.rstrip(b"\0").decode("utf-8", "ignore") for part in self._group.all_gather(text)
+        ]
+        failed = [f"replica {r} failed: {t}" for r, t in zip(self.block, texts, strict=True) if t]
+        if not error:
+            raise PeerFailedError(f"in step {step} {'; '.join(failed)}")
+
+
+def _other_header(
+    what: str, replica: int, expected: tuple[int, ...], header: tuple[int, ...]
+) -> str:
+    return (
+        f"replica {replica}: {what}: expected {expected[2]} bytes of step {expected[0]} from "
+        f"replica {expected[1]}; {header[2]} bytes of step {header[0]} from replica {header[1]} "
+        "were announced. Start every rank with the same flags, data and code version"
+    )
