@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from odb_megatron import __version__
 from odb_megatron.cli import main
 from odb_megatron.plan.cost import COST_UNIT, CostModel
+from odb_megatron.plan.record import block_of
 from odb_megatron.simulation.compare import POLICY_NAMES, compare
 from odb_megatron.simulation.lengths import read_lengths
 from odb_megatron.simulation.schedules import (
@@ -90,14 +91,15 @@ def test_odb_steps_are_the_next_global_batch(sync: str, num_replicas: int) -> No
         lengths, token_budget=1000, num_replicas=num_replicas, global_batch_size=1000, sync=sync
     )
     steps = _steps("odb", stream, setting)
-    blocks = np.array_split(np.arange(num_replicas), -(-num_replicas // 64))
+    blocks = {block_of(replica, num_replicas) for replica in range(num_replicas)}
+    assert all(len(block) <= 64 for block in blocks)
     for index, step in enumerate(steps):
         samples = sorted(p for row in step for batch in row for p in batch)
         assert samples == list(range(1000 * index, 1000 * (index + 1)))
         assert len({len(row) for row in step}) == 1
         for block in blocks:
             own = {p % 1000 % num_replicas for r in block for batch in step[r] for p in batch}
-            assert own <= set(block.tolist())
+            assert own <= set(block)
 
 
 def test_odb_shares_long_samples() -> None:

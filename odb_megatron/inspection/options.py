@@ -48,8 +48,6 @@ _DEFAULTS: dict[str, object] = {
     "vocab_divisible_by": 128,
 }
 
-_COST_KEYS = {"linear": "linear", "quadratic": "quadratic", "overhead": "fixed", "patch": "patch"}
-
 EXAMPLE_FLAGS: dict[str, object] = {
     "seq_length": 2048,
     "token_budget": 4096,
@@ -298,23 +296,10 @@ def _refuse_idle(options: argparse.Namespace) -> None:
 def _prices(text: str | None) -> CostPrices | None:
     from odb_megatron.plan.cost import CostPrices
 
-    if text is None:
-        return None
-    values: dict[str, float] = {}
-    for part in text.split(","):
-        key, _, number = part.strip().partition("=")
-        try:
-            values[_COST_KEYS[key]] = float(number)
-        except (KeyError, ValueError):
-            raise ValueError(
-                f"--cost {text!r}: {part.strip()!r} is not understood; expected NAME=NUMBER with "
-                f"{', '.join(_COST_KEYS)}"
-            ) from None
-    if not values.get("linear", 0) > 0 or not all(0 <= v < math.inf for v in values.values()):
-        raise ValueError(
-            f"--cost {text!r}: numbers must be finite and at least 0, and linear above 0"
-        )
-    return CostPrices(linear=values.pop("linear"), **values)
+    try:
+        return None if text is None else CostPrices.parse(text)
+    except ValueError as error:
+        raise ValueError(f"--cost {text!r}: {error}") from error
 
 
 def _blend(data: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...]]:

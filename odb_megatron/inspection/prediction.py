@@ -1,4 +1,4 @@
-"""What each way to form steps makes of the samples, by the simulator's planner, rivals and scores."""
+"""What each way to form steps makes of the samples, by the simulator's planner and rivals."""
 
 from __future__ import annotations
 

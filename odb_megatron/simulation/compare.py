@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from odb_megatron import __version__
 from odb_megatron.output_files import check_output, write_output
+from odb_megatron.plan.record import BLOCK
 from odb_megatron.simulation.lengths import FORMS, SampleLengths, read_lengths
 from odb_megatron.simulation.schedules import (
     ATTENTION_SHARE,
     FIXED_SHARE,
-    MAX_BLOCK,
     POLICIES,
     REFERENCE,
     Schedule,
@@ -84,7 +84,7 @@ def simulate(options: argparse.Namespace) -> tuple[Figures, str]:
     lengths = read_lengths(
         options.lengths,
         token_budget=options.token_budget,
-        max_share=max(1, min(options.share_long, options.dp, MAX_BLOCK)),
+        max_share=max(1, min(options.share_long, options.dp, BLOCK)),
         tokenizer=options.tokenizer,
         seed=options.seed,
     )

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.plan.cost import COST_UNIT, CostModel
-from odb_megatron.plan.step_planner import StepPlan, plan_step
+from odb_megatron.plan.record import block_of
+from odb_megatron.plan.step_planner import SHARE_OVERHEAD, StepPlan, plan_step
 
 __all__ = [
     "POLICIES",
@@ -43,8 +44,6 @@ MicroBatches = Sequence[Sequence[int]]
 Pass = tuple[bool, int, int]  # is backward, chunk, micro-batch
 
 BYTES_PER_TOKEN = 4
-MAX_BLOCK = 64  # replicas that plan and exchange samples together
-SHARE_OVERHEAD = (108, 100)  # of a part's cost: attention between the replicas that share a sample
 ATTENTION_SHARE, FIXED_SHARE = 0.3, 0.05
 FORWARD_SHARE = 1 / 3
 NUM_BUCKETS = 32
@@ -317,8 +316,7 @@ def measure(schedule: Schedule, stream: Stream, setting: Setting) -> Times:
     else:
         # A part of a shared sample is a zigzag pair of pieces.
         taken = np.where(is_shared, -(-lengths // (2 * parts)) * 2, lengths)
-        charge, whole = SHARE_OVERHEAD
-        costs = np.where(is_shared, -(-own * charge // (parts * whole)), own)
+        costs = np.where(is_shared, -(-own * (100 + SHARE_OVERHEAD) // (100 * parts)), own)
         computed, costs = _sums(taken, starts), _sums(costs, starts)
     spent = (costs + setting.cost.fixed).astype(np.float64)
     steps, pipelines, balances, aligned = [], [], [], []
@@ -440,16 +438,15 @@ def _evaluation_order(num_stages: int, num_chunks: int, count: int) -> tuple[tup
 def odb(stream: Stream, setting: Setting) -> Schedule:
     """Return what training runs: the next global batch, planned by `plan_step` in each block.
 
-    Replicas plan in blocks of at most `MAX_BLOCK`; each has read every `num_replicas`-th sample.
+    Replicas plan in blocks; each has read every `num_replicas`-th sample of the global batch.
     The largest M of the blocks counts, and those below plan again.
     """
     num, batch_size = setting.num_replicas, setting.global_batch_size
-    blocks = np.array_split(np.arange(num), -(-num // MAX_BLOCK))
+    blocks = list(dict.fromkeys(block_of(replica, num) for replica in range(num)))
     steps, shares = [], dict[int, int]()
 
-    def plan(table: Integers, block: Integers, least: int) -> StepPlan:
+    def plan(table: Integers, block: range, least: int) -> StepPlan:
         lengths = stream.lengths[table]
-        share = min(setting.max_share, 1 << (len(block).bit_length() - 1))
         return plan_step(
             lengths,
             num_replicas=len(block),
@@ -458,9 +455,9 @@ def odb(stream: Stream, setting: Setting) -> Schedule:
             cost=setting.cost,
             count_multiple=setting.count_multiple,
             min_micro_batches=least,
-            max_share=share,
-            owner=table % batch_size % num - block[0],
-            solo=lengths > setting.token_budget if share == 1 else None,
+            max_share=setting.max_share,
+            owner=table % batch_size % num - block.start,
+            solo=lengths > setting.token_budget if setting.max_share == 1 else None,
         )
 
     for start in range(0, len(stream), batch_size):
