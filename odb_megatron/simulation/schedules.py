@@ -463,6 +463,7 @@ def odb(stream: Stream, setting: Setting) -> Schedule:
     for start in range(0, len(stream), batch_size):
         batch = np.arange(start, min(start + batch_size, len(stream)))
         batch = batch[stream.lengths[batch] > 0]
+        batch = batch[np.argsort(batch % batch_size % num, kind="stable")]  # as gathered
         tables = [batch[np.isin(batch % batch_size % num, block)] for block in blocks]
         plans = list(map(plan, tables, blocks, [1] * len(blocks)))
         count = max(found.num_micro_batches for found in plans)
