@@ -315,10 +315,11 @@ def test_unequal_micro_batches(times: list[float], stages: int, end: float) -> N
 
 
 def test_the_cost_model_has_the_shares_asked_for() -> None:
-    lengths = np.full(10, 400)
+    lengths = np.array([100, 700] * 5)
     cost = shares_model(lengths, attention=0.3, fixed=0.05, token_budget=4000)
-    assert cost.sample(400) == pytest.approx(400 * COST_UNIT / 0.7, rel=1e-6)
-    assert cost.fixed == pytest.approx(0.05 * 10 * cost.sample(400), rel=1e-6)
+    total = cost.samples(lengths, np.zeros_like(lengths)).sum()
+    assert total == pytest.approx(lengths.sum() * COST_UNIT / 0.7, rel=1e-6)
+    assert cost.fixed == pytest.approx(0.05 * 10 / 10 * total, rel=1e-6)
 
 
 # --- lengths -----------------------------------------------------------------------------------

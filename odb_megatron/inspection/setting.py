@@ -182,7 +182,7 @@ class TrainingSetting:
         if self.shape is not None:
             return f"FLOPs of the model's shape, {price}"
         return (
-            f"assumed: attention is {ATTENTION_SHARE:.0%} of the cost of a sample of mean length, "
+            f"assumed: attention is {ATTENTION_SHARE:.0%} of the cost of all samples, "
             f"{price} (--model-shape gives your model's)"
         )
 

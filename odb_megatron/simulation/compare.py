@@ -321,7 +321,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--share-long", type=int, default=1, metavar="K", help=share)
     fixed = "per-micro-batch overhead, as a share of a full one's cost (default 0.05)"
     add("--fixed-cost", type=float, default=FIXED_SHARE, metavar="SHARE", help=fixed)
-    attention = "of attention in the cost of a sample of mean length (default 0.3)"
+    attention = "of attention in the cost of all samples (default 0.3)"
     add("--attention-share", type=float, default=ATTENTION_SHARE, metavar="SHARE", help=attention)
     add("--pp", type=int, default=1, metavar="P", help="pipeline stages: adds the 1F1B figures")
     add("--vpp", type=int, default=1, metavar="V", help="virtual chunks per stage (with --pp)")

@@ -118,13 +118,14 @@ def shares_model(
     Args:
         lengths: of all samples.
         token_budget: tokens of a full micro-batch.
-        attention: its share in the cost of a sample of mean length.
+        attention: its share in the cost of all samples.
         fixed: per-micro-batch overhead, over the cost of a micro-batch full of average tokens.
     """
     for flag, share in (("--attention-share", attention), ("--fixed-cost", fixed)):
         if not 0 <= share < 1:
             raise ValueError(f"{flag} {share} is not in [0, 1)")
-    quadratic = attention / (1 - attention) / float(lengths.mean())
+    squares = (lengths.astype(np.float64) ** 2).sum()
+    quadratic = attention / (1 - attention) * float(lengths.sum() / squares)
     without = CostModel.from_ratios(quadratic=quadratic, fixed_tokens=0)
     rate = int(without.samples(lengths, np.zeros_like(lengths)).sum()) / int(lengths.sum())
     return CostModel.from_ratios(
