@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 
 from megatron.core import parallel_state as mpu
 
 from odb_megatron.comm.deadline import Deadline
 from odb_megatron.comm.heartbeat import Heartbeat
 from odb_megatron.comm.watchdog import Watchdog, limit_end
+from odb_megatron.elastic import leave_reason
 from odb_megatron.megatron.config import OdbConfig
 
 __all__ = ["PeerWatch"]
@@ -55,6 +57,7 @@ class PeerWatch:
                 grace_s=_GRACE_S,
                 is_saving=lambda: self._is_saving,
                 longest_save_s=timeout_s,
+                leave_reason=partial(leave_reason, is_told=True),
             )
         self.patience = {
             name: Deadline(self._heartbeat, timeout_s=config.timeout_s, warn_s=config.stall_warn_s)
