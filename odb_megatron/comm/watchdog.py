@@ -96,18 +96,14 @@ class Watchdog:
         _print(f"odb: {self._heartbeat.who}: {text}; {then} (--odb-on-peer-failure)")
         if not self._ends:
             return
-        while not self._is_time(since):
+        longest_s = max(self._grace_s, self._longest_save_s)
+        while time.monotonic() < since + (longest_s if self._is_saving() else self._grace_s):
             if self._stopped.wait(_LOOK_S):
                 return
         text = self._heartbeat.diagnosis()  # others may be gone by now
         self._leave_reason(text)
         _print(f"odb: {self._heartbeat.who} is ended: {text}. The trainer was in {self._where()}")
         end_process(PEER_LOST)
-
-    def _is_time(self, since: float) -> bool:
-        waited_s = time.monotonic() - since
-        longest_s = max(self._grace_s, self._longest_save_s)
-        return waited_s > (longest_s if self._is_saving() else self._grace_s)
 
     def _where(self) -> str:
         frame = sys._current_frames().get(self._trainer)
