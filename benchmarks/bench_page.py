@@ -23,10 +23,9 @@ _VARIANTS = {
     "standard": "padded, worst case fits",
     "standard_mean": "padded, by mean length",
     "sorted": "padded, sorted oracle",
-    "odb_samples": "ODB samples",
-    "odb_cost": "ODB cost",
+    "odb": "ODB",
 }
-_POLICIES = ("cost", "samples", "odb-reference", "dp-balanced", "ffd", "sorted-bucketed", "sorted")
+_POLICIES = ("odb", "odb-reference", "dp-balanced", "ffd", "sorted-bucketed")
 
 
 def write_bench_page(path: Path, report: Mapping[str, Any]) -> None:
@@ -121,7 +120,7 @@ def _stream_chart(result: Mapping[str, Any]) -> Chart:
     rows = {
         row["name"].rpartition("cv")[2]: row
         for row in result["rows"]
-        if "stream/dp8/w1024" in row["name"]
+        if "step/dp8/share1" in row["name"]
     }
     spreads = [spread for spread in _SPREADS if spread in rows]
     values = {

@@ -15,7 +15,7 @@ __all__ = ["PARTS", "Goal", "Part"]
 Result = Mapping[str, Any]
 
 _SPREADS = ("0.29", "0.48", "1.0", "2.0")
-_RIVALS = ("odb-reference", "dp-balanced", "ffd", "sorted", "sorted-bucketed")
+_RIVALS = ("odb-reference", "dp-balanced", "ffd", "sorted-bucketed", "standard-safe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +100,8 @@ def _row(result: Result, name: str) -> Result:
     raise KeyError(name)
 
 
-def _simulated(name: str, key: str, *, policy: str = "cost", part: str = "steady") -> Any:
-    def read(result: Result) -> Any:
-        policies = _row(result, name)["policies"]
-        return policies[policy][part][key] if part == "steady" else policies[policy][key]
-
-    return read
+def _simulated(name: str, key: str) -> Callable[[Result], Any]:
+    return lambda result: _row(result, name)["policies"]["odb"]["steady"][key]
 
 
 def _best_rival(name: str) -> Callable[[Result], float]:
@@ -134,36 +130,26 @@ def _all_faults(key: str, wanted: object) -> Callable[[Result], bool]:
 
 
 def _cases(key: str, choose: Callable[[Any], Any]) -> Callable[[Result], Any]:
-    def read(result: Result) -> Any:
-        policies = [case for one in result["cases"].values() for case in one.values()]
-        return choose([case[key] for case in policies])
-
-    return read
+    return lambda result: choose([case[key] for case in result["cases"].values()])
 
 
 _STREAM_GOALS = tuple(
     goal
-    for spread, least in zip(_SPREADS, (0.99, 0.99, 0.99, 0.985), strict=True)
+    for spread in _SPREADS
     for goal in (
         Goal(
-            what=f"CV {spread}: `cost`, fraction of the bound",
-            read=_simulated(f"stream/dp8/w1024/cv{spread}", "fraction_of_bound"),
-            least=least,
+            what=f"CV {spread}: `odb`, fraction of the bound",
+            read=_simulated(f"step/dp8/share1/cv{spread}", "fraction_of_bound"),
+            least=0.994,
         ),
         Goal(
             what=f"CV {spread}: the best rival's fraction of the bound",
-            read=_best_rival(f"stream/dp8/w1024/cv{spread}"),
-        ),
-        Goal(
-            what=f"CV {spread}: most steps later than first in, first out",
-            read=_simulated(f"stream/dp8/w1024/cv{spread}", "max_delay_steps"),
-            most=8,
+            read=_best_rival(f"step/dp8/share1/cv{spread}"),
         ),
     )
 )
 
 _SIMULATE = ("benchmarks/simulate_table.py", "--only")
-_STREAM_POLICIES = "cost,samples,sorted,sorted-bucketed,dp-balanced,ffd,odb-reference"
 
 PARTS = (
     Part(
@@ -202,29 +188,16 @@ PARTS = (
         timeout_s=480.0,
         goals=(
             Goal(
-                what="`cost` over padded, worst case fits",
-                read=lambda r: r["variants"]["odb_cost"]["speedup_vs_standard"]["mean"],
+                what="ODB over padded, worst case fits",
+                read=lambda r: r["variants"]["odb"]["speedup_vs_standard"]["mean"],
             ),
             Goal(
-                what="`samples` over padded, worst case fits",
-                read=lambda r: r["variants"]["odb_samples"]["speedup_vs_standard"]["mean"],
+                what="ODB over the sorted oracle",
+                read=lambda r: r["ratios"]["odb_over_sorted"]["mean"],
             ),
             Goal(
-                what="`samples` over the sorted oracle",
-                read=lambda r: r["ratios"]["samples_over_sorted"]["mean"],
-            ),
-            Goal(
-                what="`samples` over sorted, lower end of the 95 % interval",
-                read=lambda r: r["ratios"]["samples_over_sorted"]["ci95"][0],
-                least=0.97,
-            ),
-            Goal(
-                what="`cost` over `samples`",
-                read=lambda r: r["ratios"]["cost_over_samples"]["mean"],
-            ),
-            Goal(
-                what="`cost` over `samples`, lower end of the 95 % interval",
-                read=lambda r: r["ratios"]["cost_over_samples"]["ci95"][0],
+                what="ODB over sorted, lower end of the 95 % interval",
+                read=lambda r: r["ratios"]["odb_over_sorted"]["ci95"][0],
                 least=0.97,
             ),
             Goal(
@@ -237,10 +210,7 @@ PARTS = (
     Part(
         name="parallel_parity",
         title="Is parallelism invisible?",
-        command=(
-            "benchmarks/parallel_parity.py",
-            *("--cases", "dp2,tp2_sp,pp2,cp2", "--policies", "cost"),
-        ),
+        command=("benchmarks/parallel_parity.py", "--cases", "dp2,tp2_sp,pp2,cp2"),
         full=("benchmarks/parallel_parity.py",),
         timeout_s=420.0,
         goals=(
@@ -269,36 +239,17 @@ PARTS = (
     ),
     Part(
         name="simulate_stream",
-        title="How evenly and fully are 8 replicas loaded? Endless stream, window 1024",
-        command=(*_SIMULATE, "stream/dp8/w1024/*", "--policy", _STREAM_POLICIES),
+        title="How evenly and fully are 8 replicas loaded? Replicas meet once per step",
+        command=(*_SIMULATE, "step/dp8/*"),
         full=(*_SIMULATE, "*"),
         timeout_s=600.0,
         full_timeout_s=14400.0,
         goals=_STREAM_GOALS,
     ),
     Part(
-        name="simulate_small",
-        title="The same in small steps, 32 samples per replica, with exchange",
-        command=(*_SIMULATE, "small/dp8/gbs256/cv1.0/auto", "--policy", "samples,cost,lpt-window"),
-        timeout_s=120.0,
-        goals=tuple(
-            Goal(
-                what=f"`{policy}`, fraction of what these steps can reach",
-                read=_simulated(
-                    "small/dp8/gbs256/cv1.0/auto", "fraction_of_reachable", policy=policy
-                ),
-                least=0.97,
-            )
-            for policy in ("samples", "cost")
-        ),
-    ),
-    Part(
         name="inspect",
         title="Does odb-megatron inspect predict what training then measures?",
-        command=(
-            *("benchmarks/inspect_against_training.py", "--dp", "2"),
-            *("--methods", "samples", "cost"),
-        ),
+        command=("benchmarks/inspect_against_training.py", "--dp", "2", "--methods", "odb"),
         full=("benchmarks/inspect_against_training.py",),
         goals=(
             Goal(
@@ -406,7 +357,7 @@ PARTS = (
         goals=tuple(
             Goal(what=f"`{name}`", read=_count(name), equals=0)
             for name in (
-                *("lost", "duplicated", "over_budget", "misaligned", "over_delay", "over_bound"),
+                *("lost", "duplicated", "over_budget", "misaligned"),
             )
         ),
     ),
@@ -460,23 +411,6 @@ PARTS = (
         title="Does the script for a GPU run? Tiny model on the CPU; its speeds mean nothing",
         command=("benchmarks/gpu_throughput.py", "--device", "cpu", "--tiny"),
         goals=(Goal(what="it ran to its end", read=lambda r: r["complete"], equals=True),),
-    ),
-    Part(
-        name="quality",
-        title="Does the composition of batches change what is learned?",
-        command=("benchmarks/quality.py",),
-        is_full_only=True,
-        goals=(
-            Goal(
-                what="validation loss, `cost` minus padded: lower end of the 95 % interval",
-                read=lambda r: r["difference"]["cost_minus_padded"]["ci95"][0],
-                most=0,
-            ),
-            Goal(
-                what="validation loss, `cost` minus padded: mean",
-                read=lambda r: r["difference"]["cost_minus_padded"]["mean"],
-            ),
-        ),
     ),
     Part(
         name="long_run",

@@ -1,8 +1,7 @@
 """What `odb-megatron inspect` predicts, against what `make train` then measures, on the CPU.
 
 Real runs of `examples/train_chat.py`'s training (its data and flags, fewer samples), each in
-processes of its own: ODB under both policies, and the padded baseline whose worst case fits the
-budget. Must not tune the prediction: it is what the command prints for the same flags.
+processes of its own: ODB, and the padded baseline whose worst case fits the budget. Must not tune the prediction: it is what the command prints for the same flags.
 
     python benchmarks/inspect_against_training.py --dp 2 1 --json build/bench/inspect.json
 """
@@ -28,7 +27,7 @@ from odb_megatron.inspection.report import as_json
 SPLIT = "98,1,1"
 NUM_WARM_UP_STEPS = 2
 LIMIT = 0.05
-METHODS = ("samples", "cost", "standard-safe")
+METHODS = ("odb", "standard-safe")
 
 
 def main() -> int:
@@ -85,7 +84,7 @@ def predict(data: ChatData, *, num_replicas: int, num_samples: int) -> dict[str,
 
 
 def train_flags(method: str, data: ChatData, *, num_samples: int) -> list[str]:
-    """Return the flags of `examples/train_chat.py` for a method; the later of two counts."""
+    """Return the flags of `examples/train_chat.py` for a method."""
     example = runpy.run_path(str(ROOT / "examples" / "train_chat.py"))
     flags = list(example["TRAIN_FLAGS"])
     flags += [*data_flags(data.path, data.tokenizer, split=SPLIT), "--eval-iters", "0"]
@@ -95,7 +94,7 @@ def train_flags(method: str, data: ChatData, *, num_samples: int) -> list[str]:
         flags = [flag for flag in [*flags[:at], *flags[at + 2 :]] if flag != "--odb"]
         size = int(str(EXAMPLE_FLAGS["token_budget"])) // int(str(EXAMPLE_FLAGS["seq_length"]))
         return [*flags, "--micro-batch-size", str(size)]
-    return [*flags, "--odb-policy", method]
+    return flags
 
 
 def compare(predicted: Mapping[str, Any], runs: Mapping[str, TrainingRun]) -> dict[str, Any]:
@@ -129,7 +128,7 @@ def compare(predicted: Mapping[str, Any], runs: Mapping[str, TrainingRun]) -> di
         }
         for name in rates
         for other in rates
-        if (name != other and other == "standard-safe") or (name, other) == ("cost", "samples")
+        if name != other and other == "standard-safe"
     }
     return {
         "figures": figures,

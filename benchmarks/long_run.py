@@ -41,7 +41,7 @@ MOST_GROWTH = 0.02
 
 _SAMPLE_S = 0.25
 _FLAGS = shlex.split("""
-    --odb --odb-token-budget 1024 --odb-overlong truncate --odb-window 64 --micro-batch-size 1
+    --odb --odb-token-budget 1024 --odb-overlong truncate --micro-batch-size 1
     --global-batch-size 16 --lr 1e-3 --seed 1234 --eval-interval 7 --eval-iters 2
 """)
 
@@ -74,7 +74,6 @@ def main(arguments: Sequence[str]) -> int:
     """Run, watch, judge; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=whole(NOT_JUDGED + 2), default=20)
-    parser.add_argument("--policy", choices=("samples", "cost"), default="cost")
     parser.add_argument("--json", type=output_file, default=None)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="odb-long-run-") as folder:
@@ -136,7 +135,7 @@ def _command(folder: Path, options: argparse.Namespace) -> tuple[list[str], Path
     chats = folder / "chats.jsonl"
     with open(data.path, encoding="utf-8") as source:
         chats.write_text("".join(itertools.islice(source, NUM_RECORDS)), encoding="utf-8")
-    flags = [*MODEL.flags(), *_FLAGS, "--odb-policy", options.policy]
+    flags = [*MODEL.flags(), *_FLAGS]
     flags += ["--odb-epochs", str(options.epochs), "--num-workers", str(NUM_WORKERS)]
     flags += data_flags(chats, data.tokenizer, split="90,10,0")
     log = folder / "log"

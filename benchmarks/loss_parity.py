@@ -1,4 +1,4 @@
-"""Step-by-step comparison of packed training (`--odb-policy samples`) with the padded baseline.
+"""Step-by-step comparison of packed training (`--odb`) with the padded baseline.
 
 Real `pretrain()` runs of one tiny GPT in fp32 without dropout, on the same seed and data: the
 padded baseline, then ODB at two token budgets. Must not average anything over steps.
@@ -64,7 +64,7 @@ def launches(options: argparse.Namespace) -> list[Launch]:
     shared += ["--train-samples", str(options.steps * batch)]
     variants = {BASELINE: ["--micro-batch-size", str(BASELINE_MICRO_BATCH_SIZE)]}
     for budget in (MODEL.seq_length, 3 * MODEL.seq_length):
-        odb = ["--odb", "--odb-policy", "samples", "--odb-token-budget", str(budget)]
+        odb = ["--odb", "--odb-token-budget", str(budget)]
         variants[f"odb_budget_{budget}"] = [*odb, "--micro-batch-size", "1"]
     return [
         Launch(name=name, flags=[*shared, *flags], num_replicas=options.dp)
@@ -152,7 +152,7 @@ def _run_details(run: TrainingRun) -> dict[str, object]:
         "command": list(run.command),
         "wall_s": round(run.wall_s, 1),
         "idle": sum(step.idle for step in steps),
-        "split": sum(step.split for step in steps),
+        "moved": sum(step.moved for step in steps),
         "tokens": sum(step.tokens for step in steps),
         "computed_tokens": sum(step.computed_tokens for step in steps),
         "m": [step.num_micro_batches for step in steps],

@@ -5,18 +5,16 @@
 Real `pretrain()` runs of one tiny GPT on CPU and gloo, fp32, no dropout, from one checkpoint. Must
 not average anything over steps. What a case is compared with:
 
-- policy `samples`, dense models: one ordinary ODB run of one process. A step's samples are the same
-  whatever the topology, its micro-batches are not.
-- policy `cost`, mixtures of experts, multi-token prediction: `replay_steps.py`, which trains the
-  micro-batches of the case's own step log in one process. Under `cost` the samples of a step depend
-  on the data-parallel size; router and multi-token-prediction losses are per micro-batch.
+- dense models: one ordinary ODB run of one process. A step's samples are the same whatever the
+  topology, its micro-batches are not.
+- mixtures of experts, multi-token prediction: `replay_steps.py`, which trains the micro-batches of
+  the case's own step log in one process: their losses are per micro-batch.
 - global auxiliary loss: the same, with tokens counted over the micro-batches that the replicas ran
   at the same time (`global_balance`).
 
 `max_rel_grad_diff` is the largest relative difference of one parameter's gradient in any step
 (`gradient_log`). Every case must idle and see three values of M. So cases of one replica run with M
-rounded up to a multiple of 4; and under `cost`, which avoids both where it can, micro-batches are
-small for the samples and balanced one by one, and windows hold one step (`POLICY_FLAGS`).
+rounded up to a multiple of 4, and the last step has few samples.
 """
 
 from __future__ import annotations
@@ -43,23 +41,18 @@ Steps = tuple[tuple[StepRecord, ...], ...]
 
 MAX_LOSS_DIFF = 1e-5
 MAX_REL_GRAD_DIFF = 1e-4
-POLICIES = ("samples", "cost")
 SCRIPT = ROOT / "benchmarks" / "replay_steps.py"
 MODEL = ModelSize(num_layers=4, hidden=64, num_heads=4, ffn_hidden=176, seq_length=256)
-BATCHES = {"samples": 12, "cost": 16}
-NUM_BATCHES = {"samples": 7, "cost": 5}
+BATCH = 12
+NUM_BATCHES = 7
 LAST = 3
 """Samples of the last step: fewer than a replica's micro-batches, so that some idle."""
 
 TRAIN_FLAGS = shlex.split(
-    "--odb --micro-batch-size 1 --odb-overlong truncate --lr 1e-3 "
+    "--odb --odb-token-budget 256 --micro-batch-size 1 --odb-overlong truncate --lr 1e-3 "
     "--min-lr 1e-4 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.01 "
     "--ckpt-format torch_dist"
 )
-POLICY_FLAGS = {
-    "samples": shlex.split("--odb-token-budget 256"),
-    "cost": shlex.split("--odb-token-budget 96 --odb-balance microbatch"),
-}
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
 MODELS = {
     "dense": "",
@@ -189,34 +182,29 @@ class Runs:
 
     def checkpoint(self, model: str) -> Planned:
         """The run that makes the checkpoint which all runs of a model start from."""
-        flags = [*self._shared, *shlex.split(MODELS[model]), *POLICY_FLAGS["samples"]]
-        flags += ["--global-batch-size", "12", "--train-samples", "12"]
+        flags = [*self._shared, *shlex.split(MODELS[model])]
+        flags += ["--global-batch-size", str(BATCH), "--train-samples", str(BATCH)]
         flags += ["--save", str(self._initial(model)), "--save-interval", "1000000"]
         return self._planned(f"checkpoint-{model}", flags, Case())
 
-    def case(self, name: str, case: Case, *, policy: str) -> Planned:
+    def case(self, name: str, case: Case) -> Planned:
         """A case's run."""
-        flags = ["--odb-policy", policy]
-        if policy == "cost":
-            flags += ["--odb-window", str(BATCHES[policy] // case.num_replicas)]
-        if case.count_multiple > 1:
-            flags += ["--count-multiple", str(case.count_multiple)]
-        return self._from_checkpoint(f"{name}-{policy}", case, policy=policy, flags=flags)
+        is_more = case.count_multiple > 1
+        flags = ["--count-multiple", str(case.count_multiple)] if is_more else []
+        return self._from_checkpoint(name, case, flags=flags)
 
-    def reference(self, name: str, case: Case, *, policy: str) -> Planned:
+    def reference(self, name: str, case: Case) -> Planned:
         """What a case is compared with."""
-        if policy == "samples" and case.model == "dense":
-            return self.case("one-process", Case(), policy=policy)
+        if case.model == "dense":
+            return self.case("one-process", Case())
         kept = case.flags if case.model.endswith("experts") else ""
         for parallel in (_EP2, _PP2, _CP2, _TP2, "--sequence-parallel"):
             kept = kept.replace(parallel, "")
         return self._from_checkpoint(
-            f"{name}-{policy}-replayed",
+            f"{name}-replayed",
             Case(flags=kept, model=case.model),
-            policy=policy,
             flags=[
-                "--replay",
-                str(self._folder / f"{name}-{policy}"),
+                *("--replay", str(self._folder / name)),
                 *(["--together"] if case.is_global else []),
             ],
         )
@@ -241,15 +229,11 @@ class Runs:
     def _initial(self, model: str) -> Path:
         return self._folder / f"initial-{model}"
 
-    def _from_checkpoint(
-        self, name: str, case: Case, *, policy: str, flags: Sequence[str]
-    ) -> Planned:
-        batch = BATCHES[policy]
+    def _from_checkpoint(self, name: str, case: Case, *, flags: Sequence[str]) -> Planned:
         shared = [*self._shared, *shlex.split(MODELS[case.model]), *shlex.split(case.flags)]
         shared += ["--load", str(self._initial(case.model)), "--finetune"]
-        shared += ["--no-load-optim", "--no-load-rng", *POLICY_FLAGS[policy]]
-        shared += ["--global-batch-size", str(batch)]
-        shared += ["--train-samples", str(batch * (NUM_BATCHES[policy] - 1) + LAST)]
+        shared += ["--no-load-optim", "--no-load-rng", "--global-batch-size", str(BATCH)]
+        shared += ["--train-samples", str(BATCH * (NUM_BATCHES - 1) + LAST)]
         return self._planned(name, [*shared, *flags], case)
 
     def _planned(self, name: str, flags: list[str], case: Case) -> Planned:
@@ -285,7 +269,7 @@ def compare(found: Steps, reference: Steps) -> dict[str, Any]:
         "reports_per_step": max(step.reports for step in steps),
         "m_values": sorted({step.num_micro_batches for step in steps}),
         "idle_microbatches": sum(step.idle for step in steps),
-        "split_microbatches": sum(step.split for step in steps),
+        "moved_samples": sum(step.moved for step in steps),
         "context_balance": _smallest(step.context_balance for step in steps),
         "idle_router_share": _largest_or_none(step.idle_router_share for step in steps),
         "losses": [step.loss for step in steps],
@@ -334,37 +318,33 @@ def main() -> int:
             tempfile.TemporaryDirectory(prefix="odb-parity-")
         )
         runs = Runs(Path(folder), options)
-        pairs = [(name, policy) for name in options.cases for policy in options.policies]
-        runs.run([runs.checkpoint(model) for model in {CASES[name].model for name, _ in pairs}])
-        cases = {pair: runs.case(pair[0], CASES[pair[0]], policy=pair[1]) for pair in pairs}
+        runs.run([runs.checkpoint(model) for model in {CASES[name].model for name in options.cases}])
+        cases = {name: runs.case(name, CASES[name]) for name in options.cases}
         runs.run(list(cases.values()))
-        references = {
-            pair: runs.reference(pair[0], CASES[pair[0]], policy=pair[1]) for pair in pairs
-        }
+        references = {name: runs.reference(name, CASES[name]) for name in options.cases}
         runs.run(list({item.name: item for item in references.values()}.values()))
-        for pair in pairs:
-            result = compare(runs.steps(cases[pair]), runs.steps(references[pair]))
+        for name in options.cases:
+            result = compare(runs.steps(cases[name]), runs.steps(references[name]))
             result["max_rel_grad_diff"], result["worst_gradient"] = compare_gradients(
-                cases[pair].gradients, references[pair].gradients
+                cases[name].gradients, references[name].gradients
             )
-            for key, item in (("command", cases[pair]), ("reference_command", references[pair])):
+            for key, item in (("command", cases[name]), ("reference_command", references[name])):
                 launch = f"odb-megatron launch --device cpu --nproc-per-node {item.num_processes}"
                 result[key] = f"{launch} {SCRIPT.name} {shlex.join(item.flags)}"
-            results.setdefault(pair[0], {})[pair[1]] = result
-            problems += find_problems(", ".join(pair), result)
-            print(_line(*pair, result), flush=True)
+            results[name] = result
+            problems += find_problems(name, result)
+            print(_line(name, result), flush=True)
     setting = {key: str(value) for key, value in vars(options).items()}
     setting |= {"model": str(MODEL), "train_flags": shlex.join(TRAIN_FLAGS)}
-    setting |= {name: shlex.join(flags) for name, flags in POLICY_FLAGS.items()}
     write_json(options.json, {"cases": results, "problems": problems, "setting": setting})
     for problem in problems:
         print(f"FAILED: {problem}", flush=True)
     return 1 if problems else 0
 
 
-def _line(name: str, policy: str, result: Mapping[str, Any]) -> str:
+def _line(name: str, result: Mapping[str, Any]) -> str:
     return (
-        f"{name}, {policy}: loss {result['max_abs_loss_diff']:.2g}, gradient "
+        f"{name}: loss {result['max_abs_loss_diff']:.2g}, gradient "
         f"{result['max_rel_grad_diff']:.2g}, its norm {result['max_rel_grad_norm_diff']:.2g}, "
         f"ids equal {result['ids_equal']}, "
         f"{result['collectives_per_step']} collectives, {result['bytes_per_step']:.0f} bytes, "
@@ -398,20 +378,15 @@ def _smallest(values: Any) -> float | None:
 def _parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated names")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="samples, cost or both")
     parser.add_argument("--seed", type=int, default=50, help="of model and data order")
     parser.add_argument("--data", default="chitchat", help="chitchat (default), chat-mix or a file")
-    parser.add_argument("--quick", action="store_true", help="one case, policy cost")
+    parser.add_argument("--quick", action="store_true", help="one case")
     parser.add_argument("--folder", type=Path, help="keep checkpoints, logs and gradients here")
     parser.add_argument("--json", type=Path, help="write the result here")
     options = parser.parse_args(arguments)
-    if options.quick:
-        options.cases, options.policies = "dp2_tp2", "cost"
-    options.cases, options.policies = options.cases.split(","), options.policies.split(",")
-    for name, known in (("cases", CASES), ("policies", POLICIES)):
-        unknown = sorted(set(getattr(options, name)) - set(known))
-        if unknown:
-            parser.error(f"--{name} {','.join(unknown)}: choose from {','.join(known)}")
+    options.cases = ["dp2_tp2"] if options.quick else options.cases.split(",")
+    if unknown := sorted(set(options.cases) - set(CASES)):
+        parser.error(f"--cases {','.join(unknown)}: choose from {','.join(CASES)}")
     return options
 
 

@@ -17,7 +17,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,14 @@ from megatron.core.enums import ModelType
 from megatron.training import training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
-from odb_megatron.data.finished_step import FinishedStep
-from odb_megatron.data.sample import Hole
+from odb_megatron.data.loop import PackedStep, Progress
+from odb_megatron.data.sample import Sample, Skipped
 from odb_megatron.data.step_loader import StepLoader
+from odb_megatron.data.step_wire import encode_header, pack_step
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron import providers, run
 from odb_megatron.megatron.setup import parse_and_validate_args
-from odb_megatron.plan.step import StepPlan, StepTotals
+from odb_megatron.plan.record import StepTotals
 from odb_megatron.report.run_log import read_run
 from odb_megatron.testing.runs_again import forget_run, keep_imports
 
@@ -50,28 +51,35 @@ class ReplayLoader(StepLoader):
 
     records: Sequence[Sequence[Record]] = ()
 
-    def make_step(self, until_trained: Callable[[], None] | None = None) -> FinishedStep | None:
+    def make_step(self) -> PackedStep | None:
         """See base; None after the log's last step."""
-        if getattr(self, "_planner_steps", -1) + 1 == len(self.records):
+        at = self._at = getattr(self, "_at", -1) + 1
+        if self.is_over or at == len(self.records):
+            self.is_over = True
             return None
-        return super().make_step(until_trained)
-
-    def _plan_step(self) -> StepPlan:
-        at = self._planner_steps = getattr(self, "_planner_steps", -1) + 1
         assert isinstance(self.stream, SampleStream), "a log is replayed from random access"
         if at == 0:
             self._positions = _positions(self.stream)
         micro_batches = [
-            tuple(self._positions[name] for name in ids)
+            [self._read(self._positions[name]) for name in ids]
             for parts in zip(*(record["ids"] for record in self.records[at]), strict=True)
             for ids in parts
         ]
-        for position in (position for part in micro_batches for position in part):
-            item = self.stream.fetch(position)
-            assert not isinstance(item, Hole), f"position {position} was trained and is a hole now"
-            self._held.add(position, item)
         totals = _totals(self.records, at, micro_batches=micro_batches)
-        return StepPlan(totals=totals, micro_batches=tuple(micro_batches))
+        metadata, payload, pixels = pack_step(totals, micro_batches, rule=self.config.size_rule)
+        self._progress = Progress(consumed=totals.consumed_before + totals.num_consumed)
+        return PackedStep(
+            header=encode_header(metadata), payload=payload, pixels=pixels, progress=self._progress
+        )
+
+    def end(self) -> None:
+        """There is no other replica to tell."""
+        self.is_over = True
+
+    def _read(self, position: int) -> tuple[int, Sample]:
+        item = self.stream.fetch(position)
+        assert not isinstance(item, Skipped), f"position {position} was trained, and is skipped now"
+        return position, item
 
 
 def read_log(folder: Path) -> list[list[Record]]:
@@ -89,7 +97,7 @@ def _positions(stream: SampleStream) -> dict[str, int]:
 
 
 def _totals(
-    records: Sequence[Sequence[Record]], at: int, *, micro_batches: Sequence[tuple[int, ...]]
+    records: Sequence[Sequence[Record]], at: int, *, micro_batches: Sequence[Sequence[object]]
 ) -> StepTotals:
     first = records[at][0]
     consumed = first["samples"] + first["left_out"]
@@ -101,14 +109,19 @@ def _totals(
         consumed_before=first["consumed_samples"] - consumed,
         num_samples=first["samples"],
         num_left_out=first["left_out"],
+        num_bad=0,
         num_truncated=0,
         num_tokens=sum(lengths),
         num_padded_tokens=sum(lengths),
         num_squared_tokens=sum(n * n for n in lengths),
         num_loss_tokens=first["loss_tokens"],
         num_idle=sum(not part for part in micro_batches),
-        num_split=0,
-        costs=(1,),
+        num_patches=0,
+        num_moved=0,
+        bytes_moved=0,
+        num_replicas=1,
+        cost_sum=1,
+        cost_max=1,
         wait_us=0,
         is_final=at == len(records) - 1,
     )

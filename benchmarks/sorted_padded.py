@@ -18,14 +18,14 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from sorted_batches import SortedStep, num_padded, sorted_rounds, sorted_steps
 
-from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.feed import StepHeader
 from odb_megatron.data.padded import PaddedDataset
-from odb_megatron.data.sample import Hole, Sample
+from odb_megatron.data.sample import Skipped, Sample
 from odb_megatron.megatron.counters import StepCalculator
 from odb_megatron.megatron.hooks import Hooks
 from odb_megatron.megatron.run import OdbRun
 from odb_megatron.megatron.setup import parse_and_validate_args
-from odb_megatron.plan.step import StepTotals
+from odb_megatron.plan.record import StepTotals
 
 
 class SortedRun(OdbRun):
@@ -51,21 +51,20 @@ class SortedRun(OdbRun):
         return provider
 
     def _sorted_items(self, dataset: PaddedDataset) -> Iterator[Any]:
-        args, exchange = self._args, self._exchange
-        assert exchange is not None
+        args, group = self._args, self._groups[0]
         samples = [_sample(dataset, position) for position in range(len(dataset))]
         rounds = sorted_rounds(
             [len(sample) for sample in samples],
             token_budget=self._token_budget,
-            max_samples=args.global_batch_size // exchange.num_replicas,
-            num_replicas=exchange.num_replicas,
+            max_samples=args.global_batch_size // group.num_replicas,
+            num_replicas=group.num_replicas,
         )
         steps = sorted_steps(rounds, global_batch_size=args.global_batch_size, seed=args.seed)
-        self._calculator = StepCalculator.install(num_replicas=exchange.num_replicas)
+        self._calculator = StepCalculator.install(num_replicas=group.num_replicas)
         args.dataloader_type = "external"
         args.train_iters = len(steps)
         totals = all_totals(steps, samples)
-        return _items(dataset, steps, totals, replica=exchange.replica)
+        return _items(dataset, steps, totals, replica=group.replica)
 
 
 def all_totals(steps: Sequence[SortedStep], samples: Sequence[Sample]) -> list[StepTotals]:
@@ -86,14 +85,19 @@ def all_totals(steps: Sequence[SortedStep], samples: Sequence[Sample]) -> list[S
             consumed_before=consumed,
             num_samples=len(positions),
             num_left_out=0,
+            num_bad=0,
             num_truncated=sum(samples[at].truncated > 0 for at in positions),
             num_tokens=sum(lengths[at] for at in positions),
             num_padded_tokens=sum(costs),
             num_squared_tokens=sum(lengths[at] ** 2 for at in positions),
             num_loss_tokens=sum(samples[at].num_loss_tokens for at in positions),
+            num_patches=0,
             num_idle=0,
-            num_split=0,
-            costs=costs,
+            num_moved=0,
+            bytes_moved=0,
+            num_replicas=len(costs),
+            cost_sum=sum(costs),
+            cost_max=max(costs),
             wait_us=0,
             is_final=index == len(steps) - 1,
         )
@@ -137,7 +141,7 @@ def _items(
 
 def _sample(dataset: PaddedDataset, position: int) -> Sample:
     sample = dataset.stream.fetch(position)
-    if isinstance(sample, Hole):
+    if isinstance(sample, Skipped):
         raise ValueError(f"sorted batches take whole data only; left out: {sample.message}")
     return sample
 

@@ -33,19 +33,14 @@ from training_runs import (
     write_json,
 )
 
-from odb_megatron.plan.policy import ExchangeMode
-
 SORTED_SCRIPT = Path(__file__).resolve().parent / "sorted_padded.py"
 NUM_WARM_UP_STEPS = 2
 MODEL = ModelSize(num_layers=3, hidden=96, num_heads=4, ffn_hidden=288, seq_length=1024)
 QUICK_MODEL = ModelSize(num_layers=1, hidden=32, num_heads=2, ffn_hidden=64, seq_length=256)
 TRAIN_FLAGS = shlex.split("--odb-overlong truncate --lr 1e-3 --lr-decay-style constant --seed 1234")
 RATIOS = {
-    "cost_over_samples": ("odb_cost", "odb_samples"),
-    "samples_over_sorted": ("odb_samples", "sorted"),
-    "cost_over_sorted": ("odb_cost", "sorted"),
-    "samples_over_standard_mean": ("odb_samples", "standard_mean"),
-    "cost_over_standard_mean": ("odb_cost", "standard_mean"),
+    "odb_over_sorted": ("odb", "sorted"),
+    "odb_over_standard_mean": ("odb", "standard_mean"),
 }
 
 
@@ -114,7 +109,7 @@ def main() -> int:
     mean = mean_length(data, seq_length=model.seq_length)
     batching = Batching.choose(options, seq_length=model.seq_length, mean=mean)
     print(f"{model}\n{batching}", flush=True)
-    variants = all_variants(batching, exchange=options.exchange)
+    variants = all_variants(batching)
     shared = _shared_flags(model, data, batching)
     runs = _run_all(variants, shared, options)
     result = summarize(variants, runs)
@@ -127,10 +122,9 @@ def main() -> int:
     return 0
 
 
-def all_variants(batching: Batching, *, exchange: str) -> dict[str, Variant]:
+def all_variants(batching: Batching) -> dict[str, Variant]:
     """The variants by name; `standard` is what speed-ups are relative to."""
     budget, micro_batch = batching.token_budget, "--micro-batch-size"
-    odb = ("--odb", "--odb-token-budget", str(budget), "--odb-exchange", exchange)
     return {
         "standard": Variant(
             description=f"padded, {batching.standard} samples per micro-batch: the most whose "
@@ -150,13 +144,10 @@ def all_variants(batching: Batching, *, exchange: str) -> dict[str, Variant]:
             flags=(micro_batch, "1", "--sorted-token-budget", str(budget)),
             script=SORTED_SCRIPT,
         ),
-        "odb_samples": Variant(
-            description="ODB, policy samples: the padded baseline's samples in every step",
-            flags=(*odb, micro_batch, "1", "--odb-policy", "samples"),
-        ),
-        "odb_cost": Variant(
-            description="ODB, policy cost: steps of even cost from a look-ahead window",
-            flags=(*odb, micro_batch, "1", "--odb-policy", "cost"),
+        "odb": Variant(
+            description="ODB: the samples of the padded baseline's step, packed and spread over "
+            "the replicas",
+            flags=("--odb", "--odb-token-budget", str(budget), micro_batch, "1"),
         ),
     }
 
@@ -274,7 +265,6 @@ def _setting(
     return {
         "data": options.data,
         "repeats": options.repeats,
-        "exchange": options.exchange,
         "num_replicas": options.dp,
         "threads_per_replica": 1,
         "num_warm_up_steps": NUM_WARM_UP_STEPS,
@@ -317,8 +307,6 @@ def _parse() -> argparse.Namespace:
     add("--token-budget", type=whole(1), help="tokens of a micro-batch; default twice the context")
     add("--global-batch-size", type=whole(1), default=32, help="rounded to the micro-batch sizes")
     add("--dp", type=whole(1), default=2, help="data-parallel replicas")
-    modes = [mode.value for mode in ExchangeMode]
-    add("--exchange", choices=modes, default="auto", help="--odb-exchange of the ODB variants")
     add("--quick", action="store_true", help="tiny model, few steps, one repeat: for the tests")
     add("--json", type=output_file, help="write the result here")
     options = parser.parse_args()

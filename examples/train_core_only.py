@@ -67,7 +67,7 @@ def main() -> None:
     args = parse_args()
     start_processes(args)
     with usage_errors():
-        config = OdbConfig.from_args(args, num_replicas=args.data_parallel_size)
+        config = OdbConfig.from_args(args)
         tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_model, args.tokenizer_cache))
         args.padded_vocab_size = -(-len(tokenizer) // 128) * 128
         refuse_unsupported(args, config)
@@ -195,7 +195,7 @@ def build_data(args: argparse.Namespace, config: OdbConfig, renderer: ChatRender
             renderer=renderer,
         ),
         num_samples=[args.train_samples, 0, 0],
-        is_built_on_rank=lambda: place.is_leader,
+        is_built_on_rank=lambda: place.is_source,
     )
     exchange = control_group(args, name="train", has_payloads=True)
 

@@ -10,12 +10,11 @@ import pytest
 
 from odb_megatron.comm.watchdog import OnPeerFailure
 from odb_megatron.data.preprocess import BadRecordPolicy
-from odb_megatron.data.workers import WorkerStart
 from odb_megatron.megatron.arguments import add_odb_arguments
-from odb_megatron.megatron.config import CostSource, MetricsTarget, OdbConfig
+from odb_megatron.megatron.config import MetricsTarget, OdbConfig
 from odb_megatron.plan.cost import CostPrices
 from odb_megatron.plan.padding import OverlongPolicy
-from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
+from odb_megatron.plan.record import Sync
 
 
 def _parse(text: str) -> argparse.Namespace:
@@ -26,25 +25,20 @@ def _parse(text: str) -> argparse.Namespace:
     return args
 
 
-def _config(text: str, *, num_replicas: int = 4) -> OdbConfig:
-    return OdbConfig.from_args(_parse(text), num_replicas=num_replicas)
+def _config(text: str) -> OdbConfig:
+    return OdbConfig.from_args(_parse(text))
 
 
 def test_defaults() -> None:
     config = _config("--odb")
     assert config == OdbConfig(
         enabled=True,
-        policy=PolicyName.SAMPLES,
         token_budget=128,
         pad_to_budget=False,
         shape_buckets=(),
-        window=12,  # four times a replica's share of 10 over 4, rounded up
-        max_delay_steps=8,
-        cost=CostSource.SHAPE,
-        prices=None,
+        cost=None,
         max_patches=0,
-        balance=BalanceScope.STEP,
-        exchange=ExchangeMode.NONE,
+        sync=Sync.STEP,
         overlong=OverlongPolicy.ERROR,
         bad_record=BadRecordPolicy.ERROR,
         resume_strict=True,
@@ -56,7 +50,6 @@ def test_defaults() -> None:
         context=128,
         plan_ahead=2,
         max_bad_records=0,
-        worker_start=WorkerStart.FORKSERVER,
         warmup_worst_case=False,
         timeout_s=600.0,
         stall_warn_s=60.0,
@@ -66,26 +59,26 @@ def test_defaults() -> None:
 
 def test_everything_given() -> None:
     config = _config(
-        "--odb --odb-policy cost --odb-token-budget 512 --odb-window 40 --odb-max-delay-steps 3 "
-        "--odb-overlong solo --odb-bad-record skip --odb-epochs 2 --odb-attention cpu "
-        "--odb-log-dir logs --odb-cost-linear 2.5 --odb-cost-quadratic 0.001 --odb-cost-fixed 800 "
-        "--odb-cost-patch 9 --odb-max-patches 4096 --odb-balance microbatch --odb-exchange tokens "
-        "--odb-plan-ahead 0 --odb-worker-start spawn --odb-max-bad-records 7 --odb-log-ids "
-        "--odb-metrics-port 9000 --odb-metrics-host ::1 --odb-metrics-file odb.prom"
+        "--odb --odb-token-budget 512 --odb-overlong solo --odb-bad-record skip --odb-epochs 2 "
+        "--odb-attention cpu --odb-log-dir logs --odb-max-patches 4096 --odb-plan-ahead 0 "
+        "--odb-cost linear=2.5,quadratic=0.001,overhead=800,patch=9 --odb-max-bad-records 7 "
+        "--odb-log-ids --odb-metrics-port 9000 --odb-metrics-host ::1 --odb-metrics-file odb.prom"
     )
     assert config.log_ids
     assert config.metrics == MetricsTarget(port=9000, host="::1", file="odb.prom")
     assert config.max_bad_records == 7
     assert "--odb-max-bad-records 7" in config.describe()
-    assert (config.plan_ahead, config.worker_start) == (0, WorkerStart.SPAWN)
-    assert (config.policy, config.token_budget, config.window) == (PolicyName.COST, 512, 40)
-    assert (config.max_delay_steps, config.epochs) == (3, 2)
-    assert config.exchange is ExchangeMode.TOKENS
+    assert (config.token_budget, config.plan_ahead, config.epochs) == (512, 0, 2)
     assert (config.overlong, config.bad_record) == (OverlongPolicy.SOLO, BadRecordPolicy.SKIP)
     assert (config.attention, config.log_dir) == ("cpu", "logs")
-    assert config.prices == CostPrices(linear=2.5, quadratic=0.001, fixed=800, patch=9)
-    assert (config.max_patches, config.balance) == (4096, BalanceScope.MICROBATCH)
-    assert _config("--odb --odb-cost auto").cost is CostSource.AUTO
+    assert config.cost == CostPrices(linear=2.5, quadratic=0.001, overhead=800, patch=9)
+    assert config.max_patches == 4096
+
+
+def test_replicas_that_meet_in_every_micro_batch() -> None:
+    args = _parse("--odb")
+    args.expert_model_parallel_size = 2
+    assert OdbConfig.from_args(args).sync is Sync.MICROBATCH
 
 
 def test_micro_batches_of_one_length() -> None:
@@ -95,6 +88,7 @@ def test_micro_batches_of_one_length() -> None:
     assert "--odb-pad-to-budget" in config.describe()
     assert _config("--odb").micro_batch_length(4) == 0
     assert config.size_rule(4).sizes == (128,)
+    assert (config.sizes, _config("--odb").sizes) == ((130,), ())
 
 
 def test_micro_batches_of_a_few_lengths() -> None:
@@ -117,11 +111,8 @@ def test_micro_batches_of_a_few_lengths() -> None:
         ("--odb --odb-shape-buckets 9 --odb-pad-to-budget", "one size and .* a few: keep one"),
         ("--odb --odb-shape-buckets 0 64", "must be between 1 and the token budget 128"),
         ("--odb --odb-shape-buckets 129", "buckets 129 must be between 1 and the token budget 128"),
-        ("--odb-policy samples", "--odb-policy would do nothing without --odb: add --odb, or drop"),
         ("--odb-token-budget 9", "--odb-token-budget would do nothing without --odb"),
-        ("--odb-exchange auto", "--odb-exchange would do nothing without --odb"),
         ("--odb-plan-ahead 0", "--odb-plan-ahead would do nothing without --odb"),
-        ("--odb-worker-start fork", "--odb-worker-start would do nothing without --odb"),
         ("--odb-max-bad-records 9", "--odb-max-bad-records would do nothing without --odb"),
         (
             "--odb --odb-max-bad-records 9",
@@ -138,44 +129,27 @@ def test_micro_batches_of_a_few_lengths() -> None:
         ("--odb --odb-timeout-s 0", "--odb-timeout-s must be above 0 seconds, got 0"),
         ("--odb --odb-stall-warn-s inf", "--odb-stall-warn-s must be above 0 seconds, got inf"),
         ("--odb --odb-plan-ahead -1", "--odb-plan-ahead must not be negative, got -1"),
-        ("--odb-window 9", "--odb-window would do nothing without --odb"),
-        ("--odb-max-delay-steps 9", "--odb-max-delay-steps would do nothing without --odb"),
         (
-            "--odb-epochs 1 --odb-policy cost",
-            "--odb-policy, --odb-epochs would do nothing without --odb: add --odb, or drop them",
+            "--odb-epochs 1 --odb-plan-ahead 3",
+            "--odb-epochs, --odb-plan-ahead would do nothing without --odb: add --odb, or drop them",
         ),
-        ("--odb-cost auto", "--odb-cost would do nothing without --odb"),
-        ("--odb-cost-linear 1", "--odb-cost-linear would do nothing without --odb"),
-        (
-            "--odb-cost-quadratic 1 --odb-cost-fixed 1 --odb-cost-patch 1",
-            "--odb-cost-quadratic, --odb-cost-fixed, --odb-cost-patch would do nothing without",
-        ),
+        ("--odb-cost linear=1", "--odb-cost would do nothing without --odb"),
         ("--odb-max-patches 9", "--odb-max-patches would do nothing without --odb"),
-        ("--odb-balance step", "--odb-balance would do nothing without --odb"),
         ("--odb --odb-max-patches 0", "--odb-max-patches must be at least 1, got 0"),
+        ("--odb --odb-cost overhead=100", "--odb-cost overhead=100: linear is missing"),
+        ("--odb --odb-cost linear=0", "--odb-cost linear=0: linear must be above 0"),
+        ("--odb --odb-cost linear=-1", "linear must be a number of at least 0, got -1"),
+        ("--odb --odb-cost linear=1,patch=nan", "patch must be a number of at least 0, got nan"),
+        ("--odb --odb-cost linear=much", "linear=much is no number"),
+        ("--odb --odb-cost linear=1,linear=2", "'linear' is given twice"),
         (
-            "--odb --odb-cost auto --odb-cost-linear 2",
-            "--odb-cost auto measures what --odb-cost-linear gives: keep one",
+            "--odb --odb-cost linear=1,square=2",
+            "'square' is not known: give KEY=NUMBER of linear, quadratic, overhead, patch",
         ),
-        (
-            "--odb --odb-cost-fixed 100",
-            "--odb-cost-linear must be above 0, because costs are counted in it: give it with the",
-        ),
-        ("--odb --odb-cost-linear 0", "--odb-cost-linear must be above 0"),
-        ("--odb --odb-cost-linear -1", "--odb-cost-linear must be a finite number of at least 0"),
-        (
-            "--odb --odb-cost-linear 1 --odb-cost-patch nan",
-            "--odb-cost-patch must be a finite number of at least 0, got nan",
-        ),
+        ("--odb --odb-cost auto", "'auto' is not known"),
+        ("--odb --odb-cost ''", "'' is not known"),
         ("--odb --odb-token-budget 0", "--odb-token-budget must be at least 1, got 0"),
-        ("--odb --odb-policy cost --odb-window -3", "--odb-window must be at least 1, got -3"),
         ("--odb --odb-epochs 0", "--odb-epochs must be at least 1, got 0"),
-        ("--odb --odb-window 9", "--odb-window would do nothing with --odb-policy samples"),
-        (
-            "--odb --odb-policy samples --odb-max-delay-steps 9",
-            "--odb-max-delay-steps would do nothing with --odb-policy samples, which never "
-            "reorders: use --odb-policy cost, or drop it",
-        ),
     ],
 )
 def test_refused(flags: str, message: str) -> None:
@@ -186,9 +160,8 @@ def test_refused(flags: str, message: str) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        *("--odb-policy best", "--odb-overlong cut", "--odb-bad-record warn", "--odb-budget 9"),
-        *("--odb-cost measured", "--odb-balance layer", "--odb-cost-linear much"),
-        *("--odb-worker-start thread", "--odb-plan-ahead some"),
+        *("--odb-overlong cut", "--odb-bad-record warn", "--odb-budget 9", "--odb-plan-ahead some"),
+        *("--odb-policy cost", "--odb-exchange auto", "--odb-cost-linear 1"),  # of older versions
     ],
 )
 def test_unknown_words_and_flags(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,15 +191,12 @@ def test_the_budget_limits_packed_samples(budget: int) -> None:
     [
         "--odb",
         "--odb --odb-epochs 3 --odb-overlong truncate",
-        "--odb --odb-policy cost",
-        "--odb --odb-policy cost --odb-window 33 --odb-max-delay-steps 2 --odb-token-budget 777",
-        "--odb --odb-exchange auto",
+        "--odb --odb-token-budget 777",
         "--odb --odb-bad-record skip --odb-attention cpu",
-        "--odb --odb-cost auto --odb-max-patches 77",
-        "--odb --odb-cost-linear 1",
-        "--odb --odb-cost-linear 0.1 --odb-cost-quadratic 3e-7 --odb-cost-fixed 12.34567890123",
-        "--odb --odb-balance microbatch",
-        "--odb --odb-plan-ahead 5 --odb-worker-start fork",
+        "--odb --odb-max-patches 77",
+        "--odb --odb-cost linear=1",
+        "--odb --odb-cost overhead=12.34567890123,linear=0.1,quadratic=3e-7",
+        "--odb --odb-plan-ahead 5",
         "--odb --odb-warmup-worst-case",
         "--odb --odb-timeout-s 90 --odb-stall-warn-s 5 --odb-on-peer-failure report",
     ],
@@ -239,7 +209,7 @@ def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_odb_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest.startswith("odb")]
-    assert len(actions) == 32
+    assert len(actions) == 22
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out

@@ -20,7 +20,7 @@ from odb_megatron.data.bad_records import (
 from odb_megatron.data.finished_step import FinishedStep
 from odb_megatron.data.order import PassOrder
 from odb_megatron.data.preprocess import BadRecordPolicy
-from odb_megatron.data.sample import Hole, HoleReason
+from odb_megatron.data.sample import Skipped, SkipReason
 from odb_megatron.data.sources import MapSource
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream, SourcePart
@@ -49,8 +49,8 @@ def _totals(step: int, *, bad: tuple[int, ...], consumed: int = 0) -> StepTotals
     )
 
 
-def _hole(text: str, reason: HoleReason = HoleReason.BAD_RECORD) -> Hole:
-    return Hole(reason=reason, message=text)
+def _hole(text: str, reason: SkipReason = SkipReason.BAD_RECORD) -> Skipped:
+    return Skipped(reason=reason, message=text)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_error_names_counts_limit_and_the_first_of_this_replica() -> None:
 def test_what_a_checkpoint_says_of_steps_planned_ahead() -> None:
     records = BadRecords(9)
     records.note(3, _hole("bad"))
-    records.note(4, _hole("long", HoleReason.OVERLONG))
+    records.note(4, _hole("long", SkipReason.OVERLONG))
     records.add_up(_totals(0, bad=(1,)))
     records.note(12, _hole("bad"))
     records.add_up(_totals(1, bad=(1,), consumed=5))

@@ -47,7 +47,7 @@ def test_every_setting_is_a_flag_or_names_data() -> None:
         ({"metrics_port": 9400}, "odb_metrics_port", 9400),
         ({"metrics_host": "::1"}, "odb_metrics_host", "::1"),
         ({"metrics_file": "odb.prom"}, "odb_metrics_file", "odb.prom"),
-        ({"cost_linear": 0.5}, "odb_cost_linear", 0.5),
+        ({"cost": "linear=0.5,patch=2"}, "odb_cost", "linear=0.5,patch=2"),
     ],
 )
 def test_values(settings: dict[str, object], name: str, value: object) -> None:
@@ -58,8 +58,8 @@ def test_values(settings: dict[str, object], name: str, value: object) -> None:
     ("name", "text"),
     [
         ("token_budgt", "there is no dataset.odb.token_budgt: did you mean dataset.odb.token_budg"),
-        ("poliy", "did you mean dataset.odb.policy?"),
-        ("nothing", "there is no dataset.odb.nothing: the settings are token_budget, policy, "),
+        ("overlonk", "did you mean dataset.odb.overlong?"),
+        ("nothing", "there is no dataset.odb.nothing: the settings are token_budget, pad_to_budg"),
     ],
 )
 def test_attribute_that_is_no_setting(name: str, text: str) -> None:
@@ -129,7 +129,7 @@ def test_defaults_are_those_of_the_flags() -> None:
     import argparse
 
     args = argparse.Namespace(**flag_values(OdbSettings()), seq_length=64, global_batch_size=8)
-    config = OdbConfig.from_args(args, num_replicas=2)
+    config = OdbConfig.from_args(args)
     assert (config.token_budget, config.enabled) == (64, True)
 
 

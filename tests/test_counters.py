@@ -11,13 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_megatron.megatron.counters import SamplesPerReplica, StepCalculator
-from odb_megatron.plan.planner import StepTotals
+from odb_megatron.plan.record import StepTotals
 
 
 def _totals(num_samples: int, *, left_out: int = 0) -> StepTotals:
     return StepTotals(
         step=0,
         num_micro_batches=3,
+        num_replicas=1,
+        num_bad=0,
+        num_patches=0,
+        num_moved=0,
+        bytes_moved=0,
+        cost_sum=0,
+        cost_max=0,
         num_consumed=num_samples + left_out,
         consumed_before=0,
         num_samples=num_samples,
@@ -28,8 +35,6 @@ def _totals(num_samples: int, *, left_out: int = 0) -> StepTotals:
         num_squared_tokens=0,
         num_loss_tokens=0,
         num_idle=0,
-        num_split=0,
-        costs=(0,),
         wait_us=0,
         is_final=False,
     )

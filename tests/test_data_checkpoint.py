@@ -500,14 +500,14 @@ def test_another_number_of_sources_and_another_blend() -> None:
 def test_changed_files(cost: Saved, after: int, capsys: pytest.CaptureFixture[str]) -> None:
     """As many records, one of which no longer emits anything: what is left is emitted once."""
     state = json.loads(cost.path(0).read_text())
-    hole = state["planner"]["window"][0][0]
+    skipped = state["planner"]["window"][0][0]
     lengths = list(LENGTHS)
-    lengths[stream_of(LENGTHS).locate(hole).record] = 0
+    lengths[stream_of(LENGTHS).locate(skipped).record] = 0
     for error in cost.refused(after, lengths=Changed(lengths)):
         assert "data changed since the checkpoint was saved: " in error
         assert "pass --no-odb-resume-strict to go on with every record number" in error
     emitted = everything(cost, cost.resume(after, lengths=Changed(lengths), strict=False))
-    assert emitted == [p for p in range(TOTAL) if p != hole]
+    assert emitted == [p for p in range(TOTAL) if p != skipped]
     assert "odb: WARNING: data changed since the checkpoint was saved: " in capsys.readouterr().out
 
 

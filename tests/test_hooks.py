@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_counters import _totals
 
-from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.feed import StepHeader
 from odb_megatron.megatron import hooks as hooks_module
 from odb_megatron.megatron.hooks import Hooks
 
@@ -52,11 +52,8 @@ class _Listener:
     def saving(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def on_saving(self, iteration: int, *, is_persistent: bool) -> None:
-        self.told.append(("saving", iteration, is_persistent))
-
-    def on_saved(self, iteration: int, *, is_persistent: bool) -> None:
-        self.told.append(("saved", iteration, is_persistent))
+    def on_saving(self) -> None:
+        self.told.append(("saving",))
 
     def on_loaded(self, checkpoint_args: Any) -> None:
         self.told.append(("loaded", checkpoint_args))
@@ -350,21 +347,14 @@ def test_log_is_told_after_megatrons_own(training: SimpleNamespace) -> None:
     ]
 
 
-def test_save_is_told_when_it_succeeded(training: SimpleNamespace) -> None:
+def test_a_save_is_told_before_it_begins(training: SimpleNamespace) -> None:
     listener = _Listener()
     Hooks(listener, packed=True).install()
     training.save_checkpoint(6, "model", extra=1, train_data_iterator=[1])
     with pytest.raises(OSError, match="disk full"):
-        training.save_checkpoint(7, "broken")
+        training.save_checkpoint(7, "broken", non_persistent_ckpt=True)
     assert training.calls == [("save", 6, "model", 1), ("save", 7, "broken", None)]
-    assert listener.told == [("saving", 6, True), ("saved", 6, True), ("saving", 7, True)]
-
-
-def test_a_non_persistent_save_is_told_as_one(training: SimpleNamespace) -> None:
-    listener = _Listener()
-    Hooks(listener, packed=True).install()
-    training.save_checkpoint(6, "model", non_persistent_ckpt=True)
-    assert listener.told == [("saving", 6, False), ("saved", 6, False)]
+    assert listener.told == [("saving",), ("saving",)]
 
 
 def test_a_loaded_checkpoints_arguments_are_told(training: SimpleNamespace) -> None:

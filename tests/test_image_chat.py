@@ -17,7 +17,7 @@ from odb_megatron.data.image_chat import ImageChatSource, ImageRules, expand_ima
 from odb_megatron.data.image_parts import lift_images
 from odb_megatron.data.patches import PatchRules
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
-from odb_megatron.data.sample import BadRecordError, Hole, HoleReason, Sample
+from odb_megatron.data.sample import BadRecordError, Skipped, SkipReason, Sample
 from odb_megatron.data.sources import MapSource, open_source
 from odb_megatron.data.tokenizer import train_bpe
 from odb_megatron.plan.padding import OverlongPolicy
@@ -170,9 +170,9 @@ def test_bad_records(
     draw(tmp_path / "thin.png", size=(700, 12))
     with pytest.raises(BadRecordError, match=rf"chat\d+.jsonl:1: .*{message}"):
         source(tmp_path, renderer, record).sample(0, source=0)
-    hole = source(tmp_path, renderer, record, bad_record=BadRecordPolicy.SKIP).sample(0, source=0)
-    assert isinstance(hole, Hole)
-    assert hole.reason is HoleReason.BAD_RECORD
+    skipped = source(tmp_path, renderer, record, bad_record=BadRecordPolicy.SKIP).sample(0, source=0)
+    assert isinstance(skipped, Skipped)
+    assert skipped.reason is SkipReason.BAD_RECORD
 
 
 def test_without_image_flags_pictures_are_refused(tmp_path: Path, renderer: ChatRenderer) -> None:
@@ -221,9 +221,9 @@ def test_nothing_is_left_of_a_sample_that_begins_with_a_long_image() -> None:
         "image_starts": [0],
     }
     rules = SampleRules(context=3, token_budget=9, overlong=OverlongPolicy.TRUNCATE)
-    hole = MapSource([item], rules=rules).sample(0, source=0)
-    assert isinstance(hole, Hole)
-    assert "the image at its start is longer than 3 tokens" in hole.message
+    skipped = MapSource([item], rules=rules).sample(0, source=0)
+    assert isinstance(skipped, Skipped)
+    assert "the image at its start is longer than 3 tokens" in skipped.message
 
 
 def test_items_of_own_datasets() -> None:
@@ -237,7 +237,7 @@ def test_items_of_own_datasets() -> None:
     }
     rules = SampleRules(context=9, token_budget=9)
 
-    def load(**changes: Any) -> Sample | Hole:
+    def load(**changes: Any) -> Sample | Skipped:
         return MapSource([{**item, **changes}], rules=rules).sample(0, source=0)
 
     sample = load()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from iterables import BASE, Lines, MakeLines, Stateless
 from made_up_data import rules
 
-from odb_megatron.comm.control import ControlError
+from odb_megatron.comm.blocks import ControlError
 from odb_megatron.data.finished_step import FinishedStep
 from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.iterable import (
@@ -129,8 +129,8 @@ def worlds(draw: st.DrawFn) -> tuple[MakeLines, int, PlanConfig]:
     rng = random.Random(draw(st.integers(0, 2**32)))
     owners = [owner for owner, size in enumerate(sizes) for _ in range(size)]
     rng.shuffle(owners)
-    holes = draw(st.sampled_from([0.0, 0.3]))
-    lengths = [0 if rng.random() < holes else rng.randint(1, BUDGET + 6) for _ in owners]
+    skipped = draw(st.sampled_from([0.0, 0.3]))
+    lengths = [0 if rng.random() < skipped else rng.randint(1, BUDGET + 6) for _ in owners]
     share = draw(st.integers(1, 4))
     config = _config(
         policy=draw(st.sampled_from(PolicyName)),

@@ -30,7 +30,7 @@ def _args(**values: Any) -> argparse.Namespace:
 
 def _messages(**values: Any) -> list[str]:
     args = _args(**values)
-    return kernel_messages(args, OdbConfig.from_args(args, num_replicas=1))
+    return kernel_messages(args, OdbConfig.from_args(args))
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,12 @@ from odb_megatron.report.step_record import StepRecord
 FIRST = StepRecord(
     iteration=1, loss=2.5, grad_norm=1.0, learning_rate=1e-3, consumed_samples=8, samples=7,
     left_out=1, tokens=300, computed_tokens=320, loss_tokens=150, num_micro_batches=3, idle=1,
-    split=2, fill=0.75, balance=0.9, balance_before=None, moved=0, bytes_moved=0,
-    wait_s=0.25, step_s=0.5,
+    fill=0.75, balance=0.9, moved=0, bytes_moved=0, wait_s=0.25, step_s=0.5,
     ids=(("0:3@0",), ("0:5@0",)), lengths=((100,), (200,)),
 )  # fmt: skip
 SECOND = replace(
     FIRST, iteration=2, loss=1.25, consumed_samples=20, samples=12, left_out=0, tokens=700,
-    computed_tokens=704, loss_tokens=350, num_micro_batches=5, idle=0, split=0, fill=0.85,
+    computed_tokens=704, loss_tokens=350, num_micro_batches=5, idle=0, fill=0.85,
     balance=1.0, wait_s=0.0, step_s=1.5,
 )  # fmt: skip
 SOURCE = SourceTotals(
@@ -66,9 +65,10 @@ def test_the_text_of_a_whole_run() -> None:
         "  tokens              padded to [1, 128]: 2560; computed: 1024; real: 1000 "
         "(padding avoided 60.0%)\n"
         "  loss tokens         500\n"
-        "  micro-batches       8 per replica, M from 3 to 5; 1 idle, 2 split\n"
+        "  micro-batches       8 per replica, M from 3 to 5; 1 idle\n"
         "  mean per step       fill 0.800, balance 0.950\n"
         "  time                2.0 s in steps, 0.2 s of it waiting for data; 9.50 samples/s\n"
+        "  data path           planner waited 0.0 s for samples; finished steps up to 0.0 MB\n"
         "  loss                2.5000 -> 1.2500\n"
         "  sources:\n"
         "    a.jsonl: 19 samples, 1000 tokens, 500 loss tokens; left out: 1 bad records, "
@@ -154,8 +154,8 @@ def test_standard_output_is_the_default(capsys: pytest.CaptureFixture[str]) -> N
 
 def _header(replica: int) -> LogHeader:
     return LogHeader(
-        run=1, replica=replica, num_replicas=4, iteration=0, started="", flags="", policy="samples",
-        token_budget=8, seq_length=8, global_batch_size=8, sizes={},
+        run=1, replica=replica, num_replicas=4, iteration=0, started="", flags="", batches="odb",
+        cost="", multiple=1, token_budget=8, seq_length=8, global_batch_size=8, sizes={},
     )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def test_solo_and_unlabelled_samples_are_named() -> None:
 
 def test_what_the_run_chose_is_shown() -> None:
     stream = io.StringIO()
-    chosen = {"cost model": "--odb-cost-linear 1.0 (as given)", "exchange auto": "exchange none"}
+    chosen = {"cost model": "--odb-cost linear=1.0 (as given)", "patches": "at most 3"}
     for choices in (None, chosen):
         report = LiveReport(
             total_samples=1, global_batch_size=1, sequence_length=8, title="t", stream=stream
@@ -198,8 +198,8 @@ def test_what_the_run_chose_is_shown() -> None:
         "t: no optimizer step was run",
         "  not reached         1 requested samples",
         "t: no optimizer step was run",
-        "  cost model          --odb-cost-linear 1.0 (as given)",
-        "  exchange auto       exchange none",
+        "  cost model          --odb-cost linear=1.0 (as given)",
+        "  patches             at most 3",
         "  not reached         1 requested samples",
     ]
 
@@ -214,24 +214,12 @@ def test_what_is_kept_of_the_whole_run(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_an_exchange_is_shown() -> None:
-    evened = replace(FIRST, balance_before=0.6, moved=4, bytes_moved=2_500_000)
-    text = _text([evened, replace(SECOND, balance_before=1.0)], [])
-    assert "| balance 0.600 -> 0.900 | moved 4 (2.50 MB) | " in text
-    assert "| balance 1.000 -> 1.000 | padding" in text
-    assert (
-        "  exchange            in 1 steps, 4 samples, 2.500 MB per step; balance 0.600 before, "
-        "0.900 after\n"
-    ) in text
-
-
-def test_reassigned_samples_are_counted() -> None:
-    text = _text([replace(FIRST, reassigned=3), replace(SECOND, reassigned=2)], [])
-    assert "| reassigned 3 | padding" in text
-    assert (
-        "  reassigned          5 samples, fetched anew by the replica with the least left\n" in text
-    )
-    assert "reassigned" not in _text([FIRST, SECOND], [])
+def test_samples_that_moved_are_shown() -> None:
+    text = _text([replace(FIRST, moved=4, bytes_moved=2_500_000), SECOND], [])
+    assert "| balance 0.900 | moved 4 (2.50 MB) | " in text
+    assert "| balance 1.000 | padding" in text
+    assert "  samples moved       4 of 19 (21.1%), 1.250 MB per step\n" in text
+    assert "moved" not in _text([SECOND], [])
 
 
 def test_what_parallelism_took() -> None:

@@ -52,7 +52,7 @@ def test_a_position_that_emits_nothing_carries_no_loss() -> None:
 def test_torchs_default_collation_takes_the_items() -> None:
     dataset = _padded(single_stream(Records(LENGTHS)))
     (batch,) = torch.utils.data.DataLoader(dataset, batch_size=4)
-    assert (batch.pop("hole"), batch.pop("message")) == ([""] * 4, [""] * 4)
+    assert (batch.pop("skipped"), batch.pop("message")) == ([""] * 4, [""] * 4)
     assert {name: tuple(value.shape) for name, value in batch.items()} == {
         "tokens": (4, 8), "labels": (4, 8), "loss_mask": (4, 8), "position_ids": (4, 8),
         "length": (4,), "position": (4,), "truncated": (4,),

@@ -61,9 +61,9 @@ def worlds(draw: st.DrawFn) -> World:
     multiple = draw(st.sampled_from([1, 2, 4, 16]))
     window = draw(st.integers(-(-batch // replicas), 64))
     longest = draw(st.sampled_from([4, 20, BUDGET, BUDGET + 40]))
-    holes = draw(st.sampled_from([0.0, 0.1, 0.9]))
+    skipped = draw(st.sampled_from([0.0, 0.1, 0.9]))
     rng = random.Random(draw(st.integers(0, 2**32)))
-    lengths = [0 if rng.random() < holes else rng.randint(1, longest) for _ in range(total)]
+    lengths = [0 if rng.random() < skipped else rng.randint(1, longest) for _ in range(total)]
     patches = [rng.randint(0, 12) for _ in range(total)] if draw(st.booleans()) else []
     return World(
         config=config(

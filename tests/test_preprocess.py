@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_data import rules
 
-from odb_megatron.data.preprocess import apply_rules, bad_record_hole, shift_labels
-from odb_megatron.data.sample import BadRecordError, Hole, HoleReason, Sample
+from odb_megatron.data.preprocess import apply_rules, skipped_bad_record, shift_labels
+from odb_megatron.data.sample import BadRecordError, Skipped, SkipReason, Sample
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy
 
 
@@ -22,7 +22,7 @@ def _of_length(length: int, *, num_masked: int = 0) -> Sample:
     return _shifted(list(range(length + 1)), learn)
 
 
-def _ruled(sample: Sample, policy: OverlongPolicy, **limits: int) -> Sample | Hole:
+def _ruled(sample: Sample, policy: OverlongPolicy, **limits: int) -> Sample | Skipped:
     return apply_rules(sample, rules(overlong=policy, **limits), path="a.jsonl", line=9)
 
 
@@ -58,10 +58,10 @@ def test_one_token_too_many(context: int, budget: int) -> None:
     sample, limits = _of_length(9), {"context": context, "token_budget": budget}
     with pytest.raises(OverlongError, match=r"^a.jsonl:9: 9 tokens; the limit is 8 .*: use --odb"):
         _ruled(sample, OverlongPolicy.ERROR, **limits)
-    hole = _ruled(sample, OverlongPolicy.DROP, **limits)
-    assert isinstance(hole, Hole)
-    assert (hole.reason, hole.source) == (HoleReason.OVERLONG, 2)
-    assert hole.message.startswith("a.jsonl:9: 9 tokens; the limit is 8")
+    skipped = _ruled(sample, OverlongPolicy.DROP, **limits)
+    assert isinstance(skipped, Skipped)
+    assert (skipped.reason, skipped.source) == (SkipReason.OVERLONG, 2)
+    assert skipped.message.startswith("a.jsonl:9: 9 tokens; the limit is 8")
     cut = _ruled(sample, OverlongPolicy.TRUNCATE, **limits)
     assert isinstance(cut, Sample)
     assert (len(cut), cut.truncated, cut.source) == (8, 1, 2)
@@ -99,5 +99,5 @@ def test_a_cut_may_take_all_loss_tokens() -> None:
 
 def test_the_hole_of_a_bad_record_keeps_its_message() -> None:
     error = BadRecordError(path="a.jsonl", line=3, reason="no columns")
-    hole = bad_record_hole(error, source=1)
-    assert hole == Hole(reason=HoleReason.BAD_RECORD, message=str(error), source=1)
+    skipped = skipped_bad_record(error, source=1)
+    assert skipped == Skipped(reason=SkipReason.BAD_RECORD, message=str(error), source=1)

@@ -73,7 +73,7 @@ def test_a_run_is_scraped_over_http(port: int, tmp_path: Path) -> None:
 
 
 def test_every_series_has_a_text_and_is_in_order() -> None:
-    everything = series_of(replace(RECORD, balance_before=0.5, reserved_memory_bytes=1))
+    everything = series_of(replace(RECORD, reserved_memory_bytes=1))
     assert list(everything) == [series.name for series in SERIES]
     padded = replace(RECORD, fill=None, balance=None, computed_tokens=0, step_s=0.0)
     assert {"samples", "tokens", "left-out"} <= set(series_of(padded))

@@ -49,7 +49,15 @@ def data_parallel(
     pytest.importorskip("prometheus_client", reason="pip install 'odb-megatron[metrics]'")
     folder, port = tmp_path_factory.mktemp("metrics"), _free_port()
     megatron.train(
-        *("--odb", "--odb-policy", "cost", "--odb-token-budget", 96, "--train-samples", 24),
+        *(
+            "--odb",
+            "--odb-cost",
+            "linear=1,overhead=9",
+            "--odb-token-budget",
+            96,
+            "--train-samples",
+            24,
+        ),
         *(*data_flags, "--tensorboard-dir", folder / "events", "--tensorboard-log-interval", 2),
         *("--odb-metrics-port", port, "--odb-metrics-file", folder / "odb.prom"),
     )
@@ -63,8 +71,8 @@ def test_the_log_has_each_replica(
     run, *_ = data_parallel
     assert run.notes == ()
     (header,) = run.headers
-    assert (header.policy, header.num_replicas, header.token_budget) == ("cost", 2, 96)
-    assert "--odb-policy cost" in header.flags
+    assert (header.batches, header.num_replicas, header.token_budget) == ("odb", 2, 96)
+    assert "--odb-cost linear=1.0,overhead=9.0" in header.flags
     assert sum(step.first.samples for step in run.steps) == 24
     for step in run.steps:
         first = step.first
@@ -133,7 +141,7 @@ def test_a_rank_that_does_not_lead_writes_series(
                 assert found >= 0
             else:
                 assert found == pytest.approx(value, rel=1e-6), name
-    assert any(record.window_bytes or record.plan_s for record in [run.steps[0].first])
+    assert any(record.plan_s for record in [run.steps[0].first])
 
 
 def test_the_padded_baseline_is_logged_and_written(
@@ -144,7 +152,7 @@ def test_the_padded_baseline_is_logged_and_written(
         *("--tensorboard-dir", tmp_path, "--tensorboard-log-interval", 1),
     )
     run, scalars = _log(megatron), _scalars(tmp_path)
-    assert run.headers[0].policy == "padded"
+    assert run.headers[0].batches == "padded"
     assert "odb/fill" not in scalars
     for step in run.steps:
         record = step.records[1]

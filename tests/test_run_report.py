@@ -15,45 +15,17 @@ from odb_megatron.megatron.multimodal.arguments import add_image_arguments
 MEGATRONS = {"save": None, "ckpt_format": "torch_dist", "context_parallel_size": 1}
 
 
-def _lines(
-    flags: str, *, replicas: int, batch: int = 64, has_images: bool = False, **megatrons: Any
-) -> list[str]:
+def _lines(flags: str, *, replicas: int, has_images: bool = False, **megatrons: Any) -> list[str]:
     from odb_megatron.megatron.run_report import start_lines
 
     parser = add_odb_arguments(argparse.ArgumentParser(allow_abbrev=False))
     if has_images:
         add_image_arguments(parser)
     args = parser.parse_args(shlex.split(flags))
-    args.seq_length, args.global_batch_size, args.seed = 128, batch, 7
+    args.seq_length, args.seed = 128, 7
     args.data_parallel_size = replicas
     vars(args).update(MEGATRONS | megatrons)
-    return start_lines(args, OdbConfig.from_args(args, num_replicas=replicas))
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize(
-    ("flags", "replicas", "mode"),
-    [
-        ("--odb --odb-exchange tokens", 1, "tokens"),
-        ("--odb --odb-exchange auto --odb-policy cost", 1, "auto"),
-        ("--odb --odb-exchange tokens", 2, None),
-        ("--odb --odb-exchange none", 1, None),
-        ("--odb --odb-policy cost", 1, None),
-        ("", 1, None),
-    ],
-)
-def test_an_exchange_with_one_replica_is_warned_of(
-    flags: str, replicas: int, mode: str | None
-) -> None:
-    warned = [line for line in _lines(flags, replicas=replicas) if line.startswith("warning")]
-    assert warned == (
-        []
-        if mode is None
-        else [
-            f"warning: --odb-exchange {mode} does nothing with one data-parallel replica, which "
-            "has nobody to hand samples to: drop it, or train on more replicas"
-        ]
-    )
+    return start_lines(args, OdbConfig.from_args(args))
 
 
 @pytest.mark.megatron
@@ -77,9 +49,9 @@ def test_a_file_that_several_ranks_write_is_warned_of(
 def test_what_is_said_of_every_run() -> None:
     assert _lines("", replicas=2) == ["--odb is off: padded baseline"]
     reproduce, scope = _lines("--odb", replicas=2)
-    assert reproduce.startswith("reproduce with --odb --odb-policy samples ")
+    assert reproduce.startswith("reproduce with --odb --odb-token-budget 128 ")
     assert reproduce.endswith(" --seed 7")
-    assert scope.startswith("balance scope step: ")
+    assert scope == "replicas are balanced in each step: replicas meet once per optimizer step"
 
     assert _lines("--odb", replicas=2, has_images=True)[0] == reproduce
 
@@ -100,10 +72,3 @@ def test_flags_of_images_are_in_the_line() -> None:
     assert line.endswith(f" {given} --seed 7")
     again = line.removeprefix("reproduce with ").removesuffix(" --seed 7")
     assert _lines(again, replicas=2, has_images=True)[0] == line
-
-
-@pytest.mark.megatron
-def test_few_samples_per_replica_are_warned_of() -> None:
-    *_, warning = _lines("--odb --odb-policy cost", replicas=8)
-    assert warning.startswith("warning: --global-batch-size 64 gives each of 8 replicas 8 samples")
-    assert len(_lines("--odb", replicas=8)) == 2

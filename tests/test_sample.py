@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from odb_megatron.data.sample import BadRecordError, Hole, HoleReason, Sample
+from odb_megatron.data.sample import BadRecordError, Skipped, SkipReason, Sample
 
 
 def _sample(tokens: object, labels: object, mask: object) -> Sample:
@@ -61,8 +61,8 @@ def test_all_survive_a_process_boundary() -> None:
     assert (type(copy), str(copy), copy.path, copy.line, copy.reason) == (
         BadRecordError, str(error), "a.jsonl", 3, "no columns"
     )  # fmt: skip
-    hole = Hole(reason=HoleReason.OVERLONG, message="too long", source=2)
-    assert pickle.loads(pickle.dumps(hole)) == hole
+    skipped = Skipped(reason=SkipReason.OVERLONG, message="too long", source=2)
+    assert pickle.loads(pickle.dumps(skipped)) == skipped
     sample = pickle.loads(pickle.dumps(_sample([5, 6], [6, 7], [0, 1])))
     assert sample.tokens.tolist() == [5, 6]
     assert sample.num_loss_tokens == 1

@@ -19,7 +19,7 @@ from made_up_data import Letters, Records, rules
 from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
 from odb_megatron.data.fetch_limit import limited
 from odb_megatron.data.preprocess import BadRecordPolicy
-from odb_megatron.data.sample import BadRecordError, Hole, HoleReason, Sample
+from odb_megatron.data.sample import BadRecordError, Skipped, SkipReason, Sample
 from odb_megatron.data.sources import (
     ChatSource,
     IndexedSource,
@@ -103,8 +103,8 @@ def test_bad_records_by_policy(tmp_path: Path) -> None:
         with pytest.raises(BadRecordError, match=rf"^{path}:{line}: .*{reason}") as caught:
             strict.sample(index, source=1)
         assert (caught.value.path, caught.value.line) == (path, line)
-        hole = lenient.sample(index, source=1)
-        assert hole == Hole(reason=HoleReason.BAD_RECORD, message=str(caught.value), source=1)
+        skipped = lenient.sample(index, source=1)
+        assert skipped == Skipped(reason=SkipReason.BAD_RECORD, message=str(caught.value), source=1)
 
 
 def test_a_single_token_is_a_bad_record(tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ def test_overlong_chat_by_policy(tmp_path: Path) -> None:
     path = _write_jsonl(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": 9 * "c"}])
     with pytest.raises(OverlongError, match=rf"^{path}:2: 9 tokens; the limit is 8"):
         _chat_source(path, context=8).sample(1, source=0)
-    hole = _chat_source(path, context=8, overlong=OverlongPolicy.DROP).sample(1, source=0)
-    assert isinstance(hole, Hole)
-    assert hole.reason is HoleReason.OVERLONG
+    skipped = _chat_source(path, context=8, overlong=OverlongPolicy.DROP).sample(1, source=0)
+    assert isinstance(skipped, Skipped)
+    assert skipped.reason is SkipReason.OVERLONG
     cut = _sample(_chat_source(path, context=8, overlong=OverlongPolicy.TRUNCATE), 1)
     assert (_text(cut), cut.truncated) == (9 * "c", 1)
 
@@ -188,8 +188,8 @@ def test_documents_left_out_by_policy(write_indexed: Any) -> None:
     lenient = rules(context=2, bad_record=SKIP, overlong=OverlongPolicy.DROP)
     source = IndexedSource(write_indexed(DOCUMENTS), rules=lenient)
     items = [source.sample(index, source=0) for index in range(5)]
-    reasons = [item.reason if isinstance(item, Hole) else len(item) for item in items]
-    assert reasons == [HoleReason.OVERLONG, 1, HoleReason.BAD_RECORD, HoleReason.BAD_RECORD, 2]
+    reasons = [item.reason if isinstance(item, Skipped) else len(item) for item in items]
+    assert reasons == [SkipReason.OVERLONG, 1, SkipReason.BAD_RECORD, SkipReason.BAD_RECORD, 2]
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int64])
@@ -345,8 +345,8 @@ def test_bad_items_by_policy(item: object, reason: str) -> None:
     with pytest.raises(BadRecordError, match=rf"^mine:2: .*({reason})") as caught:
         _map_source(GOOD, item).sample(1, source=0)
     lenient = _map_source(GOOD, item, bad_record=SKIP)
-    assert lenient.sample(1, source=4) == Hole(
-        reason=HoleReason.BAD_RECORD, message=str(caught.value), source=4
+    assert lenient.sample(1, source=4) == Skipped(
+        reason=SkipReason.BAD_RECORD, message=str(caught.value), source=4
     )
     assert isinstance(lenient.sample(0, source=4), Sample)
 
@@ -359,9 +359,9 @@ def test_a_datasets_own_failure_is_a_bad_record_with_its_traceback() -> None:
     assert "Original traceback:" in str(caught.value)
     assert "__getitem__" in caught.value.trace
     lenient = MapSource(data, rules=rules(bad_record=SKIP), name="mine")
-    hole = lenient.sample(1, source=4)
-    assert isinstance(hole, Hole)
-    assert (hole.reason, hole.source) == (HoleReason.BAD_RECORD, 4)
+    skipped = lenient.sample(1, source=4)
+    assert isinstance(skipped, Skipped)
+    assert (skipped.reason, skipped.source) == (SkipReason.BAD_RECORD, 4)
 
 
 def test_what_this_package_refuses_has_no_traceback() -> None:

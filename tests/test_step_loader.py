@@ -159,8 +159,8 @@ def runs(draw: st.DrawFn) -> tuple[SampleStream, PlanConfig]:
     multiple = draw(st.sampled_from([1, 4]))
     longest = draw(st.sampled_from([3, BUDGET, BUDGET + 8]))
     rng = random.Random(draw(st.integers(0, 2**32)))
-    holes = draw(st.sampled_from([0.0, 0.3]))
-    lengths = [0 if rng.random() < holes else rng.randint(1, longest) for _ in range(size)]
+    skipped = draw(st.sampled_from([0.0, 0.3]))
+    lengths = [0 if rng.random() < skipped else rng.randint(1, longest) for _ in range(size)]
     config = _config(
         policy=policy,
         total=total,

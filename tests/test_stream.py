@@ -22,7 +22,7 @@ from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
 from odb_megatron.data.order import CyclicOrder, PassOrder
 from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.replica_stream import ReplicaStream
-from odb_megatron.data.sample import BadRecordError, Hole, Sample
+from odb_megatron.data.sample import BadRecordError, Skipped, Sample
 from odb_megatron.data.sources import ChatSource, MapSource
 from odb_megatron.data.stream import Blend, FetchError, SampleStream, SourcePart
 from odb_megatron.data.workers import Workers
@@ -232,7 +232,7 @@ def test_workers_give_what_this_process_gives() -> None:
         shard = _shard(stream, first=1, total=60, num_replicas=2, num_workers=num_workers)
         runs.append([_tokens(shard.take(position)) for position in range(1, 60, 2)])
     assert runs[0] == runs[1] == [_tokens(stream[position]) for position in range(1, 60, 2)]
-    assert sum(isinstance(item, Hole) for item in runs[0]) > 3
+    assert sum(isinstance(item, Skipped) for item in runs[0]) > 3
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -95,7 +95,7 @@ class TestStateMachine:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_the_bound_holds(data: st.DataObject) -> None:
-    """From the first drained replica, uneven shards and holes included."""
+    """From the first drained replica, uneven shards and skipped included."""
     replicas = data.draw(st.integers(1, 5))
     batch = data.draw(st.integers(1, 12))
     lengths = data.draw(st.lists(st.sampled_from([0, 1, 9, 32]), max_size=90))

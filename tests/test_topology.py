@@ -1,4 +1,4 @@
-"""`odb_megatron.megatron.topology`: the balance scope that follows from the parallelism."""
+"""`odb_megatron.megatron.topology`: where replicas wait for each other."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
-from odb_megatron.megatron.topology import balance_scope
-from odb_megatron.plan.policy import BalanceScope
+from odb_megatron.megatron.topology import sync_of
+from odb_megatron.plan.record import Sync
 
-STEP, MICROBATCH = BalanceScope.STEP, BalanceScope.MICROBATCH
+STEP, MICROBATCH = Sync.STEP, Sync.MICROBATCH
 GLOBAL = {"num_experts": 8, "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}
 
 
 @pytest.mark.parametrize(
-    ("values", "scope", "reason"),
+    ("values", "sync", "reason"),
     [
         ({}, STEP, "replicas meet once per optimizer step"),
         (
             {
-                "odb_balance": "auto",
                 "expert_model_parallel_size": 1,
                 "pipeline_model_parallel_size": 1,
                 "tensor_model_parallel_size": 8,
@@ -58,12 +57,10 @@ GLOBAL = {"num_experts": 8, "moe_router_load_balancing_type": ["aux_loss", "glob
             {**GLOBAL, "expert_model_parallel_size": 8, "pipeline_model_parallel_size": 4},
             *(MICROBATCH, "expert parallelism, global auxiliary loss, pipeline parallelism"),
         ),
-        ({"odb_balance": "microbatch"}, MICROBATCH, "as given"),
-        ({"odb_balance": "step", "expert_model_parallel_size": 8}, STEP, "as given"),
     ],
 )
-def test_table(values: dict[str, Any], scope: BalanceScope, reason: str) -> None:
-    assert balance_scope(argparse.Namespace(**values)) == (scope, reason)
+def test_table(values: dict[str, Any], sync: Sync, reason: str) -> None:
+    assert sync_of(argparse.Namespace(**values)) == (sync, reason)
 
 
 def test_the_names_are_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,11 +29,11 @@ __all__ = ["browser"]
 def _write(folder: Path, *, steps: int, replicas: int, seed: int = 0, **how: Any) -> None:
     """A log of random lengths whose totals fit each other; `how` goes into every record."""
     generator = np.random.default_rng(seed)
-    policy = how.pop("policy", "cost")
+    batches = how.pop("batches", "odb")
     logs = [
         StepLog(
             str(folder),
-            header=replace(HEADER, replica=at, num_replicas=replicas, policy=policy, run=seed),
+            header=replace(HEADER, replica=at, num_replicas=replicas, batches=batches, run=seed),
         )
         for at in range(replicas)
     ]
@@ -72,7 +72,7 @@ def _write(folder: Path, *, steps: int, replicas: int, seed: int = 0, **how: Any
                 wait_s=0.01 * at,
                 plan_s=0.1,
                 queue_steps=iteration % 3,
-                window_bytes=2_000_000 + 1000 * at,
+                moved=at,
                 queue_bytes=500_000,
             )
             log.write(replace(record, **how))
@@ -84,9 +84,9 @@ def _write(folder: Path, *, steps: int, replicas: int, seed: int = 0, **how: Any
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("logs")
     _write(folder / "cost run", steps=40, replicas=4, seed=1)
-    _write(folder / "samples", steps=55, replicas=2, seed=2, policy="samples")
+    _write(folder / "samples", steps=55, replicas=2, seed=2)
     _write(
-        folder / "padded", steps=3, replicas=1, seed=3, policy="padded", fill=None, balance=None,
+        folder / "padded", steps=3, replicas=1, seed=3, batches="padded", fill=None, balance=None,
         costs=(), micro_batch_s=(), loss=None,
     )  # fmt: skip
     _write(folder / "long", steps=250, replicas=14, seed=4)
@@ -165,12 +165,12 @@ def test_trace_prints_and_writes(
     target = tmp_path / "trace.json"
     assert main(["trace", str(logs / "cost run"), "--json", str(target), "--steps", "5:9"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("policy cost, 4 replicas, iterations 5 to 9, token budget 512")
+    assert text.startswith("odb, 4 replicas, iterations 5 to 9, token budget 512")
     values = json.loads(target.read_text())
     assert [step["iteration"] for step in values["steps"]] == [5, 6, 7, 8, 9]
     run = read_run(str(logs / "cost run"), steps=(5, 9))
     assert values["summary"]["tokens"] == sum(step.first.tokens for step in run.steps)
-    assert values["starts"][0]["policy"] == "cost"
+    assert values["starts"][0]["batches"] == "odb"
     assert f"tokens                        {values['summary']['tokens']:,.0f}\n" in text
     assert main(["trace", str(logs / "padded"), "--json", "-"]) == 0
     told = capsys.readouterr()

@@ -51,21 +51,12 @@ KERNEL_NAMES = {
 
 GOOD: dict[str, Any] = {
     "odb": True,
-    "odb_policy": None,
     "odb_token_budget": None,
     "odb_pad_to_budget": None,
     "odb_shape_buckets": None,
-    "odb_window": None,
-    "odb_max_delay_steps": None,
-    "odb_exchange": None,
     "odb_epochs": None,
     "odb_cost": None,
-    "odb_cost_linear": None,
-    "odb_cost_quadratic": None,
-    "odb_cost_fixed": None,
-    "odb_cost_patch": None,
     "odb_max_patches": None,
-    "odb_balance": None,
     "odb_overlong": "error",
     "odb_bad_record": "error",
     "odb_max_bad_records": None,
@@ -77,7 +68,6 @@ GOOD: dict[str, Any] = {
     "odb_metrics_file": None,
     "odb_resume_strict": None,
     "odb_plan_ahead": None,
-    "odb_worker_start": None,
     "odb_timeout_s": None,
     "odb_stall_warn_s": None,
     "odb_on_peer_failure": None,
@@ -111,9 +101,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sft": True}, "--sft"),
     ({"transformer_impl": "inference_optimized"}, "--transformer-impl local"),
     ({"use_flash_attn": True}, "--odb-attention chooses"),
-    ({"odb_policy": "cost", "odb_window": 3}, "below the 4 samples that a replica needs"),
-    ({"odb_policy": "cost", "global_batch_size": 1}, "--global-batch-size 1 is below the 2 repl"),
-    ({"odb_policy": "cost", "odb_max_delay_steps": 0}, "must be at least 1, got 0"),
     ({"dataloader_type": "external"}, "--dataloader-type single or cyclic"),
     ({"dataloader_type": "batch"}, "--dataloader-type single or cyclic"),
     ({"cuda_graph_impl": "local"}, "add --odb-pad-to-budget"),
@@ -145,10 +132,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"use_megatron_fsdp": True}, "--use-distributed-optimizer"),
     ({"use_torch_fsdp2": True}, "--use-distributed-optimizer"),
     (
-        {"odb_cost_linear": 1e-12, "odb_cost_quadratic": 1.0},
-        "--odb-cost-linear, -quadratic, -fixed: a sample of 128 tokens and 0 patches costs",
+        {"odb_cost": "linear=1e-12,quadratic=1"},
+        "--odb-cost linear=1e-12,quadratic=1.0: a sample of 128 tokens and 0 patches costs",
     ),
-    ({"odb_cost_linear": 1e-12, "odb_cost_fixed": 1.0}, "the price of a micro-batch is"),
+    ({"odb_cost": "linear=1e-12,overhead=1"}, "the price of a micro-batch is"),
     (
         {"num_experts": 8, "moe_router_load_balancing_type": "quantile_balancing"},
         "--moe-router-load-balancing-type quantile_balancing",
@@ -208,7 +195,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 def _check(**values: Any) -> None:
     args = argparse.Namespace(**{**GOOD, **values})
-    refuse_unsupported(args, OdbConfig.from_args(args, num_replicas=2))
+    refuse_unsupported(args, OdbConfig.from_args(args))
 
 
 def test_nothing_to_refuse() -> None:
@@ -219,7 +206,7 @@ def test_flags_an_older_megatron_does_not_have_are_not_needed() -> None:
     needed = {"calculate_per_token_loss", "micro_batch_size", "dataloader_type", "seq_length"}
     old = {k: v for k, v in GOOD.items() if k.startswith("odb") or k in needed}
     args = argparse.Namespace(**old, global_batch_size=8)
-    config = OdbConfig.from_args(args, num_replicas=2)
+    config = OdbConfig.from_args(args)
     refuse_unsupported(args, config)  # raises nothing
     assert config.enabled
 
@@ -232,13 +219,8 @@ def test_refused_by_name(values: dict[str, Any], text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_times_that_overlap_are_not_fitted() -> None:
-    with pytest.raises(ValueError, match="use --odb-cost shape or --odb-cost-linear and its kin"):
-        _check(pipeline_model_parallel_size=2, odb_cost="auto")
-
-
 def test_full_validation_of_the_padded_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = OdbConfig.from_args(argparse.Namespace(**GOOD), num_replicas=2)
+    config = OdbConfig.from_args(argparse.Namespace(**GOOD))
     padded = replace(config, enabled=False)
     args = argparse.Namespace(**{**GOOD, "odb": False, "full_validation": True})
     monkeypatch.setattr(validation, "repeats_full_validation", lambda: True)
@@ -307,7 +289,6 @@ def test_the_names_are_megatrons(megatron: Megatron, data_flags: tuple[str, ...]
         (("--sft",), "--odb and --sft are two packings of the same data"),
         (("--rampup-batch-size", 4, 4, 100), "--rampup-batch-size"),
         (("--odb-token-budget", 32), "--odb-token-budget 32 is below --seq-length 64"),
-        (("--odb-window", 64), "--odb-window would do nothing with --odb-policy samples"),
         (("--odb-epochs", 1), "--odb-epochs, --train-samples and --train-iters each give"),
         (("--odb-attention", "flash"), "flash"),
     ],

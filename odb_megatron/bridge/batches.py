@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.feed import StepHeader
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
 
 __all__ = ["Batches", "TrainBatches", "as_batch"]
@@ -48,7 +48,7 @@ class Batches:
     """Step headers as they come, micro-batches as dictionaries.
 
     Args:
-        items: of `data.step_feed`.
+        items: of `data.feed`.
         on_batch: called with each micro-batch.
     """
 

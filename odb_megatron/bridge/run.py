@@ -20,23 +20,17 @@ from odb_megatron.bridge.hooks import BridgeHooks
 from odb_megatron.bridge.settings import described, in_bridge_words
 from odb_megatron.bridge.sft_samples import SftSamples
 from odb_megatron.bridge.validation import UnusableError, has_data, refuse
-from odb_megatron.data.source_counts import added_counts
 from odb_megatron.megatron.attention.registry import AttentionBackend
-from odb_megatron.megatron.cost_model import RunCost
-from odb_megatron.megatron.data_state import decode_state, encode_state
+from odb_megatron.megatron.data_checkpoint import restore
 from odb_megatron.megatron.hooks import Hooks
 from odb_megatron.megatron.replica_data import ReplicaData
-from odb_megatron.megatron.resume import check_state, together
 from odb_megatron.megatron.run import OdbRun
 from odb_megatron.megatron.run_report import RunReport, start_lines
 from odb_megatron.megatron.series_writers import SeriesWriters
 from odb_megatron.megatron.setup import odb_config
 from odb_megatron.megatron.topology import padding_multiple
-from odb_megatron.plan.policy import PolicyName
 
 __all__ = ["BridgeRun"]
-
-_STATE = "the dataloader state of the checkpoint"
 
 
 class BridgeRun(OdbRun):
@@ -108,49 +102,27 @@ class BridgeRun(OdbRun):
         return self._for_training(train), self._for_evaluation(valid), self._for_evaluation(test)
 
     def save(self) -> str:
-        """Return the state of the training data; leaders call it."""
+        """Return the state of the training data; source ranks call it."""
         assert self._checkpoint is not None, "asked for before the data were built"
         tokens = self.tokens_so_far() or 0
-        return encode_state(self._checkpoint.state(tokens_so_far=tokens)).decode()
+        return self._checkpoint.state(tokens_so_far=tokens).to_text()
 
     def restore(self, text: str) -> None:
         """Continue from the text of `save`; all ranks call it.
 
         Raises:
-            ValueError: it is damaged, or belongs to other data, another policy or another step.
+            ValueError: it is damaged, or belongs to other data or another step.
         """
         self._is_restored = True
-        loader = self._loader
-        if loader is None:
+        if self._loader is None:
             return
-        exchange = self._groups[-1]
-        is_samples = self.config.policy is PolicyName.SAMPLES
         with _bridge_words():
-            state = together(exchange, lambda: decode_state(text.encode(), _STATE))
-            is_changed = together(
-                exchange, lambda: check_state(self._args, self.config, loader, state, _STATE)
+            state = restore(
+                self._args, self.config, self._loader, group=self._groups[-1], text=text
             )
-            if is_changed and not is_samples:
-                raise ValueError(
-                    "data changed since the checkpoint was saved, and dataset.odb.policy=cost has "
-                    "samples of it in its windows: restore it, or start the data anew "
-                    "(checkpoint.finetune=true)"
-                )
-            planner = state["planner"]
-            loader.bad_records.restore(
-                state["bad_records"]["num"],
-                state["bad_records"]["positions"],
-                step=0 if is_samples else planner["step"],
-            )
-            loader.count_from(added_counts([state["source_counts"]]))
-            if is_samples:
-                loader.load_cost(planner)
-            else:
-                together(exchange, lambda: loader.load_state_dict(planner))
-        self._tokens_before = state["tokens_so_far"]
+        assert state is not None, "there is a text"
+        self._tokens_before = state.tokens_so_far
         self._report.goes_on()
-        if self._cost is not None:
-            self._cost.start(planner)
 
     # --- what the hooks tell -------------------------------------------------------------------
 
@@ -206,16 +178,15 @@ class BridgeRun(OdbRun):
             self._args,
             replace(self._place, context_size=1, context_rank=0),
             plan_ahead=self.config.plan_ahead,
-            patience=self._peers.patience if self._peers else None,
+            deadlines=self._peers.deadlines if self._peers else None,
             num_chunks=1,
         )
 
     def _tokenizer(self) -> Any:
         return self._context.tokenizer
 
-    def _start_cost(self, cost: RunCost) -> None:
-        if not self._args.iteration:
-            cost.start(None)  # else Bridge restores the data, after they were built
+    def _go_on(self) -> None:
+        """Bridge restores the data, after they were built."""
 
     def _prepare_transformer(self, transformer: Any) -> None:
         """See `OdbRun.prepare_model`; Bridge builds the model after this."""
@@ -228,21 +199,12 @@ class BridgeRun(OdbRun):
         args = self._args
         if not args.iteration or self._is_restored:
             return
-        if self.config.policy is PolicyName.COST and self.config.resume_strict:
-            raise ValueError(
-                f"{_STATE} of iteration {args.iteration} was not there to restore, and "
-                "dataset.odb.policy=cost had samples in its windows: set dataset.dataloader_load; "
-                "or dataset.odb.resume_strict=false to go on without them; or start the data anew "
-                "(checkpoint.finetune=true)"
-            )
         if args.rank == 0:
             print(
                 f"odb: no dataloader state in the checkpoint of iteration {args.iteration}; the "
                 f"data goes on at sample {args.consumed_train_samples} of the stream",
                 flush=True,
             )
-        if self._cost is not None:
-            self._cost.start(None)
 
     def _recipe_datasets(self, _sizes: Sequence[int | None]) -> Sequence[Any]:
         return self._built

@@ -43,23 +43,14 @@ class OdbSettings:
     """
 
     token_budget: int | None = None
-    policy: str | None = None
-    window: int | None = None
-    max_delay_steps: int | None = None
-    exchange: str | None = None
     pad_to_budget: bool | None = None
     shape_buckets: Any = None
     cost: str | None = None
-    cost_linear: float | None = None
-    cost_quadratic: float | None = None
-    cost_fixed: float | None = None
-    balance: str | None = None
     overlong: str | None = None
     bad_record: str | None = None
     max_bad_records: int | None = None
     resume_strict: bool | None = None
     plan_ahead: int | None = None
-    worker_start: str | None = None
     timeout_s: float | None = None
     stall_warn_s: float | None = None
     on_peer_failure: str | None = None

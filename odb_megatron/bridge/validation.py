@@ -158,12 +158,8 @@ def refuse_early(cfg: Any) -> None:
     settings = cfg.dataset.odb
     messages = _configuration_errors(cfg)
     try:
-        args = argparse.Namespace(
-            **flag_values(settings),
-            seq_length=cfg.model.seq_length,
-            global_batch_size=cfg.train.global_batch_size or 1,
-        )
-        OdbConfig.from_args(args, num_replicas=1)
+        args = argparse.Namespace(**flag_values(settings), seq_length=cfg.model.seq_length)
+        OdbConfig.from_args(args)
     except ValueError as error:
         messages.append(in_bridge_words(str(error)))
     messages += [f"no data at {path!r}" for path in data_files(cfg) if not os.path.isfile(path)]

@@ -24,10 +24,10 @@ from odb_megatron.data.iterable import (
 )
 from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.replica_stream import WorkerError, end_with_trainer
-from odb_megatron.data.sample import BadRecordError, Hole, Sample
+from odb_megatron.data.sample import BadRecordError, Sample, Skipped
 from odb_megatron.data.sources import ItemSource
 from odb_megatron.data.stream import FetchError
-from odb_megatron.data.workers import Packed, Workers, WorkerStart
+from odb_megatron.data.workers import Workers
 from odb_megatron.plan.padding import OverlongError
 
 __all__ = ["BEGINNING", "ItemFeed", "ReplicaShard", "Snapshot"]
@@ -45,7 +45,7 @@ _LOADER_IN_WORKER = (
     "itself in place of IterableShards, or pass --num-workers 0"
 )
 
-Item = Sample | Hole | FetchError
+Item = Sample | Skipped | FetchError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class _Turn:
 class _Turns(torch.utils.data.IterableDataset[list[_Turn]]):
     """One pass over the parts that this worker reads; iterated anew for each pass."""
 
-    def __init__(self, shard: ReplicaShard | Packed, *, begin: Snapshot, limit_s: float) -> None:
+    def __init__(self, shard: ReplicaShard, *, begin: Snapshot, limit_s: float) -> None:
         super().__init__()
         self._shard = shard
         self._begin: Snapshot | None = begin
@@ -142,10 +142,7 @@ class _Turns(torch.utils.data.IterableDataset[list[_Turn]]):
     def __iter__(self) -> Iterator[list[_Turn]]:
         info = torch.utils.data.get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        shard: ReplicaShard = (
-            self._shard.unpack() if isinstance(self._shard, Packed) else self._shard
-        )
-        self._shard = shard
+        shard = self._shard
         begin = self._begin or Snapshot(pass_index=self._pass)
         self._begin, self._pass = None, self._pass + 1
         live = []
@@ -212,17 +209,13 @@ class ItemFeed:
         self.num_workers = (
             0 if has_own_workers(shard.shards) else min(workers.num, shard.shards.parts)
         )
-        sent: ReplicaShard | Packed = shard
         options = dict[str, Any]()
         if self.num_workers:
             options["prefetch_factor"] = _PREFETCH
             options["persistent_workers"] = True
             options["multiprocessing_context"] = multiprocessing.get_context("fork")
-            if workers.start is not WorkerStart.FORK:
-                sent = packed = Packed(shard)
-                options["multiprocessing_context"] = packed.context(workers.start)
         self._loader = torch.utils.data.DataLoader(
-            _Turns(sent, begin=begin, limit_s=workers.timeout_s if self.num_workers else 0.0),
+            _Turns(shard, begin=begin, limit_s=workers.timeout_s if self.num_workers else 0.0),
             batch_size=None,
             num_workers=self.num_workers,
             collate_fn=_as_is,
@@ -265,7 +258,7 @@ class ItemFeed:
             self._read()
         return True
 
-    def take(self) -> tuple[int, Sample | Hole]:
+    def take(self) -> tuple[int, Sample | Skipped]:
         """Return the next item and its number; there must be one.
 
         Raises:

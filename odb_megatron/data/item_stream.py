@@ -1,7 +1,6 @@
 """An iterable training set as a stream: each replica reads its own shards, item after item.
 
-Knows no step. Positions have no fixed sample here: one stands for the next item of the replica that
-draws it, and `ReplicaItems` remembers which that was.
+Knows no step.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from odb_megatron.data.item_feed import (
     snapshot_from,
     snapshot_values,
 )
-from odb_megatron.data.iterable import IterableShards, SourceError
+from odb_megatron.data.iterable import IterableShards, SourceError, has_own_workers
 from odb_megatron.data.preprocess import SampleRules
-from odb_megatron.data.sample import Hole, Sample
+from odb_megatron.data.sample import Sample, Skipped
 from odb_megatron.data.stream import Location
 from odb_megatron.data.workers import Workers
-from odb_megatron.plan.config import OPEN_TOTAL, PlanConfig, ShardLength
+from odb_megatron.plan.record import OPEN_TOTAL
 
-__all__ = ["ItemStream", "ReplicaItems", "compare_heads"]
+__all__ = ["ItemReader", "ItemStream"]
 
-_STATE_VERSION = 1
-_STATE_KEYS = {"version", "passes", "has_state", "next", "held", "from"}
+_STATE_VERSION = 2
+_STATE_KEYS = {"version", "passes", "has_state", "next", "from"}
 _HEAD_ITEMS = 8
 
 
@@ -57,9 +56,9 @@ class ItemStream:
         return self.num_samples
 
     @property
-    def shard_length(self) -> ShardLength:
-        """What is known of the length of a replica's shards."""
-        return ShardLength.ENDLESS if self.passes is None else ShardLength.UNKNOWN
+    def has_own_workers(self) -> bool:
+        """Whether the data set is a loader with worker processes of its own."""
+        return has_own_workers(self.shards)
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -90,22 +89,24 @@ class ItemStream:
         text = f"{self.data_digest()} {self.passes} {self.num_samples}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def open(self, config: PlanConfig, *, replica: int, workers: Workers) -> ReplicaItems:
+    def open(self, *, replica: int, num_replicas: int, workers: Workers) -> ItemReader:
         """Return a replica's items, from the beginning."""
         shard = ReplicaShard(
             shards=self.shards,
             replica=replica,
-            num_replicas=config.num_replicas,
+            num_replicas=num_replicas,
             rules=self.rules,
             name=self.name,
             passes=self.passes,
             keeps_state=self.keeps_state,
         )
-        return ReplicaItems(shard, workers=workers)
+        return ItemReader(shard, workers=workers)
 
 
-class ReplicaItems:
-    """The items of one replica by the positions they were drawn for.
+class ItemReader:
+    """The items of one replica's iterators; a `loop.Reader`.
+
+    The k-th item of replica r has the id `k * num_replicas + r`.
 
     Args:
         shard: what is read.
@@ -116,99 +117,99 @@ class ReplicaItems:
     """
 
     def __init__(self, shard: ReplicaShard, *, workers: Workers) -> None:
-        self._shard = shard
-        self._workers = workers
+        self._shard, self._workers = shard, workers
         self._feed = ItemFeed(shard, workers=workers)
-        self._numbers: dict[int, int] = {}  # of the items that were drawn and not emitted
         self._head = hashlib.sha256()
         self._head_items: set[bytes] = set()
         self._num_head = 0
 
-    def has_next(self) -> bool:
-        """See `ItemFeed.has_next`."""
-        return self._feed.has_next()
+    def read(self, count: int) -> list[tuple[int, Sample | Skipped]]:
+        """Return the next items with their ids, fewer where the iterators end; see `ItemFeed`."""
+        shard, items = self._shard, []
+        while len(items) < count and self._feed.has_next():
+            number, item = self._feed.take()
+            items.append((number * shard.num_replicas + shard.replica, item))
+            if self._num_head < _HEAD_ITEMS:
+                self._num_head += 1
+                if isinstance(item, Sample):
+                    data = item.tokens.tobytes() + item.labels.tobytes()
+                    self._head.update(data)
+                    self._head_items.add(data)
+        return items
 
-    def take(self, position: int) -> Sample | Hole:
-        """Return the next item, which stands at `position` from now on; see `ItemFeed.take`."""
-        number, item = self._feed.take()
-        self._numbers[position] = number
-        if self._num_head < _HEAD_ITEMS:
-            self._num_head += 1
-            if isinstance(item, Sample):
-                data = item.tokens.tobytes() + item.labels.tobytes()
-                self._head.update(data)
-                self._head_items.add(data)
-        return item
+    def has_ended(self) -> bool:
+        """Whether the iterators have no further item; reads ahead to find out."""
+        return self._shard.passes is not None and not self._feed.has_next()
 
     def head(self) -> bytes:
-        """Return what `compare_heads` compares: 48 bytes of the first items taken."""
+        """Return 48 bytes of the first items read."""
         counts = (self._num_head, len(self._head_items))
         return self._head.digest() + b"".join(n.to_bytes(8, "little") for n in counts)
 
-    def state(self, window: Sequence[int]) -> dict[str, Any]:
-        """Return where the replica is, as JSON values; items that are neither held nor to come are
-        forgotten.
+    def check_heads(self, heads: Sequence[bytes]) -> None:
+        """Raise if replicas begin with the same items, or none has any.
 
-        Args:
-            window: positions drawn and not emitted.
+        Equal items one after the other (synthetic data) tell nothing.
+
+        Raises:
+            SourceError: on all replicas.
         """
-        self._numbers = {position: self._numbers[position] for position in window}
-        held = list(self._numbers.values())
+        counts = [int.from_bytes(head[32:40], "little") for head in heads]
+        if not any(counts):
+            raise SourceError("no replica has any data: every shard of the train dataset is empty")
+        first: dict[bytes, int] = {}
+        for replica, head in enumerate(heads):
+            if int.from_bytes(head[40:48], "little") < 2:
+                continue
+            other = first.setdefault(head, replica)
+            if other != replica:
+                raise SourceError(
+                    f"replicas {other} and {replica} begin with the same {counts[replica]} "
+                    "samples: each has to read a shard of its own; pass IterableShards(make=...), "
+                    "whose make(index, num_shards) returns one, or shard the dataset by the "
+                    "data-parallel rank"
+                )
+
+    def state(self) -> dict[str, Any]:
+        """Return where the replica is, as JSON values."""
         following = self._feed.next_number
         return {
             "version": _STATE_VERSION,
             "passes": self._shard.passes,
             "has_state": self._feed.has_state and self._shard.keeps_state,
             "next": following,
-            "held": held,
-            "from": snapshot_values(self._feed.snapshot(min(held, default=following))),
+            "from": snapshot_values(self._feed.snapshot(following)),
         }
 
-    def restore(self, state: Any, window: Sequence[int]) -> dict[int, Sample | Hole]:
-        """Go on from `state`: read on from its snapshot, and return the window's items by position.
+    def restore(self, state: Any) -> None:
+        """Go on from `state`, before the first item is read: read on from its snapshot.
 
         Args:
             state: from `state`; it comes from a file and is not trusted.
-            window: the positions it was taken with.
 
         Raises:
             ValueError: the state is damaged or does not fit, or the source gives less than it did.
         """
-        begin = self._checked(state, window)
-        wanted = dict(zip(state["held"], window, strict=True))
+        begin = self._checked(state)
         self.close()
         self._feed = ItemFeed(self._shard, workers=self._workers, begin=begin)
-        self._numbers = {}
         try:
-            return self._read_again(begin.number, state["next"], wanted)
+            for number in range(begin.number, state["next"]):
+                if not self._feed.has_next():
+                    raise ValueError(
+                        f"{self._shard.name} gives replica {self._shard.replica} {number} items, "
+                        f"and {state['next']} had been read when the state was saved: the data has "
+                        "changed; restore it, or start the data anew (--finetune)"
+                    )
+                self._feed.skip()
         except RuntimeError as error:  # told to the other replicas as what cannot be resumed
             raise ValueError(str(error)) from error
-
-    def _read_again(
-        self, first: int, following: int, wanted: Mapping[int, int]
-    ) -> dict[int, Sample | Hole]:
-        """Pass over items up to `following`, and return those that are wanted, by position."""
-        found: dict[int, Sample | Hole] = {}
-        for number in range(first, following):
-            if not self._feed.has_next():
-                raise ValueError(
-                    f"{self._shard.name} gives replica {self._shard.replica} {number} items, and "
-                    f"{following} had been read when the state was saved: the data has "
-                    "changed; restore it, or start the data anew (--finetune)"
-                )
-            position = wanted.get(number)
-            if position is None:
-                self._feed.skip()
-            else:
-                found[position] = self._feed.take()[1]
-                self._numbers[position] = number
-        return found
 
     def close(self) -> None:
         """Nothing more is read."""
         self._feed.close()
 
-    def _checked(self, state: Any, window: Sequence[int]) -> Snapshot:
+    def _checked(self, state: Any) -> Snapshot:
         """Return the snapshot of a state that fits.
 
         Raises:
@@ -219,10 +220,9 @@ class ReplicaItems:
                 "the data state holds no state of an iterable source, and this run has one: resume "
                 "with the data that was saved, or start the data anew (--finetune)"
             )
-        numbers = [state["next"], *state["held"]] if isinstance(state["held"], list) else [None]
-        if state["version"] != _STATE_VERSION or any(
-            type(number) is not int or not 0 <= number <= OPEN_TOTAL for number in numbers
-        ):
+        following = state["next"]
+        is_sound = type(following) is int and 0 <= following <= OPEN_TOTAL
+        if state["version"] != _STATE_VERSION or not is_sound:
             raise ValueError(
                 "the source's state is damaged or of another version: restore the file, or start "
                 "the data anew (--finetune)"
@@ -236,13 +236,8 @@ class ReplicaItems:
             )
         self._check_passes(state["passes"])
         begin = snapshot_from(state["from"], num_parts=self._shard.shards.parts)
-        held = state["held"]
-        is_whole = len(held) == len(window) == len(set(held))
-        if not is_whole or not all(begin.number <= number < state["next"] for number in held):
-            raise ValueError(
-                "the source's state and the window do not belong together: the file was changed; "
-                "restore it"
-            )
+        if begin.number > following:
+            raise ValueError("the source's state is damaged: the file was changed; restore it")
         return begin
 
     def _check_passes(self, saved: Any) -> None:
@@ -262,28 +257,4 @@ class ReplicaItems:
             raise ValueError(
                 f"the data state was saved with --odb-epochs {saved}, this run has {passes}: ask "
                 "for at least as many, or start the data anew (--finetune)"
-            )
-
-
-def compare_heads(heads: Sequence[bytes]) -> None:
-    """Raise if replicas begin with the same items, or none has any; from `ReplicaItems.head`.
-
-    Equal items one after the other (made-up data) tell nothing.
-
-    Raises:
-        SourceError: on all replicas.
-    """
-    counts = [int.from_bytes(head[32:40], "little") for head in heads]
-    if not any(counts):
-        raise SourceError("no replica has any data: every shard of the train dataset is empty")
-    first: dict[bytes, int] = {}
-    for replica, head in enumerate(heads):
-        if int.from_bytes(head[40:48], "little") < 2:
-            continue
-        other = first.setdefault(head, replica)
-        if other != replica:
-            raise SourceError(
-                f"replicas {other} and {replica} begin with the same {counts[replica]} samples: "
-                "each has to read a shard of its own; pass IterableShards(make=...), whose make("
-                "index, num_shards) returns one, or shard the dataset by the data-parallel rank"
             )

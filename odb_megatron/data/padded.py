@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odb_megatron.data.sample import Hole
+from odb_megatron.data.sample import Skipped
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import PAD_TOKEN
 
@@ -22,7 +22,7 @@ class PaddedDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     An item holds int64 `tokens`, `labels`, `position_ids` and float32 `loss_mask`, each
     [sequence_length], the ints `length` (0 for a position that emits nothing), `position` and
-    `truncated` (0 or 1), and why a position emits nothing: `hole` (a HoleReason's value, else "")
+    `truncated` (0 or 1), and why a position emits nothing: `skipped` (a SkipReason, else 0)
     and `message`.
 
     Args:
@@ -45,9 +45,9 @@ class PaddedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         labels = np.full(size, PAD_TOKEN, dtype=np.int64)
         loss_mask = np.zeros(size, dtype=np.float32)
         sample = self.stream.fetch(position)
-        length, truncated, hole, message = 0, 0, "", ""
-        if isinstance(sample, Hole):
-            hole, message = sample.reason.value, sample.message
+        length, truncated, skipped, message = 0, 0, 0, ""
+        if isinstance(sample, Skipped):
+            skipped, message = int(sample.reason), sample.message
         else:
             length, truncated = len(sample), int(sample.truncated > 0)
             tokens[:length] = sample.tokens
@@ -61,6 +61,6 @@ class PaddedDataset(torch.utils.data.Dataset[dict[str, Any]]):
             "length": length,
             "position": position,
             "truncated": truncated,
-            "hole": hole,
+            "skipped": skipped,
             "message": message,
         }

@@ -11,10 +11,10 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from odb_megatron.data.sample import BadRecordError, Hole, HoleReason, Sample
+from odb_megatron.data.sample import BadRecordError, Sample, Skipped, SkipReason
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy, judge_length
 
-__all__ = ["BadRecordPolicy", "SampleRules", "apply_rules", "bad_record_hole"]
+__all__ = ["BadRecordPolicy", "SampleRules", "apply_rules", "skipped_bad_record"]
 __all__ += ["check_ids", "shift_labels"]
 
 
@@ -91,7 +91,7 @@ def check_ids(sample: Sample, rules: SampleRules) -> None:
             )
 
 
-def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> Sample | Hole:
+def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> Sample | Skipped:
     """Apply the overlong policy.
 
     No image is cut: of one that does not fit nothing is kept, nor of what follows it.
@@ -113,8 +113,8 @@ def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> 
     except OverlongError as error:
         raise OverlongError(f"{path}:{line}: {error}") from None
     if verdict.keep == 0:
-        return Hole(
-            reason=HoleReason.OVERLONG,
+        return Skipped(
+            reason=SkipReason.OVERLONG,
             message=f"{path}:{line}: {verdict.message}",
             source=sample.source,
         )
@@ -125,8 +125,8 @@ def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> 
         keep = images.whole_length(keep)
         images = images.kept(keep)
         if keep == 0:
-            return Hole(
-                reason=HoleReason.OVERLONG,
+            return Skipped(
+                reason=SkipReason.OVERLONG,
                 message=f"{path}:{line}: the image at its start is longer than {verdict.keep} "
                 "tokens, so nothing is left of the sample",
                 source=sample.source,
@@ -143,6 +143,6 @@ def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> 
     )
 
 
-def bad_record_hole(error: BadRecordError, *, source: int) -> Hole:
+def skipped_bad_record(error: BadRecordError, *, source: int) -> Skipped:
     """Return what stands for a bad record under the policy `skip`."""
-    return Hole(reason=HoleReason.BAD_RECORD, message=str(error), source=source)
+    return Skipped(reason=SkipReason.BAD_RECORD, message=str(error), source=source)

@@ -1,4 +1,4 @@
-"""A fully preprocessed sample, and what stands in its place when it cannot be used.
+"""A fully preprocessed sample, or a skipped one.
 
 Pure values: no files, no tokenizer, no process groups.
 """
@@ -6,14 +6,15 @@ Pure values: no files, no tokenizer, no process groups.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.data.images import SampleImages
+from odb_megatron.plan.record import SkipReason
 
-__all__ = ["BAD_RECORD_WAY_OUT", "BadRecordError", "DataFileError", "Hole", "HoleReason", "Sample"]
+__all__ = ["BAD_RECORD_WAY_OUT", "BadRecordError", "DataFileError", "Sample", "SkipReason"]
+__all__ += ["Skipped"]
 
 BAD_RECORD_WAY_OUT = (
     ". Mend the record, or pass --odb-bad-record skip to leave such records out (counted in the "
@@ -125,16 +126,9 @@ class Sample:
         return int(np.count_nonzero(self.loss_mask))
 
 
-class HoleReason(Enum):
-    """Why a position of the stream emits no sample."""
-
-    BAD_RECORD = "bad_record"
-    OVERLONG = "overlong"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hole:
-    """A position of the stream that was consumed and emits nothing: counted and reported.
+class Skipped:
+    """A sample of the stream that is consumed and not trained: counted and reported.
 
     Attributes:
         reason: which policy left it out.
@@ -142,6 +136,6 @@ class Hole:
         source: index of the data source.
     """
 
-    reason: HoleReason
+    reason: SkipReason
     message: str
     source: int = 0

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from odb_megatron.data.sample import HoleReason
+from odb_megatron.data.sample import SkipReason
 
 __all__ = ["SourceCounts", "added_counts", "check_source_counts"]
 
@@ -54,9 +54,9 @@ class SourceCounts:
         self.unlabelled += num_loss_tokens == 0
         self.solo += solo
 
-    def add_hole(self, reason: HoleReason, message: str) -> None:
+    def add_skipped(self, reason: SkipReason, message: str) -> None:
         """Count a position that emits nothing."""
-        if reason is HoleReason.OVERLONG:
+        if reason is SkipReason.OVERLONG:
             self.overlong += 1
         else:
             self.bad_records += 1

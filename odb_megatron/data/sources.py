@@ -25,11 +25,11 @@ from odb_megatron.data.preprocess import (
     BadRecordPolicy,
     SampleRules,
     apply_rules,
-    bad_record_hole,
     check_ids,
     shift_labels,
+    skipped_bad_record,
 )
-from odb_megatron.data.sample import BadRecordError, DataFileError, Hole, Sample
+from odb_megatron.data.sample import BadRecordError, DataFileError, Sample, Skipped
 
 if TYPE_CHECKING:
     from odb_megatron.data.image_chat import ImageRules
@@ -62,7 +62,7 @@ class SampleSource(Protocol):
     def __len__(self) -> int:
         """Number of records, bad ones included."""
 
-    def sample(self, index: int, *, source: int) -> Sample | Hole:
+    def sample(self, index: int, *, source: int) -> Sample | Skipped:
         """Preprocess record `index`; `source` is stored in the result.
 
         Raises:
@@ -142,7 +142,7 @@ class _RuledSource:
     def _load(self, index: int, *, source: int) -> Sample:
         raise NotImplementedError
 
-    def sample(self, index: int, *, source: int) -> Sample | Hole:
+    def sample(self, index: int, *, source: int) -> Sample | Skipped:
         """See `SampleSource.sample`."""
         line = self._line(index)
         try:
@@ -167,7 +167,7 @@ class _RuledSource:
                 return apply_rules(sample, self._rules, path=self.path, line=line)
         if self._rules.bad_record is BadRecordPolicy.ERROR:
             raise bad
-        return bad_record_hole(bad, source=source)
+        return skipped_bad_record(bad, source=source)
 
 
 class ChatSource(_RuledSource):
@@ -308,7 +308,7 @@ class ItemSource(_RuledSource):
         self.path = name
         self._item: Any = None
 
-    def convert(self, item: Any, *, number: int, source: int = 0) -> Sample | Hole:
+    def convert(self, item: Any, *, number: int, source: int = 0) -> Sample | Skipped:
         """Preprocess an item, the `number`-th (from 1) of those that were read.
 
         Raises:

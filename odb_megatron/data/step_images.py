@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -17,32 +16,12 @@ import torch
 from odb_megatron.data.images import ImageLayout, PixelFormat, image_layout
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
 
-__all__ = ["ImageRow", "check_rows", "encode_pixels", "image_rows", "layout_of_rows"]
-__all__ += ["pixel_bytes", "with_pixels"]
+__all__ = ["ImageRow", "check_rows", "layout_of_rows", "pixel_bytes", "with_pixels"]
 
 ImageRow = tuple[int, int, int, int, int]
 """Sample of the micro-batch, patches in time, height and width, first token in the sample."""
 
 _MOST_BYTES = 1 << 34
-
-
-def image_rows(
-    micro_batches: Sequence[MicroBatch],
-) -> tuple[tuple[tuple[ImageRow, ...], ...], PixelFormat | None]:
-    """Return the rows of each micro-batch and what their patches are; () and None without images.
-
-    Raises:
-        ValueError: patches of different kinds in one step.
-    """
-    kinds = {_format(item) for item in micro_batches} - {None}
-    if not kinds:
-        return (), None
-    if len(kinds) > 1:
-        raise ValueError(
-            "the micro-batches of a step have patches of different kinds "
-            f"({sorted(map(str, kinds))}): preprocess all images alike"
-        )
-    return tuple(tuple(_rows(item)) for item in micro_batches), kinds.pop()
 
 
 def layout_of_rows(rows: Sequence[ImageRow], item: MicroBatchLayout, *, merge: int) -> ImageLayout:
@@ -100,12 +79,6 @@ def pixel_bytes(images: Sequence[Sequence[ImageRow]], pixels: PixelFormat) -> in
     return _num_patches(images) * pixels.patch_bytes
 
 
-def encode_pixels(micro_batches: Sequence[MicroBatch]) -> npt.NDArray[np.uint8]:
-    """Return all patches of a step, uint8 [bytes]; at least one image."""
-    parts = [item.pixel_values for item in micro_batches if item.pixel_values is not None]
-    return np.concatenate([part.numpy().reshape(-1).view(np.uint8) for part in parts])
-
-
 def with_pixels(
     micro_batches: Sequence[MicroBatch], data: npt.NDArray[np.uint8], pixels: PixelFormat
 ) -> list[MicroBatch]:
@@ -133,22 +106,3 @@ def with_pixels(
 
 def _num_patches(images: Sequence[Sequence[ImageRow]]) -> int:
     return sum(t * h * w for rows in images for _, t, h, w, _ in rows)
-
-
-def _format(item: MicroBatch) -> PixelFormat | None:
-    if item.images is None or item.pixel_values is None:
-        return None
-    values = item.pixel_values.numpy()
-    return PixelFormat(width=values.shape[1], dtype=values.dtype.name, merge=item.images.merge)
-
-
-def _rows(item: MicroBatch) -> list[ImageRow]:
-    if item.images is None:
-        return []
-    offsets = item.cu_seqlens_padded.tolist()
-    grid, starts = item.images.grid_thw.tolist(), item.images.starts.tolist()
-    return [
-        (sample, *grid[at], starts[at] - offsets[sample])
-        for sample, (first, last) in enumerate(pairwise(item.images.cu_images.tolist()))
-        for at in range(first, last)
-    ]

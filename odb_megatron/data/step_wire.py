@@ -1,9 +1,9 @@
-"""A step as bytes, for the other ranks of a replica: a header of metadata, and a payload of tokens.
+"""A packed step as bytes: a header of metadata, a payload of tokens, and the patches of its images.
 
 Must not send anything. The header is JSON and has everything but token ids, labels, loss masks and
-the patches of images; offsets, padding and positions follow from the sample lengths in it. The
-payload has real tokens only: token ids and labels as int32, loss masks as bits. Patches are a
-payload of their own (`step_pixels`), since only the first pipeline stage uses them.
+patches; offsets, padding and positions follow from the sample lengths in it. The payload has real
+tokens only: token ids and labels as int32, loss masks as bits. Patches are a payload of their own,
+since only the first pipeline stage uses them.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from odb_megatron.data.images import PixelFormat
 from odb_megatron.data.sample import Sample
-from odb_megatron.data.step_images import ImageRow, check_rows, image_rows, layout_of_rows
-from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, assemble, assemble_idle, layout
+from odb_megatron.data.step_images import ImageRow, check_rows, layout_of_rows
+from odb_megatron.data.thd import PAD_TOKEN, MicroBatch, MicroBatchLayout, layout, position_ids
 from odb_megatron.plan.padding import SizeRule
-from odb_megatron.plan.step import StepTotals
+from odb_megatron.plan.record import StepTotals
 
 __all__ = ["Ending", "StepMetadata", "StepWireError", "decode_header", "decode_payload"]
-__all__ += ["encode_header", "encode_payload", "payload_bytes"]
+__all__ += ["encode_header", "pack_step", "payload_bytes"]
 
 Bytes = npt.NDArray[np.uint8]
 _Item = TypeVar("_Item", MicroBatch, MicroBatchLayout)
@@ -64,8 +64,7 @@ class StepMetadata:
         rule: what samples and micro-batches are padded to.
         images: where the images of each micro-batch lie, see `step_images`; empty without any.
         pixels: what their patches are; None without images.
-        window_bytes: see `FinishedStep`, with the next one.
-        plan_us: see above.
+        plan_us: microseconds that making it took, waits included.
     """
 
     totals: StepTotals
@@ -75,28 +74,7 @@ class StepMetadata:
     rule: SizeRule
     images: tuple[tuple[ImageRow, ...], ...] = ()
     pixels: PixelFormat | None = None
-    window_bytes: int = 0
     plan_us: int = 0
-
-    @classmethod
-    def of(
-        cls, totals: StepTotals, micro_batches: Sequence[MicroBatch], *, rule: SizeRule
-    ) -> StepMetadata:
-        """Describe assembled micro-batches.
-
-        Raises:
-            ValueError: patches of different kinds.
-        """
-        images, pixels = image_rows(micro_batches)
-        return cls(
-            totals=totals,
-            positions=tuple(item.positions for item in micro_batches),
-            lengths=tuple(_lengths(item) for item in micro_batches),
-            patches=tuple(item.num_patches for item in micro_batches),
-            rule=rule,
-            images=images,
-            pixels=pixels,
-        )
 
     def layouts(self) -> list[MicroBatchLayout]:
         """Return the micro-batches without their tokens, as middle pipeline stages use them."""
@@ -110,10 +88,6 @@ class StepMetadata:
             )
         ]
         return [self._with_images(item, at) for at, item in enumerate(found)]
-
-    def with_images(self, items: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return micro-batches with where their images lie."""
-        return [self._with_images(item, at) for at, item in enumerate(items)]
 
     def _with_images(self, item: _Item, at: int) -> _Item:
         if self.pixels is None or not self.images[at]:
@@ -139,19 +113,14 @@ def decode_header(data: bytes) -> StepMetadata | Ending:
             if not isinstance(ending.error, str) or not isinstance(ending.closed, str):
                 raise TypeError("an ending that is no text")
             return ending
-        totals: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values["totals"].items()
-        }
         metadata = StepMetadata(
-            totals=StepTotals(**totals),
+            totals=StepTotals(**values["totals"]),
             positions=tuple(map(tuple, values["positions"])),
             lengths=tuple(map(tuple, values["lengths"])),
             patches=tuple(values["patches"]),
             rule=SizeRule(**values["rule"] | {"sizes": tuple(values["rule"]["sizes"])}),
             images=tuple(tuple(map(tuple, rows)) for rows in values["images"]),
             pixels=None if values["pixels"] is None else PixelFormat(**values["pixels"]),
-            window_bytes=values["window_bytes"],
             plan_us=values["plan_us"],
         )
         _check(metadata)
@@ -169,39 +138,59 @@ def payload_bytes(metadata: StepMetadata) -> int:
     return 8 * num_tokens + -(-num_tokens // 8)
 
 
-def encode_payload(micro_batches: Sequence[MicroBatch]) -> Bytes:
-    """Return token ids, labels and loss masks of all real tokens, uint8 [bytes].
+def pack_step(
+    totals: StepTotals,
+    micro_batches: Sequence[Sequence[tuple[int, Sample]]],
+    *,
+    rule: SizeRule,
+) -> tuple[StepMetadata, Bytes, Bytes | None]:
+    """Return a step's metadata, its payload, and its patches (None without images).
+
+    Args:
+        totals: the step.
+        micro_batches: stream position and sample, by micro-batch; none for an idle one.
+        rule: what samples and micro-batches are padded to.
 
     Raises:
-        ValueError: a token id that does not fit 31 bits.
+        ValueError: a token id that does not fit 31 bits, or patches of different kinds.
     """
-    places = [_real_places(item) for item in micro_batches]
-    tokens, labels, mask = (
-        np.concatenate(
-            [
-                getattr(item, name).numpy()[0][at]
-                for item, at in zip(micro_batches, places, strict=True)
-            ]
+    samples = [sample for members in micro_batches for _, sample in members]
+    formats = {sample.images.format for sample in samples if sample.images is not None}
+    if len(formats) > 1:
+        raise ValueError(
+            f"the samples of a step have patches of different kinds ({sorted(map(str, formats))}): "
+            "preprocess all images alike"
         )
-        for name in ("tokens", "labels", "loss_mask")
+    metadata = StepMetadata(
+        totals=totals,
+        positions=tuple(tuple(at for at, _ in members) for members in micro_batches),
+        lengths=tuple(tuple(len(sample) for _, sample in members) for members in micro_batches),
+        patches=tuple(sum(one.num_patches for _, one in members) for members in micro_batches),
+        rule=rule,
+        images=tuple(map(_image_rows, micro_batches)) if formats else (),
+        pixels=formats.pop() if formats else None,
     )
-    for ids in (tokens, labels):
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= _MAX_TOKEN_ID:
+    payload = np.zeros(0, dtype=np.uint8)
+    if samples:
+        tokens, labels, mask = (
+            np.concatenate([getattr(sample, name) for sample in samples])
+            for name in ("tokens", "labels", "loss_mask")
+        )
+        low, high = min(tokens.min(), labels.min()), max(tokens.max(), labels.max())
+        if not 0 <= low <= high <= _MAX_TOKEN_ID:
             raise ValueError(
-                f"token ids from {ids.min()} to {ids.max()} do not fit 0 to {_MAX_TOKEN_ID}: the "
-                "tokenizer or the data is damaged"
+                f"token ids from {low} to {high} do not fit 0 to {_MAX_TOKEN_ID}: the tokenizer or "
+                "the data is damaged"
             )
-    return np.concatenate(
-        [
-            tokens.astype("<i4").view(np.uint8),
-            labels.astype("<i4").view(np.uint8),
-            np.packbits(mask > 0),
-        ]
-    )
+        ids = [one.astype("<i4").view(np.uint8) for one in (tokens, labels)]
+        payload = np.concatenate([*ids, np.packbits(mask > 0)])
+    pixels = [one.images.pixel_values for one in samples if one.images is not None]
+    patches = np.concatenate([one.reshape(-1).view(np.uint8) for one in pixels]) if pixels else None
+    return metadata, payload, patches
 
 
 def decode_payload(metadata: StepMetadata, payload: Bytes) -> list[MicroBatch]:
-    """Return the step's micro-batches, equal to those that were encoded.
+    """Return the step's micro-batches, padded.
 
     Raises:
         ValueError: the payload has another size than the header says.
@@ -212,24 +201,48 @@ def decode_payload(metadata: StepMetadata, payload: Bytes) -> list[MicroBatch]:
             f"{payload_bytes(metadata)}: ranks of the replica run different code"
         )
     count = sum(map(sum, metadata.lengths))
-    tokens = payload[: 4 * count].view("<i4").astype(np.int64)
-    labels = payload[4 * count : 8 * count].view("<i4").astype(np.int64)
-    mask = np.unpackbits(payload[8 * count :], count=count).astype(np.float32)
-    micro_batches, at = [], 0
-    parts = zip(metadata.lengths, metadata.positions, metadata.patches, strict=True)
-    for lengths, positions, patches in parts:
-        samples = []
-        for length in lengths:
-            part = slice(at, at + length)
-            samples.append(Sample(tokens=tokens[part], labels=labels[part], loss_mask=mask[part]))
-            at += length
-        item = (
-            assemble(samples, positions=positions, rule=metadata.rule)
-            if positions
-            else assemble_idle(rule=metadata.rule)
+    tokens = payload[: 4 * count].view("<i4")
+    labels = payload[4 * count : 8 * count].view("<i4")
+    mask = np.unpackbits(payload[8 * count :], count=count)
+    found, at = [], 0
+    for item in metadata.layouts():
+        starts = item.cu_seqlens_padded.numpy().astype(np.int64)
+        real = item.cu_seqlens.numpy().astype(np.int64)
+        lengths = np.diff(real)
+        places = np.repeat(starts[:-1] - real[:-1], lengths) + np.arange(real[-1])
+        part = slice(at, at + int(real[-1]))
+        at = part.stop
+        size = int(starts[-1])
+        ids = np.full((2, size), PAD_TOKEN, dtype=np.int64)
+        ids[0, places], ids[1, places] = tokens[part], labels[part]
+        loss_mask = np.zeros(size, dtype=np.float32)
+        loss_mask[places] = mask[part]
+        found.append(
+            MicroBatch(
+                cu_seqlens=item.cu_seqlens,
+                cu_seqlens_padded=item.cu_seqlens_padded,
+                max_seqlen=item.max_seqlen,
+                positions=item.positions,
+                num_patches=item.num_patches,
+                images=item.images,
+                tokens=torch.from_numpy(ids[:1]),
+                labels=torch.from_numpy(ids[1:]),
+                loss_mask=torch.from_numpy(loss_mask)[None],
+                position_ids=position_ids(starts),
+            )
         )
-        micro_batches.append(replace(item, num_patches=patches))
-    return metadata.with_images(micro_batches)
+    return found
+
+
+def _image_rows(members: Sequence[tuple[int, Sample]]) -> tuple[ImageRow, ...]:
+    return tuple(
+        (at, *grid, start)
+        for at, (_, sample) in enumerate(members)
+        if sample.images is not None
+        for grid, start in zip(
+            sample.images.grid_thw.tolist(), sample.images.starts.tolist(), strict=True
+        )
+    )
 
 
 def _check(metadata: StepMetadata) -> None:
@@ -239,12 +252,11 @@ def _check(metadata: StepMetadata) -> None:
     if sizes[0] != sizes[1] or len(metadata.patches) != len(metadata.lengths):
         raise ValueError("lengths, positions and patches of different sizes")
     totals = metadata.totals
-    costs = (*totals.costs, *totals.costs_before)
     counts = [getattr(totals, field.name) for field in fields(totals) if field.type == "int"]
     rule = metadata.rule
     numbers = [*counts, *metadata.patches, *rule.sizes, rule.least, rule.longest, rule.multiple]
-    numbers += [metadata.window_bytes, metadata.plan_us]
-    for row in (*rows[0], *rows[1], numbers, costs):
+    numbers.append(metadata.plan_us)
+    for row in (*rows[0], *rows[1], numbers):
         if not all(type(number) is int and 0 <= number < 1 << 62 for number in row):
             raise ValueError("a number is none, negative or huge")
     if type(totals.is_final) is not bool or min(rule.multiple, rule.least, *rule.sizes[:1]) < 1:
@@ -260,16 +272,3 @@ def _check(metadata: StepMetadata) -> None:
     if whole > _MOST_TOKENS:
         raise ValueError(f"{whole} tokens; at most {_MOST_TOKENS}")
     check_rows(metadata.images, metadata.pixels, lengths=metadata.lengths, patches=metadata.patches)
-
-
-def _lengths(item: MicroBatch) -> tuple[int, ...]:
-    ends = item.cu_seqlens[: len(item.positions) + 1].tolist()  # no padding segment
-    return tuple(end - start for start, end in pairwise(ends)) if item.positions else ()
-
-
-def _real_places(item: MicroBatch) -> npt.NDArray[np.int64]:
-    """Places of the real tokens in the padded micro-batch."""
-    lengths = np.array(_lengths(item), dtype=np.int64)
-    starts = item.cu_seqlens_padded.numpy().astype(np.int64)[: len(lengths)]
-    before = np.concatenate(([0], np.cumsum(lengths)[:-1])) if len(lengths) else lengths
-    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))

@@ -17,7 +17,7 @@ import torch
 
 from odb_megatron.data.chat_template import ChatTemplateError
 from odb_megatron.data.order import Order, PassOrder, SingleOrder
-from odb_megatron.data.sample import BadRecordError, DataFileError, Hole, HoleReason, Sample
+from odb_megatron.data.sample import BadRecordError, DataFileError, Sample, Skipped, SkipReason
 from odb_megatron.data.sources import SampleSource
 from odb_megatron.plan.padding import OverlongError
 
@@ -69,7 +69,7 @@ class FetchError:
     error: BadRecordError | OverlongError | ChatTemplateError | DataFileError
 
 
-class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
+class SampleStream(torch.utils.data.Dataset[Sample | Skipped | FetchError]):
     """Map-style over stream positions; `[position]` is what a data-loader worker runs.
 
     Args:
@@ -145,7 +145,7 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
         path = self._parts[where.source].source.path
         return f"stream position {position} (record {where.record} of {path})"
 
-    def fetch(self, position: int) -> Sample | Hole:
+    def fetch(self, position: int) -> Sample | Skipped:
         """Preprocess the sample at `position`.
 
         Raises:
@@ -155,10 +155,10 @@ class SampleStream(torch.utils.data.Dataset[Sample | Hole | FetchError]):
         where = self.locate(position)
         if position in self._bad:
             message = f"{self.describe(position)} was bad before the run was resumed"
-            return Hole(reason=HoleReason.BAD_RECORD, message=message, source=where.source)
+            return Skipped(reason=SkipReason.BAD_RECORD, message=message, source=where.source)
         return self._parts[where.source].source.sample(where.record, source=where.source)
 
-    def __getitem__(self, position: int) -> Sample | Hole | FetchError:
+    def __getitem__(self, position: int) -> Sample | Skipped | FetchError:
         try:
             return self.fetch(position)
         except (BadRecordError, OverlongError, ChatTemplateError, DataFileError) as error:

@@ -19,7 +19,7 @@ from odb_megatron.data.sample import Sample
 from odb_megatron.plan.padding import SizeRule
 
 __all__ = ["PAD_TOKEN", "MicroBatch", "MicroBatchLayout", "assemble", "assemble_idle", "layout"]
-__all__ += ["sample_index"]
+__all__ += ["position_ids", "sample_index"]
 
 PAD_TOKEN = 0
 """Token id at padded places and in idle micro-batches: any id of the vocabulary serves, because
@@ -146,7 +146,7 @@ def assemble(
         tokens=torch.from_numpy(tokens_T)[None],
         labels=torch.from_numpy(labels_T)[None],
         loss_mask=torch.from_numpy(loss_mask_T)[None],
-        position_ids=_position_ids(offsets),
+        position_ids=position_ids(offsets),
         cu_seqlens=where.cu_seqlens,
         cu_seqlens_padded=where.cu_seqlens_padded,
         max_seqlen=where.max_seqlen,
@@ -165,7 +165,7 @@ def assemble_idle(*, rule: SizeRule = _ANY) -> MicroBatch:
         tokens=zeros_T + PAD_TOKEN,
         labels=zeros_T + PAD_TOKEN,
         loss_mask=torch.zeros(zeros_T.shape, dtype=torch.float32),
-        position_ids=_position_ids(where.cu_seqlens_padded.numpy()),
+        position_ids=position_ids(where.cu_seqlens_padded.numpy()),
         cu_seqlens=where.cu_seqlens,
         cu_seqlens_padded=where.cu_seqlens_padded,
         max_seqlen=where.max_seqlen,
@@ -185,7 +185,7 @@ def sample_index(item: MicroBatchLayout) -> Tensor:
     return index_T[None]
 
 
-def _position_ids(offsets: npt.NDArray[np.int32]) -> Tensor:
+def position_ids(offsets: npt.NDArray[np.integer]) -> Tensor:
     """Places within each segment, also one of padding: none is beyond the longest sample's."""
     starts = np.repeat(offsets[:-1], np.diff(offsets))
     return torch.from_numpy(np.arange(offsets[-1], dtype=np.int64) - starts)[None]

@@ -1,8 +1,7 @@
 """How data-loader workers start, and what is sent to them.
 
-Must not fetch. A process that holds process groups or a CUDA context is never forked unless the
-user asks for it: workers come from a server that was started afresh (`forkserver`), or are started
-afresh themselves (`spawn`).
+A process that holds process groups, threads or a CUDA context is never forked: workers come from a
+server that was started afresh (`forkserver`).
 """
 
 from __future__ import annotations
@@ -17,25 +16,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 from multiprocessing.context import BaseContext
 from typing import Any
 
-__all__ = ["Packed", "WorkerStart", "Workers", "recorded"]
+__all__ = ["Packed", "Workers", "recorded"]
 
 _PRELOADED = ("odb_megatron.data.replica_stream",)
 _starting = threading.Lock()
 
-_MOST_SEARCHED = 16 << 20
+_MAX_SEARCHED = 16 << 20
 """Bytes in which names of modules are looked for, at most: it takes about a second per 16 MB."""
-
-
-class WorkerStart(Enum):
-    """How worker processes are started; see `multiprocessing`'s start methods."""
-
-    FORKSERVER = "forkserver"
-    SPAWN = "spawn"
-    FORK = "fork"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +34,10 @@ class Workers:
 
     Attributes:
         num: how many; 0 fetches in the calling thread.
-        start: how they are started.
         timeout_s: seconds that a sample may take; 0 for any time.
     """
 
     num: int = 0
-    start: WorkerStart = WorkerStart.FORKSERVER
     timeout_s: float = 0.0
 
 
@@ -70,7 +58,7 @@ class Packed:
             raise ValueError(
                 f"the data cannot be sent to worker processes ({type(error).__name__}: {error}): "
                 "define its classes and functions at the top level of a module and open files when "
-                "they are first read, or pass --odb-worker-start fork, or --num-workers 0"
+                "they are first read, or pass --num-workers 0"
             ) from error
 
     def unpack(self) -> Any:
@@ -84,20 +72,17 @@ class Packed:
 
     def modules(self) -> list[str]:
         """Return modules that unpacking it imports; those of a very large object are not known."""
-        if len(self._data) > _MOST_SEARCHED:
+        if len(self._data) > _MAX_SEARCHED:
             return []
         texts = {text for _, text, _ in pickletools.genops(self._data) if isinstance(text, str)}
         return sorted(name for name in texts if name in sys.modules and name != "__main__")
 
-    def context(self, start: WorkerStart) -> BaseContext:
+    def context(self) -> BaseContext:
         """Return what starts processes afresh that unpack this object, and imports no more.
 
         Python imports the main script in every process it starts afresh. A training script imports
         Megatron, which takes each of them seconds and its memory.
         """
-        assert start is not WorkerStart.FORK, "forked workers have the object"
-        if start is WorkerStart.SPAWN:
-            return multiprocessing.get_context("spawn") if self.needs_main else _Spawn()
         multiprocessing.set_forkserver_preload([*_PRELOADED, *self.modules()])
         return multiprocessing.get_context("forkserver") if self.needs_main else _ForkServer()
 
@@ -132,20 +117,10 @@ def _without_main() -> Iterator[None]:
                 setattr(main, name, value)
 
 
-class _SpawnProcess(multiprocessing.context.SpawnProcess):
-    def start(self) -> None:
-        with _without_main():
-            super().start()
-
-
 class _ForkServerProcess(multiprocessing.context.ForkServerProcess):
     def start(self) -> None:
         with _without_main():
             super().start()
-
-
-class _Spawn(multiprocessing.context.SpawnContext):
-    Process = _SpawnProcess
 
 
 class _ForkServer(multiprocessing.context.ForkServerContext):

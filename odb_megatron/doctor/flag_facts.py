@@ -217,7 +217,7 @@ def _measure(
     import numpy as np
 
     from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
-    from odb_megatron.data.sample import Hole
+    from odb_megatron.data.sample import Skipped
     from odb_megatron.data.sources import open_source
     from odb_megatron.megatron.multimodal.arguments import image_rules
     from odb_megatron.plan.padding import padded_length
@@ -239,7 +239,7 @@ def _measure(
     longest, longest_at, num_overlong, num_bad, first_bad = 0, 0, 0, 0, ""
     for index in chosen.tolist():
         sample = source.sample(index, source=0)
-        if isinstance(sample, Hole):
+        if isinstance(sample, Skipped):
             num_bad += 1
             first_bad = first_bad or sample.message.splitlines()[0]  # without a traceback
             continue

@@ -9,10 +9,7 @@ import argparse
 
 from odb_megatron.comm.watchdog import OnPeerFailure
 from odb_megatron.data.preprocess import BadRecordPolicy
-from odb_megatron.data.workers import WorkerStart
-from odb_megatron.megatron.config import CostSource
 from odb_megatron.plan.padding import OverlongPolicy
-from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
 
 __all__ = ["add_odb_arguments"]
 
@@ -21,7 +18,6 @@ def add_odb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     """Add the `--odb*` flags; pass as Megatron's `extra_args_provider`."""
     group = parser.add_argument_group(title="online dynamic batching")
     _add_planning_arguments(group)
-    _add_cost_arguments(group)
     _add_data_arguments(group)
     _add_report_arguments(group)
     _add_fault_arguments(group)
@@ -32,17 +28,10 @@ def _add_planning_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--odb",
         action="store_true",
-        help="Form variable-size packed micro-batches under a token budget, online. "
+        help="Form variable-size packed micro-batches under a token budget, online, and even "
+        "out replicas' work. A step has exactly the samples that Megatron's own sampler gives it. "
         "Needs --calculate-per-token-loss and --micro-batch-size 1. Without it the same "
         "data is trained in Megatron's padded micro-batches.",
-    )
-    group.add_argument(
-        "--odb-policy",
-        choices=[policy.value for policy in PolicyName],
-        default=None,
-        help="samples: every optimizer step consumes exactly the --global-batch-size samples "
-        "Megatron's own sampler would give. cost: each replica fills the step from a look-ahead "
-        "window to a common compute target. Default samples.",
     )
     group.add_argument(
         "--odb-token-budget",
@@ -70,29 +59,6 @@ def _add_planning_arguments(group: argparse._ArgumentGroup) -> None:
         "in the metrics.",
     )
     group.add_argument(
-        "--odb-window",
-        type=int,
-        default=None,
-        help="Samples each replica looks ahead with --odb-policy cost. Default four times its "
-        "share of --global-batch-size.",
-    )
-    group.add_argument(
-        "--odb-max-delay-steps",
-        type=int,
-        default=None,
-        help="With --odb-policy cost a sample is trained at most this many steps later than in "
-        "first-in-first-out order. Default 8.",
-    )
-    group.add_argument(
-        "--odb-exchange",
-        choices=[mode.value for mode in ExchangeMode],
-        default=None,
-        help="Whether replicas hand samples to each other, on the CPU and in the background, so "
-        "that a step costs the same on all: none; tokens, in every step; auto, where it is worth "
-        "it (samples decides step by step, cost once, and says why). Which samples a step has "
-        "under --odb-policy samples does not change. Default none.",
-    )
-    group.add_argument(
         "--odb-warmup-worst-case",
         action="store_true",
         default=None,
@@ -107,45 +73,21 @@ def _add_planning_arguments(group: argparse._ArgumentGroup) -> None:
         help="Run for this many passes over the training data; in place of --train-samples or "
         "--train-iters.",
     )
-
-
-def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--odb-cost",
-        choices=[source.value for source in CostSource],
         default=None,
-        help="Where the predicted cost of a sample comes from. shape: FLOPs of the model's shape, "
-        "and 5 per cent of a full micro-batch as the price of each. auto: times of the first 20 "
-        "steps, the first three left out; the prices found are then kept and printed as flags. "
-        "Default shape; prices given by --odb-cost-linear and its kin come first.",
+        metavar="linear=X,quadratic=X,overhead=X,patch=X",
+        help="Predicted cost of a token, a token squared (summed over each sample's own length), a "
+        "micro-batch and an image patch, in one unit of your choice; what is left out is 0. "
+        "'odb-megatron trace LOGS --fit-cost' finds them from the times of a run. Default: FLOPs "
+        "of the model's shape, and 5 per cent of a full micro-batch as its overhead.",
     )
-    for name, what in (
-        ("linear", "of one token; must be above 0 when any price is given"),
-        ("quadratic", "of one token squared, summed over a sample's own length"),
-        ("fixed", "of one micro-batch"),
-        ("patch", "of one image patch"),
-    ):
-        group.add_argument(
-            f"--odb-cost-{name}",
-            type=float,
-            default=None,
-            help=f"Cost {what}. All prices in one unit of your choice, such as microseconds; "
-            "those left out are 0 as soon as one is given.",
-        )
     group.add_argument(
         "--odb-max-patches",
         type=int,
         default=None,
         help="Most image patches of one micro-batch. A sample with more gets a micro-batch of its "
         "own, and is counted. Default: no cap.",
-    )
-    group.add_argument(
-        "--odb-balance",
-        choices=["auto", *(scope.value for scope in BalanceScope)],
-        default=None,
-        help="What should cost the same on all replicas: a step as a whole, or each of its "
-        "micro-batches. Default auto: microbatch with expert parallelism, parameters sharded over "
-        "replicas, a global auxiliary loss or pipelining, else step.",
     )
 
 
@@ -157,14 +99,6 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
         help="Most finished steps that wait for the trainer; a thread makes them while it trains. "
         "0: each step is made when the trainer asks for it, without a thread. Plans and resumed "
         "runs do not depend on it. Default 2.",
-    )
-    group.add_argument(
-        "--odb-worker-start",
-        choices=[start.value for start in WorkerStart],
-        default=None,
-        help="How the processes of --num-workers are started. forkserver and spawn never fork a "
-        "process that holds process groups or CUDA, and send your data set to the workers by "
-        "pickle; fork shares it. Default forkserver.",
     )
     group.add_argument(
         "--odb-overlong",
@@ -196,8 +130,8 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
         action=argparse.BooleanOptionalAction,
         default=None,
         help="Refuse to resume when data files or the tokenizer have changed since the checkpoint "
-        "was saved, or when --odb-policy cost finds its data state gone. Without it (--no-...) "
-        "that is a warning, and the run goes on with the record numbers that are left. Default on.",
+        "was saved. Without it (--no-...) that is a warning, and the run goes on with the record "
+        "numbers that are left. Default on.",
     )
     group.add_argument(
         "--odb-attention",

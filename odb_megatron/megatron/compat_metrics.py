@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from odb_megatron.plan.step import StepTotals
+from odb_megatron.plan.record import StepTotals
 
 __all__ = [
     "LoggedFlops",

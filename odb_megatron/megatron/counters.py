@@ -11,7 +11,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from odb_megatron.plan.step import StepTotals
+from odb_megatron.plan.record import StepTotals
 
 __all__ = ["SamplesPerReplica", "StepCalculator"]
 

@@ -1,77 +1,104 @@
-"""Saves the data state with each of Megatron's checkpoints, so that no checkpoint is without it.
+"""What a checkpoint has to hold for a run's data to go on: a text among Megatron's arguments.
 
-Must not know what the state holds, nor share a process group with the loader: its planner may be
-exchanging records at any time.
-
-Order of a save: every leader stages its file; a digest of all files goes into Megatron's arguments,
-which are part of the common state of every checkpoint format; Megatron writes the checkpoint (or
-hands it to its asynchronous writer) and its tracker file; the files move to their place. A kill in
-between leaves the tracker at the checkpoint before, which has its own files, or at this one, whose
-files are staged.
+They are part of the common state of every checkpoint format, so no checkpoint is without it. Of
+map-style data the consumed samples are all there is; the text tells which data they were counted
+in. Iterable sources add their own states.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hashlib
-import os
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, TypeVar
 
-from odb_megatron.comm.control import ControlGroup
-from odb_megatron.data.finished_step import Progress
-from odb_megatron.megatron.data_state import (
-    Digest,
-    encode_state,
-    staged_path,
-    state_path,
-    write_file,
-)
+from odb_megatron.data.item_stream import ItemStream
+from odb_megatron.data.loop import Progress
+from odb_megatron.data.step_loader import StepLoader
+from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.megatron.data_identity import changed_files, check_same_samples, data_identity
 
-__all__ = ["DataCheckpoint", "DataSource", "loaded_folder", "place_staged", "saving_folder"]
+__all__ = ["DataCheckpoint", "DataState", "restore", "together"]
 
-_OK, _FAILED = b"\1", b"\0"
-_NON_PERSISTENT = "non_persistent"  # checkpointing.py _NON_PERSISTENT_CKPT_SUBDIR, 0.19.2
+T = TypeVar("T")
+
+_VERSION = 1
+_MESSAGE_BYTES = 1024
+_MAX_BYTES = 1 << 28
 
 
-class DataSource(Protocol):
-    """What `data.step_feed.StepFeed` has to tell for its state to be saved."""
+class Gathers(Protocol):
+    """What `comm.blocks.SourceGroup` does."""
 
     @property
-    def progress(self) -> Progress:
-        """Where the loader stood after the last step that was handed out."""
+    def replica(self) -> int:
+        """This replica."""
+
+    def gather_all(self, record: bytes) -> list[bytes]:
+        """All-gather equal-sized records of all replicas."""
 
 
 class HeaderChannel(Protocol):
     """What `comm.delivery.ReplicaGroup` does."""
 
     def header(self, data: bytes | None = None) -> bytes:
-        """Broadcast a header; the leader passes it."""
+        """Broadcast a header; the source rank passes it."""
 
 
-def saving_folder(args: argparse.Namespace, *, is_persistent: bool) -> str:
-    """Return the folder that holds the iteration directory of a checkpoint being saved."""
-    if is_persistent:
-        return str(args.save)
-    folder = args.non_persistent_global_ckpt_dir
-    return str(folder or os.path.join(args.save, _NON_PERSISTENT))
+class Feed(Protocol):
+    """What `data.feed.StepFeed` has to tell for its state to be saved."""
+
+    @property
+    def progress(self) -> Progress:
+        """Where the loader stood after the last step that was handed out."""
 
 
-def loaded_folder(args: argparse.Namespace) -> str:
-    """Return the folder that holds the iteration directory of the checkpoint that was loaded.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataState:
+    """What is saved.
 
-    Megatron prefers a non-persistent checkpoint that is not older (checkpointing.py
-    `_load_base_checkpoint`, 0.19.2).
+    Attributes:
+        data: see `data_identity`.
+        consumed: samples consumed since the run's start.
+        num_bad: bad records of all replicas since then.
+        tokens_so_far: tokens trained since then.
+        sources: states of the iterators, by replica; empty for map-style data.
+        version: of this format.
     """
-    if args.non_persistent_ckpt_type != "global":
-        return str(args.load)
-    folder = args.non_persistent_global_ckpt_dir or os.path.join(args.load, _NON_PERSISTENT)
-    tracker = os.path.join(folder, "latest_checkpointed_iteration.txt")
-    with contextlib.suppress(OSError), open(tracker, encoding="utf-8") as file:
-        if file.read().strip() == str(args.iteration):
-            return str(folder)
-    return str(args.load)
+
+    data: Mapping[str, Any]
+    consumed: int
+    num_bad: int
+    tokens_so_far: int
+    sources: Sequence[Any] = ()
+    version: int = _VERSION
+
+    def to_text(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def parse(cls, text: Any) -> DataState:
+        """Inverse of `to_text`; the text comes from a file and is not trusted.
+
+        Raises:
+            ValueError: something else.
+        """
+        try:
+            state = cls(**json.loads(text))
+            counts = (state.consumed, state.num_bad, state.tokens_so_far)
+            if state.version != _VERSION or not all(_is_count(count) for count in counts):
+                raise ValueError(f"version {state.version}, counts {counts}")
+            if not isinstance(state.data, dict) or not isinstance(state.sources, list):
+                raise TypeError("data or sources are of another kind")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"the checkpoint's data state is {str(text)[:80]!r} ({error}): it is damaged, or "
+                "was written by another version of odb_megatron; restore it, or start the data "
+                "anew (--finetune)"
+            ) from error
+        return state
 
 
 class DataCheckpoint:
@@ -79,170 +106,207 @@ class DataCheckpoint:
 
     Args:
         args: Megatron's; `odb_data_state` is set on them.
-        exchange: between leaders, for this alone; None on other ranks.
+        group: of the source ranks, for this alone; None on other ranks.
         channel: to the other ranks of the replica, for this alone; None for a replica of one rank.
     """
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        *,
-        exchange: ControlGroup | None,
-        channel: HeaderChannel | None,
+        self, args: argparse.Namespace, *, group: Gathers | None, channel: HeaderChannel | None
     ) -> None:
-        self._args = args
-        self._exchange = exchange
-        self._channel = channel
-        self._source: DataSource | None = None
+        self._args, self._group, self._channel = args, group, channel
+        self._feed: Feed | None = None
         self._identity: Mapping[str, Any] = {}
         self._trained: Progress | None = None
         self._has_warned = False
 
-    def watch(self, source: DataSource, *, identity: Mapping[str, Any]) -> None:
-        """Save the state of this feed of training data; leaders call it.
+    def watch(self, feed: Feed, *, identity: Mapping[str, Any]) -> None:
+        """Save the state of this feed of training data; source ranks call it.
 
         Args:
-            source: the feed of training data.
+            feed: of the training data.
             identity: of its data; see `data_identity`.
         """
-        self._source, self._identity = source, identity
+        self._feed, self._identity = feed, identity
 
     def note_trained(self) -> None:
-        """Keep the loader's state if it is of the last step trained; before a step is fetched.
+        """Keep the loader's progress if it is of the last step trained; before a step is fetched.
 
         A step is handed out and not trained where Megatron's rerun machine saves and exits, and
         while it replays one.
         """
-        if self._source is not None:
-            progress = self._source.progress
-            if progress.snapshot["consumed"] == self._args.consumed_train_samples:
+        if self._feed is not None:
+            progress = self._feed.progress
+            if progress.consumed == self._args.consumed_train_samples:
                 self._trained = progress
 
-    def state(self, *, tokens_so_far: int) -> dict[str, Any]:
-        """Return this replica's state (see `encode_state`); leaders call it."""
+    def state(self, *, tokens_so_far: int) -> DataState:
+        """Return this replica's state, with its own iterator's alone; source ranks call it."""
         self.note_trained()
         assert self._trained is not None, "a checkpoint before any step"
-        state: dict[str, Any] = {
-            "data": self._identity,
-            "tokens_so_far": tokens_so_far,
-            "planner": self._trained.state_dict(),
-            "bad_records": self._trained.bad_records_state(),
-            "source_counts": [one.state_dict() for one in self._trained.source_counts],
-        }
-        if self._trained.source is not None:
-            state["source"] = self._trained.source
-        return state
+        source = self._trained.source
+        if source is not None and not source["has_state"] and not self._has_warned:
+            self._has_warned = True
+            if self._group is None or self._group.replica == 0:
+                print(
+                    "odb: WARNING: the train dataset has no state of its own (state_dict() and "
+                    "load_state_dict()): a run that resumes from this checkpoint cannot go on with "
+                    "its data",
+                    flush=True,
+                )
+        return DataState(
+            data=self._identity,
+            consumed=self._trained.consumed,
+            num_bad=self._trained.num_bad,
+            tokens_so_far=tokens_so_far,
+            sources=[] if source is None else [source],
+        )
 
-    def stage(self, iteration: int, *, tokens_so_far: int, is_persistent: bool) -> None:
-        """Write this replica's file, before Megatron saves; all ranks call it.
+    def save(self, *, tokens_so_far: int) -> None:
+        """Put the state into Megatron's arguments, before it saves; all ranks call it.
 
         Args:
-            iteration: of the checkpoint.
             tokens_so_far: tokens trained by all replicas since the run's start.
-            is_persistent: see `saving_folder`.
 
         Raises:
-            RuntimeError: a replica could not write its file.
+            RuntimeError: the iterators' states are too large.
         """
         text = b""
-        if self._exchange is not None:
-            folder = saving_folder(self._args, is_persistent=is_persistent)
-            path = staged_path(folder, iteration=iteration, replica=self._exchange.replica)
-            text = self._stage(path, self._exchange, tokens_so_far=tokens_so_far)
+        if self._group is not None:
+            state = self.state(tokens_so_far=tokens_so_far)
+            if state.sources:
+                state = DataState(**asdict(state) | {"sources": self._gathered(state.sources[0])})
+            text = state.to_text().encode()
         if self._channel is not None:
-            text = self._channel.header(text if self._exchange is not None else None)
+            text = self._channel.header(text if self._group is not None else None)
         self._args.odb_data_state = text.decode()
 
-    def publish(self, iteration: int, *, is_persistent: bool) -> None:
-        """Move this replica's file to its place, after Megatron has begun or ended its save."""
-        if self._exchange is None:
-            return
-        folder = saving_folder(self._args, is_persistent=is_persistent)
-        replica = self._exchange.replica
-        path = state_path(folder, iteration=iteration, replica=replica)
-        staged = staged_path(folder, iteration=iteration, replica=replica)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        try:
-            os.replace(staged, path)
-        except FileNotFoundError as error:
+    def _gathered(self, source: Any) -> list[Any]:
+        """Return the iterators' states of all replicas."""
+        assert self._group is not None
+        data = json.dumps(source).encode()
+        sizes = [int.from_bytes(one, "little") for one in self._sizes(len(data))]
+        if max(sizes) * len(sizes) > _MAX_BYTES:
             raise RuntimeError(
-                f"the data state {staged}, written when this save began, is gone: does another run "
-                f"save to {folder} too? Give each run a --save folder of its own"
-            ) from error
-        _remove_empty(os.path.dirname(staged))
-        if replica == 0:
-            _remove_left_over(folder, before=iteration)
-
-    def _stage(self, path: str, exchange: ControlGroup, *, tokens_so_far: int) -> bytes:
-        try:
-            state = self.state(tokens_so_far=tokens_so_far)
-            if "source" in state:
-                self._warn_once(state["source"], replica=exchange.replica)
-            data = encode_state(state)
-            write_file(path, data)
-        except BaseException:
-            exchange.exchange(_FAILED + bytes(32))
-            raise
-        found = exchange.exchange(_OK + hashlib.sha256(data).digest())
-        failed = [replica for replica, record in enumerate(found) if record[:1] == _FAILED]
-        if failed:
-            raise RuntimeError(
-                f"replica {failed[0]} could not write its data state beside {path}; its own output "
-                "says why"
+                f"the iterators' states have up to {max(sizes)} bytes on each of {len(sizes)} "
+                f"replicas, more than {_MAX_BYTES} in all: they would burden every checkpoint; "
+                "return less from state_dict()"
             )
-        return str(Digest.of([record[1:] for record in found])).encode()
+        found = self._group.gather_all(data.ljust(max(sizes)))
+        return [json.loads(one) for one in found]
 
-    def _warn_once(self, source: Mapping[str, Any], *, replica: int) -> None:
-        if not source["has_state"] and not self._has_warned and replica == 0:
-            print(
-                "odb: WARNING: the train dataset has no state of its own (state_dict() and "
-                "load_state_dict()): a run that resumes from this checkpoint cannot go on with its "
-                "data",
-                flush=True,
-            )
-            self._has_warned = True
+    def _sizes(self, size: int) -> list[bytes]:
+        assert self._group is not None
+        return self._group.gather_all(size.to_bytes(8, "little"))
 
 
-def place_staged(paths: Iterable[tuple[str, str]]) -> None:
-    """Move files that a kill left staged, and that this run resumes from, to their places.
-
-    Else a later save that is killed too could find them gone. Harmless where it cannot be done:
-    they are found where they are.
+def restore(
+    args: argparse.Namespace,
+    config: OdbConfig,
+    loader: StepLoader,
+    *,
+    group: Gathers,
+    text: str | None,
+) -> DataState | None:
+    """Let the loader go on where a checkpoint left the data; source ranks of all replicas call it.
 
     Args:
-        paths: of each, where it is staged and its place.
+        args: Megatron's, after the checkpoint was loaded.
+        config: ODB's.
+        loader: of the training data.
+        group: to the other replicas.
+        text: what the checkpoint holds; None for nothing.
+
+    Returns:
+        The state; None for a start anew.
+
+    Raises:
+        ValueError: on all replicas: the state is missing, damaged, or belongs to other data.
     """
-    for staged, path in paths:
-        with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            os.replace(staged, path)
-            _remove_empty(os.path.dirname(staged))
-
-
-def _remove_left_over(folder: str, *, before: int) -> None:
-    """Remove what earlier saves staged for checkpoints that do not exist: they were interrupted.
-
-    Files of a checkpoint that exists may be all the data state it has. Nothing is done in other
-    folders, nor to later iterations.
-    """
-    top = os.path.dirname(os.path.dirname(staged_path(folder, iteration=before, replica=0)))
-    with contextlib.suppress(OSError):
-        for name in os.listdir(top):
-            if not name.isdecimal() or int(name) >= before:
-                continue
-            checkpoint = os.path.dirname(
-                os.path.dirname(state_path(folder, iteration=int(name), replica=0))
+    if text is None:
+        if isinstance(loader.stream, ItemStream):
+            raise ValueError(
+                "no data state in the checkpoint, and an iterable source cannot be continued "
+                "without: restore it, or start the data anew (--finetune)"
             )
-            if os.path.exists(checkpoint):
-                continue
-            for file in os.listdir(os.path.join(top, name)):
-                if file.startswith("replica-"):
-                    os.remove(os.path.join(top, name, file))
-            _remove_empty(os.path.join(top, name))
+        if args.rank == 0:
+            print(
+                f"odb: no data state in the checkpoint of iteration {args.iteration}; the data "
+                f"goes on at sample {args.consumed_train_samples} of the stream",
+                flush=True,
+            )
+        return None
+    return together(group, lambda: _restored(args, config, loader, text))
 
 
-def _remove_empty(folder: str) -> None:
-    """Remove a folder of staged files, and the one of all of them, if nothing is in them."""
-    for place in (folder, os.path.dirname(folder)):
-        with contextlib.suppress(OSError):  # other files are still there
-            os.rmdir(place)
+def _restored(
+    args: argparse.Namespace, config: OdbConfig, loader: StepLoader, text: str
+) -> DataState:
+    state = DataState.parse(text)
+    try:
+        _check(args, config, loader, state)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"the checkpoint's data state is damaged ({type(error).__name__}: {error}): restore "
+            "it, or start the data anew (--finetune)"
+        ) from error
+    source, num = None, loader.config.num_replicas
+    if isinstance(loader.stream, ItemStream):
+        own = state.sources[loader.replica : loader.replica + 1]
+        if len(state.sources) == 1:  # a host that saves each replica's by itself
+            own = state.sources
+        elif len(state.sources) != num:
+            raise ValueError(
+                f"each replica reads an iterator of its own, and the data was saved with "
+                f"{len(state.sources)} of them: resume with that data-parallel size, not {num}, or "
+                "start the data anew (--finetune)"
+            )
+        source = own[0]
+    loader.restore(Progress(consumed=state.consumed, num_bad=state.num_bad, source=source))
+    return state
+
+
+def _check(
+    args: argparse.Namespace, config: OdbConfig, loader: StepLoader, state: DataState
+) -> None:
+    """Hold a state against this run.
+
+    Raises:
+        ValueError: it is of other data or another step.
+    """
+    current = data_identity(args, loader.stream, num_places=state.data["blend"][0])
+    check_same_samples(state.data, current)
+    if state.consumed != args.consumed_train_samples:
+        raise ValueError(
+            f"the data state was saved after {state.consumed} samples, the checkpoint after "
+            f"{args.consumed_train_samples}: one of them was changed; restore it"
+        )
+    changed = changed_files(state.data, current)
+    if changed and config.resume_strict:
+        raise ValueError(
+            f"data changed since the checkpoint was saved: {changed}. Restore it, or pass "
+            "--no-odb-resume-strict to go on with every record number that is left, whatever the "
+            "records now hold"
+        )
+    if changed and args.rank == 0:
+        print(f"odb: WARNING: data changed since the checkpoint was saved: {changed}", flush=True)
+
+
+def together(group: Gathers, function: Callable[[], T]) -> T:
+    """Return what `function` does, or raise on all replicas what it raises on one."""
+    message, failure, result = "", None, None
+    try:
+        result = function()
+    except ValueError as error:
+        message, failure = str(error) or type(error).__name__, error
+    sent = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+    found = group.gather_all(sent)
+    if failure is not None:
+        raise failure
+    for replica, text in enumerate(part.rstrip(b"\0").decode("utf-8", "ignore") for part in found):
+        if text:
+            raise ValueError(f"replica {replica} cannot resume its data: {text}")
+    return result  # type: ignore[return-value]
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62

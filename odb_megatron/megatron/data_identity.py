@@ -14,7 +14,9 @@ from typing import Any
 from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.sources import file_fingerprint
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.megatron.data_state import MAX_BLEND_PLACES
+
+MAX_BLEND_PLACES = 4096
+"""Places of a blend that a state compares, at most."""
 
 __all__ = ["changed_files", "check_same_samples", "data_identity"]
 

@@ -7,7 +7,7 @@ Each replacement wraps the original and is undone by `Hooks.remove`. Must not pl
 | `get_forward_backward_func` | the schedule runs the plan's M, taken from the step's header |
 | `config.finalize_model_grads_func`, within a schedule | ends the last micro-batch's time |
 | `training_log` | tells a listener what Megatron logs; router losses per micro-batch |
-| `save_checkpoint` | the data state is written beside the model's |
+| `save_checkpoint` | the data's state goes into the arguments that are saved |
 | `compute_throughputs_and_append_to_progress_log` | counts real tokens |
 | `num_floating_point_operations` | in a log line, those of the mean step of its interval |
 | the same, where it knows one length for all (0.17) | counts real tokens |
@@ -26,8 +26,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
-from odb_megatron.data.finished_step import StepHeader
-from odb_megatron.data.step_feed import ChunkIterator
+from odb_megatron.data.feed import ChunkIterator, StepHeader
 from odb_megatron.megatron.compat_helpers import compiled_once
 from odb_megatron.megatron.compat_metrics import (
     LoggedFlops,
@@ -36,7 +35,7 @@ from odb_megatron.megatron.compat_metrics import (
     logged_per_micro_batch,
 )
 from odb_megatron.megatron.routers import RouterMasks
-from odb_megatron.plan.step import StepTotals
+from odb_megatron.plan.record import StepTotals
 
 __all__ = ["Hooks", "RunListener", "is_within_step"]
 
@@ -71,11 +70,8 @@ class RunListener(Protocol):
     def saving(self) -> AbstractContextManager[None]:
         """A checkpoint is written, or given up, within."""
 
-    def on_saving(self, iteration: int, *, is_persistent: bool) -> None:
-        """A checkpoint of `iteration` is about to be written."""
-
-    def on_saved(self, iteration: int, *, is_persistent: bool) -> None:
-        """A checkpoint of `iteration` was written, or handed to the asynchronous writer."""
+    def on_saving(self) -> None:
+        """A checkpoint is about to be written."""
 
     def on_loaded(self, checkpoint_args: Any) -> None:
         """A checkpoint was read that the run goes on from; its Megatron arguments."""
@@ -300,18 +296,15 @@ class Hooks:
     def _wrap_save_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
-        def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(iteration, *args, **kwargs)
-            is_persistent = not bound.arguments.get("non_persistent_ckpt", False)
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
             if "train_data_iterator" in bound.arguments:
                 # Else the rerun machine pickles the step it will rerun, which the resumed run plans
                 # again (rerun_state_machine.py `state_dict`, 0.19.2).
                 bound.arguments["train_data_iterator"] = None
             with self._listener.saving():
-                self._listener.on_saving(iteration, is_persistent=is_persistent)
-                result = original(*bound.args, **bound.kwargs)
-                self._listener.on_saved(iteration, is_persistent=is_persistent)
-            return result
+                self._listener.on_saving()
+                return original(*bound.args, **bound.kwargs)
 
         return save_checkpoint
 

@@ -33,13 +33,13 @@ def require_paths(args: argparse.Namespace, *, has_datasets: bool = False) -> No
         SystemExit: no data flags, or a path that cannot be used (2).
     """
     config = odb_config(args)
-    is_leader = replica_ranks(args, rank=args.rank).is_leader
+    is_source = replica_ranks(args, rank=args.rank).is_source
     with usage_errors():
         if not has_datasets:
             for path in _data_paths(args):
-                if is_leader or not config.enabled:  # the padded baseline reads on every rank
+                if is_source or not config.enabled:  # the padded baseline reads on every rank
                     _require_data(path)
-        if config.log_dir is not None and is_leader:
+        if config.log_dir is not None and is_source:
             _require_folder(config.log_dir)
         if config.metrics and args.rank == 0:
             require_metrics(**asdict(config.metrics))

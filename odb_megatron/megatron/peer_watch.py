@@ -1,4 +1,4 @@
-"""What one rank of a run knows of the others: heartbeat, watchdog, and each loader's deadline.
+"""What one rank of a run knows of the others: heartbeat, watchdog, and deadline for each loader.
 
 Must not plan or train. A world of one rank has no peers, and no threads for them.
 """
@@ -37,7 +37,7 @@ class PeerWatch:
         config: ODB's.
 
     Attributes:
-        patience: the deadline of each loader, by the split's name.
+        deadlines: of each loader, by the split's name.
     """
 
     def __init__(self, args: argparse.Namespace, config: OdbConfig) -> None:
@@ -58,7 +58,7 @@ class PeerWatch:
                 longest_save_s=timeout_s,
                 leave_reason=partial(leave_reason, is_told=True),
             )
-        self.patience = {
+        self.deadlines = {
             name: Deadline(self._heartbeat, timeout_s=config.timeout_s, warn_s=config.stall_warn_s)
             for name in ("train", "valid", "test")
         }

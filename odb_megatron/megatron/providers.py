@@ -14,9 +14,9 @@ import numpy as np
 from megatron.core import parallel_state as mpu
 from megatron.core.datasets.utils import Split
 
-from odb_megatron.comm.control import ControlGroup, ranks_of
+from odb_megatron.comm.blocks import SourceGroup
 from odb_megatron.comm.deadline import Deadline
-from odb_megatron.comm.payload import PayloadGroup
+from odb_megatron.comm.gloo_group import ranks_of
 from odb_megatron.data.chat_template import ChatRenderer
 from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.iterable import as_shards, is_iterable
@@ -29,27 +29,22 @@ from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.data.tokenizer import adds_special_tokens, usable_tokenizer
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.multimodal.arguments import image_rules, patch_tokens
+from odb_megatron.megatron.cost_model import cost_model
+from odb_megatron.megatron.multimodal.arguments import image_rules
 from odb_megatron.megatron.setup import dataset_config, total_samples
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
-from odb_megatron.plan.config import OPEN_TOTAL, PlanConfig, ShardLength
-from odb_megatron.plan.cost import CostModel, ModelShape
-from odb_megatron.plan.policy import ExchangeMode, PolicyName
+from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig
 
 __all__ = [
     "ENDLESS",
     "build_loader",
     "build_padded",
     "build_streams",
-    "control_group",
-    "model_cost",
+    "source_group",
 ]
 
-ENDLESS = 1 << 40
+ENDLESS = 1 << 41
 """Stream positions of an evaluation loader that Megatron asks for a number of steps."""
-
-_FIXED_SHARE = 0.05
-"""Price of a micro-batch as a share of a full one's linear cost, where nothing was measured."""
 
 
 def build_streams(
@@ -116,55 +111,43 @@ def build_loader(
     stream: SampleStream | ItemStream,
     *,
     split: Split,
-    exchange: ControlGroup,
+    group: SourceGroup,
+    deadline: Deadline | None = None,
 ) -> StepLoader:
-    """Build a split's step loader; evaluation always has the composition of `samples`."""
+    """Build a split's step loader."""
     training = split is Split.train
-    shard_length = ShardLength.KNOWN
-    if isinstance(stream, ItemStream):
-        shard_length = stream.shard_length
-        total, batch, consumed = len(stream), args.global_batch_size, 0  # its state says where
-    elif training:
-        total, batch, consumed = len(stream), args.global_batch_size, args.consumed_train_samples
-    else:
+    is_iterable = isinstance(stream, ItemStream)
+    total, batch, consumed = len(stream), args.global_batch_size, args.consumed_train_samples
+    if is_iterable:
+        consumed = 0  # its state says where
+    elif not training:
         batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
         whole = getattr(args, "full_validation", False)
         total = stream.epoch_size if whole else ENDLESS
         goes_on = split is Split.valid and not whole and not args.skip_train
         consumed = args.consumed_valid_samples if goes_on else 0
     plan = PlanConfig(
-        policy=config.policy if training else PolicyName.SAMPLES,
         total=total,
         global_batch_size=batch,
-        num_replicas=exchange.num_replicas,
+        num_replicas=group.num_replicas,
         token_budget=config.token_budget,
         multiple=padding_multiple(args),
+        sizes=config.sizes,
+        context=config.context if config.sizes else 0,
         count_multiple=count_multiple(args),
-        window=config.window,
-        max_delay_steps=config.max_delay_steps,
-        shard_length=shard_length,
-        exchange=config.exchange if training else ExchangeMode.NONE,
-        pads_to_budget=config.pad_to_budget,
-        shape_buckets=config.shape_buckets,
-        context=config.context if config.pad_to_budget or config.shape_buckets else 0,
-        max_bad_records=config.max_bad_records if training else None,
-        cost=config.prices.model()
-        if config.prices
-        else model_cost(args, token_budget=config.token_budget),
+        cost=cost_model(args, config),
+        sync=config.sync,
         max_patches=config.max_patches,
-        balance=config.balance,
+        has_iterators=is_iterable,
+        max_bad_records=config.max_bad_records if training else None,
         data=stream.fingerprint(),
     )
     loader = StepLoader(
-        stream,
-        plan,
-        exchange=exchange,
-        num_workers=args.num_workers,
-        worker_start=config.worker_start,
-        consumed=consumed,
+        stream, plan, channel=group, num_workers=args.num_workers, consumed=consumed
     )
     # Less than the others wait for this replica: so the worker is named, not the replica alone.
     loader.fetch_limit_s = 0.8 * config.timeout_s
+    loader.deadline = deadline
     return loader
 
 
@@ -189,44 +172,21 @@ def build_padded(
     ]
 
 
-def control_group(
-    args: argparse.Namespace,
-    *,
-    name: str,
-    has_payloads: bool = False,
-    patience: Deadline | None = None,
-) -> ControlGroup:
-    """Create one loader's control group; every rank must call it, in the same order.
+def source_group(
+    args: argparse.Namespace, *, name: str, deadline: Deadline | None = None
+) -> SourceGroup:
+    """Create one loader's channel; every rank must call it, in the same order.
 
     Args:
         args: Megatron's arguments.
         name: the loader's.
-        has_payloads: its replicas may hand samples to each other: create the group for that, too.
-        patience: see `ControlGroup`.
+        deadline: see `SourceGroup`.
     """
-    ranks = ranks_of(mpu.get_data_parallel_group())
-    timeout_s = 60.0 * args.distributed_timeout_minutes
-    group = ControlGroup(ranks, name=name, timeout_s=timeout_s, patience=patience)
-    if has_payloads:
-        group.payloads = PayloadGroup(ranks, name=name, timeout_s=timeout_s)
-    return group
-
-
-def model_cost(args: argparse.Namespace, *, token_budget: int) -> CostModel:
-    """Return the cost model that follows from the model's shape, a vision tower's included."""
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    shape = ModelShape(
-        num_layers=args.num_layers,
-        hidden=args.hidden_size,
-        ffn_hidden=args.ffn_hidden_size,
-        query=args.num_attention_heads * args.kv_channels,
-        key_value=groups * args.kv_channels,
-        vocab=args.padded_vocab_size,
-        gated_mlp=args.swiglu,
-    )
-    fixed = _FIXED_SHARE * token_budget
-    return CostModel.from_model_shape(
-        shape, fixed_tokens=fixed, patch_tokens=patch_tokens(args, shape)
+    return SourceGroup(
+        ranks_of(mpu.get_data_parallel_group()),
+        name=name,
+        timeout_s=60.0 * args.distributed_timeout_minutes,
+        deadline=deadline,
     )
 
 

@@ -7,31 +7,89 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 
-from odb_megatron.comm.control import ControlGroup
 from odb_megatron.data.context_parallel import cost_balance
-from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.feed import Delivered, StepHeader
 from odb_megatron.data.item_stream import ItemStream
-from odb_megatron.data.sample import HoleReason
+from odb_megatron.data.sample import SkipReason
 from odb_megatron.data.source_counts import SourceCounts
-from odb_megatron.data.step_feed import HandedOut
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatchLayout
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.device_memory import MemoryUse
-from odb_megatron.megatron.step_timer import Clock
 from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.plan.cost import COST_UNIT, CostModel
 from odb_megatron.plan.padding import padded_length
-from odb_megatron.plan.step import StepTotals
+from odb_megatron.plan.record import StepTotals
 from odb_megatron.report.step_record import StepRecord
 
-__all__ = ["StepRecorder", "logged_loss"]
+__all__ = ["Clock", "CudaClock", "Gathers", "StepRecorder", "WallClock", "gather_counts"]
+__all__ += ["logged_loss"]
+
+
+class Gathers(Protocol):
+    """What `comm.blocks.SourceGroup` does."""
+
+    @property
+    def replica(self) -> int:
+        """This replica."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas."""
+
+    def gather_all(self, record: bytes) -> list[bytes]:
+        """All-gather equal-sized records of all replicas, in replica order."""
+
+
+def gather_counts(group: Gathers, counts: Sequence[int]) -> list[list[int]]:
+    """Return equally many whole numbers of each replica."""
+    found = group.gather_all(np.array(counts, dtype="<i8").tobytes())
+    return [np.frombuffer(one, dtype="<i8").tolist() for one in found]
+
+
+class Clock(Protocol):
+    """Marks moments and tells how far apart they are."""
+
+    def mark(self) -> Any:
+        """Return a mark of this moment."""
+
+    def elapsed_s(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks."""
+
+
+class WallClock:
+    """The wall clock of this process, where there is no device."""
+
+    def mark(self) -> float:
+        """See `Clock`."""
+        return time.perf_counter()
+
+    def elapsed_s(self, start: float, end: float) -> float:
+        """See `Clock`."""
+        return end - start
+
+
+class CudaClock:
+    """Events of the current stream: nothing waits for the device meanwhile."""
+
+    def mark(self) -> Any:
+        """See `Clock`."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def elapsed_s(self, start: Any, end: Any) -> float:
+        """See `Clock`; waits for the event, which is past once its optimizer step has ended."""
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
 
 def logged_loss(losses: Mapping[str, Any]) -> Any:
@@ -48,10 +106,10 @@ class StepRecorder:
     Args:
         args: Megatron's arguments.
         config: ODB's.
-        stream: names the samples; None on ranks that do not lead.
-        exchange: sums the padded baseline's counts over replicas, and what a packed step with
-            shape buckets has computed; the plan knows all else. For the main thread. None on ranks
-            that do not lead: such a step's computed tokens are 0 there.
+        stream: names the samples; None on ranks that are no source ranks.
+        group: sums the padded baseline's counts over replicas, and what a packed step with shape
+            buckets has computed; the plan knows all else. For the main thread. None on ranks that
+            are no source ranks: such a step's computed tokens are 0 there.
         clock: times micro-batches; None where they overlap, or nobody asks.
 
     Attributes:
@@ -67,7 +125,7 @@ class StepRecorder:
         config: OdbConfig,
         stream: SampleStream | ItemStream | None,
         *,
-        exchange: ControlGroup | None,
+        group: Gathers | None,
         clock: Clock | None = None,
     ) -> None:
         self.num_tokens = self.most_patches = 0
@@ -75,7 +133,7 @@ class StepRecorder:
         self._args = args
         self._config = config
         self._stream = stream
-        self._exchange = exchange
+        self._group = group
         self.source_counts = [SourceCounts() for _ in (stream.source_names if stream else ())]
         self._clock = clock
         self._multiple = padding_multiple(args)
@@ -122,7 +180,7 @@ class StepRecorder:
             self.shapes.add((len(item["length"]), width))
             self._loss_tokens += int(item["loss_mask"].sum())
             self._truncated += int(item["truncated"].sum())
-            self._bad += sum(hole == HoleReason.BAD_RECORD.value for hole in item["hole"])
+            self._bad += int((item["skipped"] == SkipReason.BAD_RECORD).sum())
         if self._config.log_ids and self._stream is not None:
             self._ids.append(tuple(_name(self._stream, position) for position in positions))
         self._lengths.append(lengths)
@@ -139,7 +197,7 @@ class StepRecorder:
         values: dict[str, Any],
         *,
         memory: MemoryUse,
-        handed_out: HandedOut | None = None,
+        delivered: Delivered | None = None,
         reports: int = 0,
         cost: CostModel | None = None,
     ) -> StepRecord:
@@ -148,11 +206,11 @@ class StepRecorder:
         Args:
             values: `training_log`'s arguments.
             memory: of the replica's first and last pipeline stage, the larger one.
-            handed_out: how a packed step came to the trainer.
+            delivered: how a packed step came to the trainer.
             reports: see `ReplicaData.num_reported`.
             cost: model of the step; None for the padded baseline and where it is not known.
         """
-        handed_out = handed_out or HandedOut()
+        delivered = delivered or Delivered()
         elapsed = time.perf_counter() - (self._started or time.perf_counter())
         loss, grad_norm = logged_loss(values["loss_dict"]), values["grad_norm"]
         record = StepRecord(
@@ -169,13 +227,7 @@ class StepRecorder:
             patches=tuple(self._patches) if any(self._patches) else (),
             costs=() if cost is None else self._costs(cost),
             micro_batch_s=self._times(),
-            wait_s=handed_out.wait_s,
-            plan_s=handed_out.plan_s,
-            window_bytes=handed_out.window_bytes,
-            queue_steps=handed_out.queue_steps,
-            queue_bytes=handed_out.queue_bytes,
-            collectives=handed_out.collectives,
-            bytes_delivered=handed_out.bytes_delivered,
+            **asdict(delivered),
             reports=reports,
             peak_memory_bytes=memory.peak,
             reserved_memory_bytes=memory.reserved,
@@ -191,11 +243,11 @@ class StepRecorder:
 
     def _count_sources(self, item: Any) -> None:
         """Count a padded micro-batch; a packed one is counted by its loader."""
-        assert self._stream is not None, "the padded baseline is recorded on leaders alone"
+        assert self._stream is not None, "the padded baseline is recorded on source ranks alone"
         for row, position in enumerate(item["position"].tolist()):
             counts = self.source_counts[self._stream.locate(position).source]
-            if item["hole"][row]:
-                counts.add_hole(HoleReason(item["hole"][row]), item["message"][row])
+            if item["skipped"][row]:
+                counts.add_skipped(SkipReason(int(item["skipped"][row])), item["message"][row])
             else:
                 counts.add_sample(
                     num_tokens=int(item["length"][row]),
@@ -228,13 +280,11 @@ class StepRecorder:
         """Return the seconds of each micro-batch; nothing where not all are known."""
         if self._clock is None or len(self._marks) != len(self._lengths) + 1:
             return ()
-        return tuple(
-            self._clock.elapsed_ns(start, end) / 1e9 for start, end in pairwise(self._marks)
-        )
+        return tuple(self._clock.elapsed_s(start, end) for start, end in pairwise(self._marks))
 
     def _packed_totals(self, header: StepHeader) -> dict[str, Any]:
         totals = header.totals
-        room = totals.num_micro_batches * len(totals.costs) * self._config.token_budget
+        room = totals.num_micro_batches * totals.num_replicas * self._config.token_budget
         return {
             "samples": totals.num_samples,
             "left_out": totals.num_left_out,
@@ -244,12 +294,9 @@ class StepRecorder:
             "truncated": totals.num_truncated,
             "bad_records": totals.num_bad,
             "idle": totals.num_idle,
-            "split": totals.num_split,
             "fill": totals.num_tokens / room,
             "balance": totals.balance,
-            "balance_before": totals.balance_before if totals.costs_before else None,
             "moved": totals.num_moved,
-            "reassigned": totals.num_reassigned,
             "bytes_moved": totals.bytes_moved,
             "fetch_wait_s": totals.wait_us / 1e6,
             "context_balance": self._context_balance(),
@@ -258,11 +305,11 @@ class StepRecorder:
 
     def _computed_tokens(self, totals: StepTotals) -> int:
         if length := self._config.micro_batch_length(self._multiple):
-            return totals.num_micro_batches * len(totals.costs) * length
+            return totals.num_micro_batches * totals.num_replicas * length
         if self._config.shape_buckets:
-            if self._exchange is None:
+            if self._group is None:
                 return 0
-            return sum(own for (own,) in self._exchange.gather_counts([sum(self._widths)]))
+            return sum(own for (own,) in gather_counts(self._group, [sum(self._widths)]))
         return totals.num_padded_tokens + totals.num_idle * self._multiple
 
     def _context_balance(self) -> float | None:
@@ -289,12 +336,11 @@ class StepRecorder:
             self._truncated,
             self._bad,
         ]
-        assert self._exchange is not None, "the padded baseline is recorded on leaders alone"
-        sums = [sum(values) for values in zip(*self._exchange.gather_counts(own), strict=True)]
+        assert self._group is not None, "the padded baseline is recorded on source ranks alone"
+        sums = [sum(values) for values in zip(*gather_counts(self._group, own), strict=True)]
         names: tuple[str, ...] = ("samples", "left_out", "tokens", "computed_tokens")
         names += ("loss_tokens", "truncated", "bad_records")
-        absent = {"idle": 0, "split": 0, "fill": None, "balance": None}
-        absent |= {"balance_before": None, "moved": 0, "bytes_moved": 0}
+        absent = {"idle": 0, "fill": None, "balance": None, "moved": 0, "bytes_moved": 0}
         return dict(zip(names, sums, strict=True)) | absent
 
 

@@ -19,10 +19,10 @@ from megatron.core.datasets.utils import Split
 from odb_megatron.comm.deadline import Deadline
 from odb_megatron.comm.delivery import ReplicaGroup
 from odb_megatron.comm.gloo_group import GlooGroup, numbered
-from odb_megatron.data.step_feed import ChunkIterator, ContextPart, StepFeed
+from odb_megatron.data.feed import ChunkIterator, ContextPart, StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.megatron.replica_ranks import ReplicaRanks
-from odb_megatron.plan.records import ReplicaFailedError
+from odb_megatron.plan.record import ReplicaFailedError
 
 __all__ = ["ReplicaData", "require_agreement"]
 
@@ -101,7 +101,7 @@ class ReplicaData:
         args: Megatron's arguments.
         place: this rank's place in its replica.
         plan_ahead: see `StepFeed`.
-        patience: of each split's loader, by its name.
+        deadlines: of each split's loader, by its name.
         num_chunks: iterators per split; None for one for each virtual pipeline chunk.
         has_images: samples may have images, which go to the ranks of the first pipeline stage.
 
@@ -117,11 +117,11 @@ class ReplicaData:
         place: ReplicaRanks,
         *,
         plan_ahead: int = 0,
-        patience: Mapping[str, Deadline] | None = None,
+        deadlines: Mapping[str, Deadline] | None = None,
         num_chunks: int | None = None,
         has_images: bool = False,
     ) -> None:
-        self._patience = patience or {}
+        self._deadlines = deadlines or {}
         self.place = place
         self._args = args
         self._num_chunks = num_chunks or args.virtual_pipeline_model_parallel_size or 1
@@ -138,7 +138,7 @@ class ReplicaData:
                     payload_ranks=place.payload_ranks,
                     name=split.name,
                     timeout_s=60.0 * args.distributed_timeout_minutes,
-                    deadline=self._patience.get(split.name),
+                    deadline=self._deadlines.get(split.name),
                     attachment_ranks=place.first_stage if has_images else (),
                 )
                 for split in Split
@@ -161,7 +161,7 @@ class ReplicaData:
             )
 
     @contextmanager
-    def told_of_failure(self) -> Iterator[None]:
+    def error_broadcast(self) -> Iterator[None]:
         """Run what only the leader does; an error is told to the other ranks of the replica.
 
         Raises:
@@ -183,8 +183,8 @@ class ReplicaData:
         Raises:
             ReplicaFailedError: the leader failed, on the other ranks.
         """
-        with self.told_of_failure():
-            if self.place.is_leader:
+        with self.error_broadcast():
+            if self.place.is_source:
                 self._loaders = make_loaders()
         lengths = self._share_lengths()
         part = ContextPart(size=self.place.context_size, rank=self.place.context_rank)
@@ -199,7 +199,7 @@ class ReplicaData:
                     plan_ahead=self._plan_ahead,
                     num_steps=lengths[at] or 0,
                 )
-                feed.patience = self._patience.get(split.name)
+                feed.deadline = self._deadlines.get(split.name)
             self._feeds.append(feed)
 
     @property
@@ -236,7 +236,7 @@ class ReplicaData:
     def _tell(self, error: str) -> None:
         if not self.channels:
             return
-        channel, leads = self.channels[0], self.place.is_leader
+        channel, leads = self.channels[0], self.place.is_source
         found = json.loads(channel.header(json.dumps(error).encode() if leads else None))
         if found and not leads:
             raise ReplicaFailedError(f"the leader of this replica failed: {found}")
@@ -248,7 +248,7 @@ class ReplicaData:
         ]
         if not self.channels:
             return own or [None] * len(Split)
-        leads = self.place.is_leader
+        leads = self.place.is_source
         shared: list[int | None] = json.loads(
             self.channels[0].header(json.dumps(own).encode() if leads else None)
         )

@@ -1,4 +1,4 @@
-"""Which ranks form a replica, which of them leads it, and what of a micro-batch each one uses.
+"""Which ranks form a replica, which is its source rank, and what of a micro-batch each one uses.
 
 Must not communicate: it follows from Megatron's sizes and rank order alone (parallel_state.py,
 `RankGenerator`, 0.16.1 to 0.19.2).
@@ -20,10 +20,10 @@ class ReplicaRanks:
     Attributes:
         rank: this rank.
         ranks: all ranks of the replica, ascending; the first one (tensor, pipeline and context
-            rank 0) leads it.
+            rank 0) is its source rank.
         payload_ranks: those that use tokens, labels or loss masks: the ranks of the first and the
-            last pipeline stage, and of stages with multi-token prediction; the leader first.
-        first_stage: the ranks of the first pipeline stage, the leader first: they encode images.
+            last pipeline stage, and of stages with multi-token prediction; the source rank first.
+        first_stage: the ranks of the first pipeline stage, the source rank first: they encode images.
         reporter: the rank of the last pipeline stage (tensor and context rank 0) that knows the
             loss.
         context_size: context-parallel size.
@@ -41,8 +41,8 @@ class ReplicaRanks:
     first_stage: tuple[int, ...] = ()
 
     @property
-    def is_leader(self) -> bool:
-        """Whether this rank reads data and plans."""
+    def is_source(self) -> bool:
+        """Whether this rank reads data and plans: the source rank."""
         return self.rank == self.ranks[0]
 
     @property

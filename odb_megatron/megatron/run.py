@@ -18,18 +18,16 @@ from typing import Any
 
 import torch
 
-from odb_megatron.comm.control import ControlGroup
-from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.comm.blocks import SourceGroup
+from odb_megatron.data.feed import StepFeed, StepHeader
 from odb_megatron.data.item_stream import ItemStream
-from odb_megatron.data.step_feed import StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.elastic import leave_reason
 from odb_megatron.megatron.attention.registry import AttentionBackend
 from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
-from odb_megatron.megatron.cost_model import RunCost
 from odb_megatron.megatron.counters import StepCalculator
-from odb_megatron.megatron.data_checkpoint import DataCheckpoint
+from odb_megatron.megatron.data_checkpoint import DataCheckpoint, restore
 from odb_megatron.megatron.data_identity import data_identity
 from odb_megatron.megatron.device_memory import MemoryUse, memory_use
 from odb_megatron.megatron.forward_step import (
@@ -45,19 +43,17 @@ from odb_megatron.megatron.providers import (
     build_loader,
     build_padded,
     build_streams,
-    control_group,
+    source_group,
 )
 from odb_megatron.megatron.recorder import logged_loss
 from odb_megatron.megatron.replica_data import ReplicaData, require_agreement
 from odb_megatron.megatron.replica_ranks import replica_ranks
-from odb_megatron.megatron.resume import resume_data
 from odb_megatron.megatron.run_report import RunReport
 from odb_megatron.megatron.series_writers import megatron_writers
 from odb_megatron.megatron.setup import choose_backend, odb_config, total_samples
 from odb_megatron.megatron.topology import has_state_layers, padding_multiple
 from odb_megatron.megatron.warmup import warm_up
-from odb_megatron.plan.policy import ExchangeMode
-from odb_megatron.plan.records import ReplicaFailedError
+from odb_megatron.plan.record import ReplicaFailedError
 
 __all__ = ["OdbRun"]
 
@@ -105,14 +101,12 @@ class OdbRun:
         self._calculator: StepCalculator | None = None
         self._loader: StepLoader | None = None
         self._replica: ReplicaData | None = None
-        self._exchange: ControlGroup | None = None  # on leaders
-        self._groups: list[ControlGroup] = []
+        self._groups: list[SourceGroup] = []  # on source ranks
         self._padded: Sequence[SampleStream | ItemStream | None] = ()
         self._report = self._make_report()
-        self._cost: RunCost | None = None
         self._peers: PeerWatch | None = None
         self._checkpoint: DataCheckpoint | None = None
-        self._saved_digest: str | None = None  # what the loaded checkpoint says of its data state
+        self._saved: str | None = None  # data state of the loaded checkpoint
         self._tokens_before = 0
         self._is_warming_up = False
         self._place = replica_ranks(args, rank=args.rank)
@@ -161,15 +155,23 @@ class OdbRun:
             self._args,
             self._place,
             plan_ahead=self.config.plan_ahead,
-            patience=self._peers.patience if self._peers else None,
+            deadlines=self._peers.deadlines if self._peers else None,
         )
 
     def _tokenizer(self) -> Any:
         """Return the tokenizer; None for Megatron's global one."""
         return None
 
-    def _start_cost(self, cost: RunCost) -> None:
-        cost.start(self._resume())
+    def _go_on(self) -> None:
+        """Let the training data go on where the loaded checkpoint left them."""
+        args = self._args
+        if self._loader is None or not args.iteration or args.finetune or args.skip_train:
+            return
+        group = self._groups[0]
+        found = restore(args, self.config, self._loader, group=group, text=self._saved)
+        if found is not None:
+            self._tokens_before = found.tokens_so_far
+            self._report.goes_on()
 
     # --- the host's calls -----------------------------------------------------------------------
 
@@ -272,9 +274,7 @@ class OdbRun:
             return
         assert self._calculator is not None
         self._calculator.begin_step(header.totals)
-        self._report.begin_step(header, self._own_feed)
-        if self._cost is not None:
-            self._cost.begin_step(header)
+        self._report.begin_step(header)
         done = self._args.curr_iteration + 1
         if header.totals.is_final:
             self._args.train_iters = done
@@ -294,19 +294,16 @@ class OdbRun:
         finally:
             self._is_warming_up = False
         assert self._replica is not None, "it gives the data that is about to be trained on"
-        exchange = self._groups[-1] if self._groups else None  # on leaders
-        self._report.warmed_up(took, replica=self._replica, exchange=exchange)
+        group = self._groups[-1] if self._groups else None  # on source ranks
+        self._report.warmed_up(took, replica=self._replica, group=group)
 
     def wants_backward(self) -> bool:
         """See `hooks.RunListener`."""
-        is_timing = self._cost is not None and self._cost.is_timing
-        return is_timing or self._report.times_backward
+        return self._report.times_backward
 
     def on_backward(self) -> None:
         """See `hooks.RunListener`."""
         self._report.end_backward()
-        if self._cost is not None:
-            self._cost.end_backward()
 
     def on_logged(self, values: dict[str, Any]) -> None:
         """See `hooks.RunListener`: record the step and show it."""
@@ -316,32 +313,26 @@ class OdbRun:
         self._report.end_step(
             values,
             memory=memory,
-            handed_out=None if self._train_feed is None else self._train_feed.handed_out,
+            delivered=None if self._train_feed is None else self._train_feed.delivered,
             reports=0 if self._replica is None else self._replica.num_reported(),
         )
 
     def on_loaded(self, checkpoint_args: Any) -> None:
         """See `hooks.RunListener`."""
-        self._saved_digest = getattr(checkpoint_args, "odb_data_state", None)
+        self._saved = getattr(checkpoint_args, "odb_data_state", None)
 
     def saving(self) -> AbstractContextManager[None]:
         """See `hooks.RunListener`: no watchdog ends the process within."""
         return nullcontext() if self._peers is None else self._peers.saving()
 
-    def on_saving(self, iteration: int, *, is_persistent: bool) -> None:
-        """See `hooks.RunListener`: write the loader's state, and put its digest into the args."""
+    def on_saving(self) -> None:
+        """See `hooks.RunListener`: put the data's state into the arguments that are saved."""
         if self._checkpoint is not None:
-            tokens = self.tokens_so_far() or 0
-            self._checkpoint.stage(iteration, tokens_so_far=tokens, is_persistent=is_persistent)
-
-    def on_saved(self, iteration: int, *, is_persistent: bool) -> None:
-        """See `hooks.RunListener`: put the loader's state beside the checkpoint."""
-        if self._checkpoint is not None:
-            self._checkpoint.publish(iteration, is_persistent=is_persistent)
+            self._checkpoint.save(tokens_so_far=self.tokens_so_far() or 0)
 
     def tokens_so_far(self) -> int | None:
         """See `hooks.RunListener`."""
-        if self._report.recorder is None or not self._report.leads:
+        if self._report.recorder is None or not self._report.is_open:
             return None
         return self._tokens_before + self._report.recorder.num_tokens
 
@@ -397,38 +388,28 @@ class OdbRun:
                 "--split, give --valid-data-path, or pass --eval-iters 0"
             )
         self._groups = [
-            control_group(
-                args,
-                name=name,
-                has_payloads=self.config.enabled
-                and self.config.exchange is not ExchangeMode.NONE
-                and name == "train",
-                patience=self._peers.patience.get(name) if self._peers else None,
+            source_group(
+                args, name=name, deadline=self._peers.deadlines.get(name) if self._peers else None
             )
             for name in ("train", "valid", "test", "checkpoint")
         ]
-        self._exchange = self._groups[0]
-        if streams[0] is not None and self._place.is_leader:  # padded, every rank has its data
-            # Shape buckets are counted in every step, beside the planner's thread and its group.
-            counts = self._groups[-1] if self.config.shape_buckets else self._exchange
-            self._report.open(streams[0], counts)
+        if streams[0] is not None and self._place.is_source:  # padded, every rank has its data
+            self._report.open(streams[0], self._groups[-1])
         return streams
 
     def _build_packed(self, replica: ReplicaData, sizes: Sequence[int | None]) -> None:
         args = self._args
-        with replica.told_of_failure():
-            streams = self._build_streams(sizes, reads_data=replica.place.is_leader)
+        with replica.error_broadcast():
+            streams = self._build_streams(sizes, reads_data=replica.place.is_source)
         replica.build(lambda: self._build_loaders(streams))
         if not args.skip_train:
-            exchange = self._groups[-1] if self._groups else None  # on leaders
+            group = self._groups[-1] if self._groups else None  # on source ranks
             channel = replica.checkpoint_channel
-            self._checkpoint = DataCheckpoint(args, exchange=exchange, channel=channel)
+            self._checkpoint = DataCheckpoint(args, group=group, channel=channel)
             if self._loader is not None:
                 identity = data_identity(args, self._loader.stream)
                 assert replica.train is not None, "built with the loader"
                 self._checkpoint.watch(replica.train, identity=identity)
-        if self._cost is not None and replica.train is not None:
-            self._cost.leave_out(replica.train.planner_cpu_ns)
         self._calculator = StepCalculator.install(num_replicas=args.data_parallel_size)
         args.dataloader_type = "external"
         remaining = max(0, self._total - args.consumed_train_samples)
@@ -460,13 +441,18 @@ class OdbRun:
         loaders = [
             None
             if stream is None
-            else build_loader(self._args, self.config, stream, split=split, exchange=group)
+            else build_loader(
+                self._args,
+                self.config,
+                stream,
+                split=split,
+                group=group,
+                deadline=self._peers.deadlines.get(split.name) if self._peers else None,
+            )
             for split, stream, group in zip(Split, streams, self._groups, strict=False)
         ]
         self._loader = loaders[0]
-        if self._loader is not None:
-            self._cost = self._report.cost = RunCost(self._args, self.config, self._loader)
-            self._start_cost(self._cost)
+        self._go_on()
         return loaders
 
     def _of_last_stage(self, values: dict[str, Any]) -> tuple[dict[str, Any], MemoryUse]:
@@ -485,31 +471,11 @@ class OdbRun:
             return values, own
         return {**values, "loss_dict": {**values["loss_dict"], "lm loss": found}}, own
 
-    def _resume(self) -> dict[str, Any] | None:
-        """Continue the data where the loaded checkpoint left it; return the planner's state."""
-        if self._loader is None or self._exchange is None:
-            return None
-        found = resume_data(
-            self._args,
-            self.config,
-            self._loader,
-            exchange=self._exchange,
-            saved=self._saved_digest,
-        )
-        if found is None:
-            return None
-        self._tokens_before = found["tokens_so_far"]
-        self._report.goes_on()
-        planner: dict[str, Any] = found["planner"]
-        return planner
-
     def _on_batch(self, item: Any) -> None:
         if self._is_warming_up:
             return
         if torch.is_grad_enabled():
             self._report.on_batch(item)
-            if self._cost is not None:
-                self._cost.begin_micro_batch(item)
         elif not self.config.enabled:
-            left_out, truncated = sum(map(bool, item["hole"])), int(item["truncated"].sum())
+            left_out, truncated = int((item["skipped"] > 0).sum()), int(item["truncated"].sum())
             self._report.evaluated(left_out=left_out, truncated=truncated)

@@ -24,7 +24,7 @@ from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.modelopt.checkpoint import refuse_converted
 from odb_megatron.megatron.usage import raise_usage_errors, usage_errors
 from odb_megatron.megatron.validation import refuse_flags, refuse_unsupported
-from odb_megatron.plan.config import OPEN_TOTAL
+from odb_megatron.plan.record import OPEN_TOTAL
 
 __all__ = [
     "choose_backend",
@@ -187,7 +187,7 @@ def choose_backend(args: argparse.Namespace) -> registry.AttentionBackend:
 
 def odb_config(args: argparse.Namespace) -> OdbConfig:
     """Return the configuration of validated arguments."""
-    return OdbConfig.from_args(args, num_replicas=args.data_parallel_size)
+    return OdbConfig.from_args(args)
 
 
 def total_samples(args: argparse.Namespace) -> int:

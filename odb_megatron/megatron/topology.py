@@ -8,24 +8,21 @@ from __future__ import annotations
 import argparse
 
 from odb_megatron.plan.padding import Quantization, length_multiple
-from odb_megatron.plan.policy import BalanceScope
+from odb_megatron.plan.record import Sync
 
-__all__ = ["balance_scope", "count_multiple", "has_state_layers", "padding_multiple"]
+__all__ = ["count_multiple", "has_state_layers", "padding_multiple", "sync_of"]
 
 
-def balance_scope(args: argparse.Namespace) -> tuple[BalanceScope, str]:
-    """Return the balance scope that `--odb-balance` asks for, and why.
+def sync_of(args: argparse.Namespace) -> tuple[Sync, str]:
+    """Return where replicas wait for each other, and why.
 
-    `auto` is `microbatch` where replicas meet in every micro-batch (expert parallelism: all-to-all;
-    parameters sharded over replicas: all-gather; global auxiliary loss: all-reduce), and with
-    pipelining, where the costliest micro-batch sets the pace. Else it is `step`.
+    In every micro-batch where they meet there (expert parallelism: all-to-all; parameters sharded
+    over replicas: all-gather; global auxiliary loss: all-reduce), and with pipelining, where the
+    costliest micro-batch sets the pace. Else once per step.
 
     Args:
         args: Megatron's arguments; what is absent is off.
     """
-    given = getattr(args, "odb_balance", None) or "auto"
-    if given != "auto":
-        return BalanceScope(given), "as given"
     reasons = (
         (_size(args, "expert_model_parallel_size") > 1, "expert parallelism"),
         (_shards_parameters(args), "parameters are sharded over replicas"),
@@ -34,8 +31,8 @@ def balance_scope(args: argparse.Namespace) -> tuple[BalanceScope, str]:
     )
     found = [reason for applies, reason in reasons if applies]
     if found:
-        return BalanceScope.MICROBATCH, ", ".join(found)
-    return BalanceScope.STEP, "replicas meet once per optimizer step"
+        return Sync.MICROBATCH, ", ".join(found)
+    return Sync.STEP, "replicas meet once per optimizer step"
 
 
 def padding_multiple(args: argparse.Namespace) -> int:

@@ -13,14 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from odb_megatron.megatron.compat import repeats_full_validation
-from odb_megatron.megatron.config import CostSource, OdbConfig
+from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.kernel_rules import kernel_messages
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
-from odb_megatron.plan.batch_size import check_batch_size
-from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.padding import OverlongPolicy
-from odb_megatron.plan.policies import build_policy
-from odb_megatron.plan.policy import PolicyName
 
 __all__ = ["refuse_flags", "refuse_unsupported"]
 
@@ -317,36 +313,11 @@ def _topology_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]
 
 def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:
     messages = []
-    if config.cost is CostSource.AUTO and _above_one("pipeline_model_parallel_size")(args):
-        messages.append(
-            "--odb-cost auto times whole micro-batches, which overlap under pipeline parallelism: "
-            "use --odb-cost shape or --odb-cost-linear and its kin"
-        )
-    if config.prices is not None:
+    if config.cost is not None:
         try:
-            config.prices.model().sample(max(args.seq_length, config.token_budget))
+            config.cost.model().sample(max(args.seq_length, config.token_budget))
         except ValueError as error:
-            messages.append(f"--odb-cost-linear, -quadratic, -fixed: {error}")
-    if config.policy is PolicyName.COST:
-        try:
-            check_batch_size(
-                config.policy,
-                global_batch_size=args.global_batch_size,
-                num_replicas=args.data_parallel_size,
-            )
-            plan = PlanConfig(
-                policy=config.policy,
-                total=1,
-                global_batch_size=args.global_batch_size,
-                num_replicas=args.data_parallel_size,
-                token_budget=config.token_budget,
-                window=config.window,
-                max_delay_steps=config.max_delay_steps,
-                exchange=config.exchange,
-            )
-            build_policy(plan)
-        except ValueError as error:
-            messages.append(str(error))
+            messages.append(f"--odb-cost {config.cost}: {error}")
     stages, group = getattr(args, "pipeline_model_parallel_size", 1), count_multiple(args)
     if getattr(args, "virtual_pipeline_model_parallel_size", None) and group < stages:
         messages.append(

@@ -163,37 +163,62 @@ class CostModel:
 class CostPrices:
     """A cost model in real numbers of one unit, such as microseconds; the unit itself cancels.
 
+    Written as `linear=1,quadratic=2.5e-5,overhead=400,patch=0`; what is left out is 0.
+
     Attributes:
-        linear: price of a token.
-        quadratic: price of a token squared.
-        fixed: price of a micro-batch.
-        patch: price of a patch.
+        linear: of a token; above 0.
+        quadratic: of a token squared, summed over each sample's own length.
+        overhead: of a micro-batch.
+        patch: of an image patch.
     """
 
     linear: float
     quadratic: float = 0.0
-    fixed: float = 0.0
+    overhead: float = 0.0
     patch: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if not math.isfinite(value) or value < 0:
-                raise ValueError(
-                    f"--odb-cost-{field.name} must be a finite number of at least 0, got {value}"
-                )
+                raise ValueError(f"{field.name} must be a number of at least 0, got {value}")
         if not self.linear:
-            raise ValueError(
-                "--odb-cost-linear must be above 0, because costs are counted in it: give it with "
-                "the other --odb-cost-* prices, in the same unit (those left out are 0)"
-            )
+            raise ValueError("linear must be above 0: the others are counted in it")
+
+    @classmethod
+    def parse(cls, text: str) -> CostPrices:
+        """Inverse of `str`.
+
+        Raises:
+            ValueError: a key that is not known or given twice, what is no number, no `linear`.
+        """
+        known = [field.name for field in fields(cls)]
+        values: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, number = (word.strip() for word in part.partition("="))
+            if name not in known or name in values:
+                what = "is given twice" if name in values else "is not known"
+                raise ValueError(
+                    f"{name!r} {what}: give KEY=NUMBER of {', '.join(known)}, separated by commas"
+                )
+            try:
+                values[name] = float(number)
+            except ValueError as error:
+                raise ValueError(f"{name}={number} is no number") from error
+        if "linear" not in values:
+            raise ValueError("linear is missing: the others are counted in it")
+        return cls(**values)
+
+    def __str__(self) -> str:
+        values = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return ",".join(f"{name}={value!r}" for name, value in values if value)
 
     def model(self) -> CostModel:
         """Return the model, the same integers on every machine."""
         linear = Fraction(self.linear)
         return CostModel(
             quadratic=round(Fraction(self.quadratic) / linear * (1 << _QUADRATIC_BITS)),
-            fixed=round(Fraction(self.fixed) / linear * COST_UNIT),
+            fixed=round(Fraction(self.overhead) / linear * COST_UNIT),
             per_patch=round(Fraction(self.patch) / linear * COST_UNIT),
         )
 
@@ -208,7 +233,7 @@ class CostPrices:
         return cls(
             linear=linear,
             quadratic=_short(model.quadratic, 1 << _QUADRATIC_BITS, linear),
-            fixed=_short(model.fixed, COST_UNIT, linear),
+            overhead=_short(model.fixed, COST_UNIT, linear),
             patch=_short(model.per_patch, COST_UNIT, linear),
         )
 

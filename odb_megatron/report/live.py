@@ -44,20 +44,14 @@ class RunTotals:
     computed_tokens: int = 0
     loss_tokens: int = 0
     idle: int = 0
-    split: int = 0
     micro_batches: int = 0
     wait_s: float = 0.0
     fetch_wait_s: float = 0.0
-    max_window_bytes: int = 0
     max_queue_bytes: int = 0
     step_s: float = 0.0
     balance: float = 0.0
-    exchanged: int = 0
     moved: int = 0
     bytes_moved: int = 0
-    reassigned: int = 0
-    unevened: float = 0.0
-    evened: float = 0.0
     fill: float = 0.0
     collectives: int = 0
     max_collectives: int = 0
@@ -79,22 +73,15 @@ class RunTotals:
         self.computed_tokens += record.computed_tokens
         self.loss_tokens += record.loss_tokens
         self.idle += record.idle
-        self.split += record.split
         self.micro_batches += record.num_micro_batches
         self.wait_s += record.wait_s
         self.fetch_wait_s += record.fetch_wait_s
-        self.max_window_bytes = max(self.max_window_bytes, record.window_bytes)
         self.max_queue_bytes = max(self.max_queue_bytes, record.queue_bytes)
         self.step_s += record.step_s
         self.balance += record.balance or 0.0
         self.fill += record.fill or 0.0
-        if record.moved:
-            self.exchanged += 1
-            self.moved += record.moved
-            self.bytes_moved += record.bytes_moved
-            self.unevened += record.balance_before or 0.0
-            self.evened += record.balance or 0.0
-        self.reassigned += record.reassigned
+        self.moved += record.moved
+        self.bytes_moved += record.bytes_moved
         self.collectives += record.collectives
         self.max_collectives = max(self.max_collectives, record.collectives)
         self.bytes_delivered += record.bytes_delivered
@@ -191,12 +178,9 @@ class LiveReport:
         if record.fill is not None:
             parts.append(f"fill {record.fill:.2f}")
         if record.balance is not None:
-            before = "" if record.balance_before is None else f"{record.balance_before:.3f} -> "
-            parts.append(f"balance {before}{record.balance:.3f}")
+            parts.append(f"balance {record.balance:.3f}")
         if record.moved:
             parts.append(f"moved {record.moved} ({record.bytes_moved / 1e6:.2f} MB)")
-        if record.reassigned:
-            parts.append(f"reassigned {record.reassigned}")
         parts.append(f"padding avoided {self._avoided(samples, record.computed_tokens):.0%}")
         parts.append(f"wait {record.wait_s * 1e3:.0f} ms")
         return " | ".join(parts)
@@ -229,36 +213,28 @@ class LiveReport:
             f"(padding avoided {self._avoided(consumed, totals.computed_tokens):.1%})",
             f"  loss tokens         {totals.loss_tokens}",
             f"  micro-batches       {totals.micro_batches} per replica, M from "
-            f"{min(totals.counts_of_m)} to {max(totals.counts_of_m)}; {totals.idle} idle, "
-            f"{totals.split} split",
+            f"{min(totals.counts_of_m)} to {max(totals.counts_of_m)}; {totals.idle} idle",
         ]
         if totals.fill:
             lines.append(
                 f"  mean per step       fill {totals.fill / totals.steps:.3f}, balance "
                 f"{totals.balance / totals.steps:.3f}"
             )
-        if totals.exchanged:
+        if totals.moved:
             lines.append(
-                f"  exchange            in {totals.exchanged} steps, {totals.moved} samples, "
-                f"{totals.bytes_moved / totals.exchanged / 1e6:.3f} MB per step; balance "
-                f"{totals.unevened / totals.exchanged:.3f} before, "
-                f"{totals.evened / totals.exchanged:.3f} after"
-            )
-        if totals.reassigned:
-            lines.append(
-                f"  reassigned          {totals.reassigned} samples, fetched anew by the replica "
-                "with the least left"
+                f"  samples moved       {totals.moved} of {totals.samples} "
+                f"({totals.moved / totals.samples:.1%}), "
+                f"{totals.bytes_moved / totals.steps / 1e6:.3f} MB per step"
             )
         lines += _parallelism_lines(totals)
         lines.append(
             f"  time                {totals.step_s:.1f} s in steps, {totals.wait_s:.1f} s of it "
             f"waiting for data; {totals.samples / max(totals.step_s, 1e-9):.2f} samples/s"
         )
-        if totals.max_window_bytes or totals.max_queue_bytes:
+        if totals.fill:
             lines.append(
                 f"  data path           planner waited {totals.fetch_wait_s:.1f} s for samples; "
-                f"window up to {totals.max_window_bytes / 1e6:.1f} MB, finished steps up to "
-                f"{totals.max_queue_bytes / 1e6:.1f} MB"
+                f"finished steps up to {totals.max_queue_bytes / 1e6:.1f} MB"
             )
         if totals.first_loss is not None and totals.last_loss is not None:
             lines.append(f"  loss                {totals.first_loss:.4f} -> {totals.last_loss:.4f}")

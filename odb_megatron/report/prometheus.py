@@ -21,7 +21,7 @@ _TOTALS = {
     "steps": "optimizer steps trained by this process",
     "samples": "samples trained since this process started (all)",
     "tokens": "tokens before padding trained since this process started (all)",
-    "left_out": "positions that emitted nothing, by policy (all)",
+    "left_out": "samples skipped, bad or overlong (all)",
     "wait_seconds": "seconds the trainer waited for data",
     "seconds": "seconds in steps",
 }

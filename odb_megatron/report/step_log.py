@@ -19,7 +19,7 @@ __all__ = ["LOG_FORMAT", "LOG_VERSION", "LogHeader", "StepLog", "header_of", "lo
 __all__ += ["write_run"]
 
 LOG_FORMAT = "odb_megatron steps"
-LOG_VERSION = 1
+LOG_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,9 @@ class LogHeader:
         iteration: iterations done before; records of later ones in older parts are void.
         started: date and time, for readers.
         flags: that give the run again.
-        policy: `samples`, `cost`, or `padded` for the padded baseline.
+        batches: `odb`, or `padded` for the padded baseline.
+        cost: value of `--odb-cost` that gives the cost model; empty for the padded baseline.
+        multiple: what each sample is padded to.
         token_budget: most tokens of a micro-batch; `--seq-length` for the padded baseline.
         seq_length: `--seq-length`.
         global_batch_size: `--global-batch-size`.
@@ -46,7 +48,9 @@ class LogHeader:
     iteration: int
     started: str
     flags: str
-    policy: str
+    batches: str
+    cost: str
+    multiple: int
     token_budget: int
     seq_length: int
     global_batch_size: int
@@ -83,6 +87,8 @@ def header_of(values: Mapping[str, Any]) -> LogHeader:
             raise ValueError(f"header field {name!r} is {value!r:.80}: {kind.__name__} expected")
     if not all(type(size) is int for size in found["sizes"].values()):
         raise ValueError(f"header field 'sizes' is {found['sizes']!r:.80}: whole numbers expected")
+    if found["multiple"] < 1:
+        raise ValueError(f"header field 'multiple' is {found['multiple']}: at least 1 expected")
     if not 0 <= found["replica"] < found["num_replicas"] or found["iteration"] < 0:
         raise ValueError(
             f"header of replica {found['replica']} of {found['num_replicas']} at iteration "

@@ -22,33 +22,29 @@ class StepRecord:
         grad_norm: gradient norm before clipping, or None.
         learning_rate: learning rate of the step.
         consumed_samples: samples consumed after the step (all).
-        samples: samples emitted (all).
-        left_out: positions that emitted nothing, by policy (all).
+        samples: samples trained (all).
+        left_out: samples skipped, by `--odb-overlong` or `--odb-bad-record` (all).
         tokens: tokens before padding (all).
         computed_tokens: tokens the model ran, padding included (all).
         loss_tokens: positions that carried loss (all).
         num_micro_batches: M.
         idle: idle micro-batches (all).
-        split: micro-batches split to meet M (all).
         fill: tokens over M * replicas * token budget; None for the padded baseline.
         balance: mean over max cost of the replicas; None for the padded baseline.
-        balance_before: what `balance` would be without the exchange of samples; None without one.
-        moved: samples handed from one replica to another (all).
+        moved: samples that another replica trained than the one that had read them (all).
         bytes_moved: their bytes on the wire (all).
         wait_s: seconds this replica's trainer waited for the step; 0 for the padded baseline.
         step_s: wall-clock seconds since the previous step ended, evaluation and saving excluded.
         lengths: tokens of this replica's samples, per micro-batch; an empty one is idle.
         ids: the same samples as "source:record@epoch"; empty without `--odb-log-ids`.
-        reassigned: samples that another replica than the one that held them fetched anew (all).
         collectives: broadcasts inside this replica that brought the step to its ranks.
         bytes_delivered: bytes of one copy of what they brought.
-        reports: point-to-point transfers of the loss to this replica's leader.
+        reports: point-to-point transfers of the loss to this replica's source rank.
         context_balance: mean over max of the attention cost of this replica's context-parallel
             ranks; None without context parallelism.
         idle_router_share: share of the tokens that routers' losses see which are those of idle
             micro-batches (all); None for dense models.
         fetch_wait_s: longest that a replica's planner waited for samples of the step, seconds.
-        window_bytes: bytes of this replica's samples that are preprocessed and not emitted.
         queue_bytes: bytes of the finished steps that wait behind this one.
         peak_memory_bytes: most device memory that tensors have taken so far on this replica's first
             or last pipeline stage; without a device, that the process has.
@@ -60,11 +56,11 @@ class StepRecord:
         micro_batch_s: seconds from one micro-batch's arrival to the next one's, of the last one to
             the end of its backward pass; empty where that is not known (pipelining, padded
             baseline).
-        plan_s: seconds that making the step took this replica's planner, in the background: the
-            waits for samples and for other replicas are in it.
+        plan_s: seconds that making the step took this replica, in the background: the waits for
+            samples and for other replicas are in it.
         queue_steps: finished steps that wait behind this one.
         truncated: samples that were cut (all).
-        bad_records: positions left out because their records are bad (all).
+        bad_records: samples skipped because their records are bad (all).
         patches: image patches of this replica's micro-batches; empty where none has any.
     """
 
@@ -80,24 +76,20 @@ class StepRecord:
     loss_tokens: int
     num_micro_batches: int
     idle: int
-    split: int
     fill: float | None
     balance: float | None
-    balance_before: float | None
     moved: int
     bytes_moved: int
     wait_s: float
     step_s: float
     lengths: tuple[tuple[int, ...], ...]
     ids: tuple[tuple[str, ...], ...] = ()
-    reassigned: int = 0
     collectives: int = 0
     bytes_delivered: int = 0
     reports: int = 0
     context_balance: float | None = None
     idle_router_share: float | None = None
     fetch_wait_s: float = 0.0
-    window_bytes: int = 0
     queue_bytes: int = 0
     peak_memory_bytes: int = 0
     reserved_memory_bytes: int = 0

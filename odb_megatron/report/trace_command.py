@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,15 @@ def trace(argv: Sequence[str]) -> int:
         "step.",
     )
     parser.add_argument("run", metavar="RUN", help="the folder given to --odb-log-dir")
+    parser.add_argument(
+        "--fit-cost",
+        action="store_true",
+        help="fit the cost model to the times of the run's micro-batches, and print its flag, "
+        "--odb-cost",
+    )
     options = parser.parse_args(argv)
     steps = _check(parser, options)
+    from odb_megatron.report.cost_fit import fit_cost
     from odb_megatron.report.run_figures import RunFigures
     from odb_megatron.report.run_log import read_run
     from odb_megatron.report.trace_page import run_values, summary_lines, trace_page
@@ -55,7 +63,18 @@ def trace(argv: Sequence[str]) -> int:
             _write(options.html, trace_page(run, title=title, command=_command("trace", argv)))
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    _tell(parser, options, run_values(run, figures), summary_lines(run, figures))
+    values, lines = run_values(run, figures), summary_lines(run, figures)
+    refused = ""
+    if options.fit_cost:
+        try:
+            fit = fit_cost(run)
+            values["cost_fit"] = asdict(fit)
+            lines += fit.lines()
+        except ValueError as error:
+            refused = str(error)
+    _tell(parser, options, values, lines)
+    if refused:
+        parser.error(refused)
     return 0
 
 

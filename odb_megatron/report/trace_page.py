@@ -60,11 +60,18 @@ PANELS = (
     ),
     Panel(
         title="Bytes held ahead",
-        caption="Samples that are preprocessed and not emitted, and finished steps; on the "
-        "replica with the most.",
+        caption="Finished steps that wait, on the replica with the most.",
         unit="MB",
-        names=(("window_bytes", "window"), ("queue_bytes", "finished steps")),
+        names=(("queue_bytes", "finished steps"),),
         scale=1e-6,
+    ),
+    Panel(
+        title="Samples that moved",
+        caption="Samples that another replica trained than the one that had read them, of all "
+        "replicas.",
+        unit="samples",
+        names=(("moved", "samples moved"),),
+        whole=True,
     ),
     Panel(
         title="Tokens per step",
@@ -111,10 +118,10 @@ _LABELS = {
     "tokens_per_second": ("tokens per second", "{:,.0f}"),
     "wait_share": ("time spent waiting for data", "{:.2%}"),
     "plan_seconds_per_step": ("seconds to make a step", "{:.4g}"),
-    "window_bytes_max": ("bytes in the window, most", "{:,.0f}"),
+    "moved": ("samples moved", "{:,.0f}"),
     "queue_bytes_max": ("bytes in finished steps, most", "{:,.0f}"),
     "peak_memory_bytes": ("peak memory, bytes", "{:,.0f}"),
-    "left_out": ("positions left out", "{:.0f}"),
+    "left_out": ("samples left out", "{:.0f}"),
     "bad_records": ("bad records", "{:.0f}"),
     "truncated": ("truncated samples", "{:.0f}"),
     "loss_first": ("loss, first", "{:.4f}"),
@@ -148,7 +155,8 @@ def run_values(run: RunLog, figures: RunFigures) -> dict[str, Any]:
             "iteration": header.iteration,
             "started": header.started,
             "replicas": header.num_replicas,
-            "policy": header.policy,
+            "batches": header.batches,
+            "cost": header.cost,
             "token_budget": header.token_budget,
             "flags": header.flags,
         }
@@ -242,13 +250,13 @@ def compare_page(runs: Sequence[tuple[str, RunLog]], *, command: str) -> Page:
 
 def _headline(run: RunLog) -> str:
     header, steps = run.headers[-1], run.steps
-    policy = "padded baseline" if header.policy == "padded" else f"policy {header.policy}"
+    batches = "padded baseline" if header.batches == "padded" else "odb"
     resumed = len(run.headers) - 1
     starts = f", resumed {resumed} time{'s' if resumed > 1 else ''}" if resumed else ""
     span = f"{steps[0].iteration} to {steps[-1].iteration}"
     replicas = f"{header.num_replicas} replica{'s' if header.num_replicas > 1 else ''}"
     return (
-        f"{policy}, {replicas}, iterations {span}, token budget {header.token_budget}, global "
+        f"{batches}, {replicas}, iterations {span}, token budget {header.token_budget}, global "
         f"batch size {header.global_batch_size}{starts}"
     )
 

@@ -1,6 +1,6 @@
-"""In-process replicas: exchanges and payloads between threads, in place of gloo.
+"""In-process replicas: the source ranks' channel between threads, in place of gloo.
 
-For tests and fuzzing of everything above `comm`.
+For tests of everything above `comm`.
 """
 
 from __future__ import annotations
@@ -10,28 +10,26 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from queue import Empty, Queue
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 from odb_megatron.comm.blocks import ControlError
-from odb_megatron.comm.payload import check_frame, frame
+from odb_megatron.plan.record import BLOCK, block_of
 
-__all__ = ["ThreadExchange", "ThreadPayloads", "run_in_threads", "thread_exchanges"]
+__all__ = ["ThreadChannel", "run_in_threads", "thread_channels"]
 
 T = TypeVar("T")
 
 
 class _Meeting:
-    """Where replicas meet, round after round."""
+    """Where replicas meet, operation after operation."""
 
-    def __init__(self, size: int, timeout_s: float) -> None:
-        self.size = size
-        self.timeout_s = timeout_s
-        self.payloads: dict[tuple[int, int], Queue[bytes]] = defaultdict(Queue)
+    def __init__(self, size: int, timeout_s: float, block: int) -> None:
+        self.size, self.timeout_s = size, timeout_s
+        self.blocks = [block_of(at, size, block) for at in range(size)]
         self._changed = threading.Condition()
-        self._rounds: dict[int, dict[int, bytes]] = defaultdict(dict)
-        self._next_round = [0] * size
+        self._came: dict[Any, dict[int, Any]] = defaultdict(dict)
+        self._numbers: dict[tuple[str, int], int] = defaultdict(int)
         self._away: set[int] = set()
 
     def set_away(self, replica: int, away: bool) -> None:
@@ -40,106 +38,79 @@ class _Meeting:
             (self._away.add if away else self._away.discard)(replica)
             self._changed.notify_all()
 
-    def exchange(self, replica: int, record: bytes) -> list[bytes]:
-        number = self._next_round[replica]
-        self._next_round[replica] += 1
+    def meet(self, what: str, replica: int, members: Sequence[int], value: Any) -> dict[int, Any]:
+        """Return what all members bring."""
+        number = self._numbers[what, replica]
+        self._numbers[what, replica] += 1
+        key = what, members[0], number
         with self._changed:
-            came = self._rounds[number]
-            came[replica] = record
+            came = self._came[key]
+            came[replica] = value
             self._changed.notify_all()
             ended = self._changed.wait_for(
-                lambda: len(came) == self.size or self._away - set(came), timeout=self.timeout_s
+                lambda: len(came) == len(members) or (self._away & set(members)) - set(came),
+                timeout=self.timeout_s,
             )
-            if len(came) < self.size:
-                missing = sorted(set(range(self.size)) - set(came))
+            if len(came) < len(members):
+                missing = sorted(set(members) - set(came))
                 why = "gone" if ended else f"not there in {self.timeout_s} s"
                 raise ControlError(f"replica {replica}: replicas {missing} are {why}")
-            self._rounds.pop(number, None)
-        return [came[one] for one in range(self.size)]
+        return came
 
 
-class ThreadExchange:
-    """One replica's end of an in-process exchange; has `comm.control.ControlGroup`'s methods."""
+class ThreadChannel:
+    """One replica's end; has `comm.blocks.SourceGroup`'s methods."""
 
     def __init__(self, meeting: _Meeting, replica: int) -> None:
-        self._meeting = meeting
-        self._replica = replica
+        self._meeting, self.replica = meeting, replica
+        self.num_replicas, self.block = meeting.size, meeting.blocks[replica]
 
-    @property
-    def payloads(self) -> ThreadPayloads:
-        """This replica's end of the channel for payloads."""
-        return ThreadPayloads(self._meeting, self._replica)
+    def gather(self, record: bytes) -> list[bytes]:
+        """See `SourceGroup.gather`; a peer that has left `run_in_threads` is not waited for."""
+        came = self._meeting.meet("gather", self.replica, self.block, record)
+        return [came[at] for at in self.block]
 
-    @property
-    def replica(self) -> int:
-        """This replica."""
-        return self._replica
+    def gather_blocks(self, record: bytes) -> list[bytes]:
+        """See `SourceGroup.gather_blocks`."""
+        if len(set(self._meeting.blocks)) == 1:
+            return [record]
+        everyone = range(self.num_replicas)
+        came = self._meeting.meet("blocks", self.replica, everyone, record)
+        return [came[at] for at in everyone if self._meeting.blocks[at].start == at]
 
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas."""
-        return self._meeting.size
+    def gather_all(self, record: bytes) -> list[bytes]:
+        """See `SourceGroup.gather_all`."""
+        everyone = range(self.num_replicas)
+        came = self._meeting.meet("all", self.replica, everyone, record)
+        return [came[at] for at in everyone]
 
-    def exchange(self, record: bytes) -> list[bytes]:
-        """See `ControlGroup.exchange`; a peer that has left `run_in_threads` is not waited for."""
-        return self._meeting.exchange(self._replica, record)
+    def exchange(
+        self, step: int, sends: Mapping[int, bytes], receives: Mapping[int, int]
+    ) -> dict[int, bytes]:
+        """See `SourceGroup.exchange`."""
+        came = self._meeting.meet("exchange", self.replica, self.block, (step, dict(sends)))
+        assert all(came[by][0] == step for by in self.block), "replicas exchange different steps"
+        return {by: came[by][1][self.replica] for by in receives}
+
+    def close(self) -> None:
+        """See `SourceGroup.close`."""
+        self.set_away(True)
 
     def set_away(self, away: bool) -> None:
         """Say that this replica has left, or is back."""
-        self._meeting.set_away(self._replica, away)
+        self._meeting.set_away(self.replica, away)
 
 
-class ThreadPayloads:
-    """One replica's end of an in-process payload channel; see `comm.payload.PayloadGroup`."""
-
-    def __init__(self, meeting: _Meeting, replica: int) -> None:
-        self._meeting = meeting
-        self._replica = replica
-
-    def post(
-        self, step: int, *, sends: Mapping[int, bytes], receives: Mapping[int, int]
-    ) -> ThreadTransfer:
-        """See `PayloadGroup.post`."""
-        for peer, data in sends.items():
-            queue = self._meeting.payloads[self._replica, peer]
-            queue.put(frame(data, step=step, replica=self._replica))
-        queues = {peer: self._meeting.payloads[peer, self._replica] for peer in receives}
-        return ThreadTransfer(self._meeting, self._replica, step, queues)
-
-
-class ThreadTransfer:
-    """The transfers of one step; see `comm.payload.PayloadTransfer`."""
-
-    def __init__(
-        self, meeting: _Meeting, replica: int, step: int, queues: Mapping[int, Queue[bytes]]
-    ) -> None:
-        self._timeout_s = meeting.timeout_s
-        self._replica, self._step = replica, step
-        self._queues = dict(queues)
-
-    def receive(self, peer: int) -> memoryview:
-        """See `PayloadTransfer.receive`."""
-        try:
-            data = self._queues.pop(peer).get(timeout=self._timeout_s)
-        except Empty as error:
-            raise ControlError(
-                f"replica {self._replica}: no samples of step {self._step} from replica {peer}"
-            ) from error
-        view = memoryview(data)
-        return check_frame(view, step=self._step, replica=self._replica, peer=peer)
-
-    def finish(self) -> None:
-        """See `PayloadTransfer.finish`."""
-
-
-def thread_exchanges(num_replicas: int, *, timeout_s: float = 60.0) -> list[ThreadExchange]:
-    """Return one connected exchange per replica."""
-    meeting = _Meeting(num_replicas, timeout_s)
-    return [ThreadExchange(meeting, replica) for replica in range(num_replicas)]
+def thread_channels(
+    num_replicas: int, *, timeout_s: float = 60.0, block: int = BLOCK
+) -> list[ThreadChannel]:
+    """Return one connected channel per replica."""
+    meeting = _Meeting(num_replicas, timeout_s, block)
+    return [ThreadChannel(meeting, replica) for replica in range(num_replicas)]
 
 
 def run_in_threads(
-    function: Callable[[ThreadExchange], T], exchanges: Sequence[ThreadExchange]
+    function: Callable[[ThreadChannel], T], channels: Sequence[ThreadChannel]
 ) -> list[T | BaseException]:
     """Run `function` once per replica, each in a thread; return results or what was raised.
 
@@ -148,23 +119,23 @@ def run_in_threads(
     """
     results: dict[int, T | BaseException] = {}
 
-    def run(exchange: ThreadExchange) -> None:
+    def run(channel: ThreadChannel) -> None:
         try:
-            results[exchange.replica] = function(exchange)
+            results[channel.replica] = function(channel)
         except BaseException as error:
-            results[exchange.replica] = error
+            results[channel.replica] = error
         finally:
-            exchange.set_away(True)
+            channel.set_away(True)
 
-    for exchange in exchanges:
-        exchange.set_away(False)
-    threads = [threading.Thread(target=run, args=(exchange,)) for exchange in exchanges]
+    for channel in channels:
+        channel.set_away(False)
+    threads = [threading.Thread(target=run, args=(channel,)) for channel in channels]
     with _one_fork_at_a_time():
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    return [results[exchange.replica] for exchange in exchanges]
+    return [results[channel.replica] for channel in channels]
 
 
 @contextlib.contextmanager

@@ -1,72 +1,365 @@
-"""Small worlds: all replicas of a run planned in one thread, over made-up lengths.
+"""Random small runs of all replicas, and what must hold of every run.
 
-For tests and the fuzzer; no torch, no process groups. A length of 0 stands for a position that
-emits nothing.
+For the fuzzers and tests. A sample's tokens are its id, so that what is trained shows what was
+read. What is checked is read off the packed steps alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from odb_megatron.plan.config import PlanConfig
-from odb_megatron.plan.planner import ReplicaPlanner
-from odb_megatron.plan.step import StepPlan
-from odb_megatron.simulation.drive import BYTES_PER_TOKEN, observe_drawn, plan_step
+import numpy as np
 
-__all__ = ["World", "observe_drawn", "plan_step", "wire_size"]
+from odb_megatron.data.loop import PackedStep, Progress, StepLoop
+from odb_megatron.data.replica_stream import own_positions
+from odb_megatron.data.sample import Sample, Skipped, SkipReason
+from odb_megatron.data.step_wire import StepMetadata, decode_header, decode_payload
+from odb_megatron.plan.cost import CostModel
+from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig, Sync
+from odb_megatron.testing.lockstep import Lockstep
+
+__all__ = ["Fault", "InjectedError", "SyntheticReader", "Tally", "World", "check_run"]
+__all__ += ["decoded", "random_world"]
+
+_VOCAB = 1 << 20
+
+
+class InjectedError(Exception):
+    """What a replica raises on purpose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What one replica does in a step: raise in one of the verbs, or close its loader."""
+
+    step: int
+    replica: int
+    where: str  # read, plan, encode, pack, or close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """A run's configuration, and the length and patches of the sample at each stream position.
+    """A run.
 
     Attributes:
-        config: what all replicas agree on; its `total` is the number of lengths.
-        lengths: tokens of each position's sample.
-        consumed: positions consumed before the run starts.
-        patches: patches of each position's sample, empty for none.
-        epochs: epoch of each position, empty for a single one.
+        config: what all replicas agree on.
+        lengths: tokens of the sample with each id, 0 for a skipped one; of iterators, item k of
+            replica r has the id `k * num_replicas + r`.
+        patches: of each, by id; empty for none.
+        shards: items of each replica's iterator; empty for random access.
+        starts_again: iterators start again where they end.
     """
 
     config: PlanConfig
-    lengths: Sequence[int]
-    consumed: int = 0
-    patches: Sequence[int] = ()
-    epochs: Sequence[int] = ()
+    lengths: Mapping[int, int]
+    patches: Mapping[int, int] = field(default_factory=dict)
+    shards: tuple[int, ...] = ()
+    starts_again: bool = False
 
-    def fetched(self, state: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
-        """Return what `ReplicaPlanner.load_state_dict` wants to know of a state's samples."""
-        return {
-            position: (
-                self.lengths[position],
-                self.lengths[position] // 2,
-                0,
-                self.patches[position] if self.patches else 0,
-                wire_size(self, position),
-            )
-            for position, _, _ in state["window"]
-        }
-
-    def planners(self) -> list[ReplicaPlanner]:
-        """Return one planner per replica."""
+    def loops(
+        self, starts: Sequence[Progress] | None = None, *, fault: Fault | None = None
+    ) -> list[StepLoop]:
+        """Return one loop per replica."""
+        starts = starts or [Progress(consumed=0)] * self.config.num_replicas
         return [
-            ReplicaPlanner(self.config, replica=replica, consumed=self.consumed)
-            for replica in range(self.config.num_replicas)
+            _FaultyLoop(
+                SyntheticReader(self, replica, start),
+                self.config,
+                replica=replica,
+                start=start,
+                fault=fault if fault is not None and fault.replica == replica else None,
+            )
+            for replica, start in enumerate(starts)
         ]
 
-    def run(self, *, most_steps: int = 100_000) -> list[list[StepPlan]]:
-        """Plan until every planner is finished; return the steps, each a plan per replica."""
-        planners = self.planners()
-        steps: list[list[StepPlan]] = []
-        while not planners[0].is_finished:
-            assert len(steps) < most_steps, "the run does not end"
-            steps.append(plan_step(planners, self.lengths, patches=self.patches))
-        assert all(planner.is_finished for planner in planners)
-        return steps
+    def run(self, *, rng: random.Random | None = None) -> list[list[PackedStep]]:
+        """Run to the end; return the steps, each of all replicas."""
+        lockstep = Lockstep(self.loops(), self.config, rng=rng)
+        lockstep.run()
+        for error in lockstep.errors:
+            if error is not None:
+                raise error
+        return [list(step) for step in zip(*lockstep.steps, strict=True)]
+
+    def expected(self) -> set[int]:
+        """Ids that are trained when the run goes to its end; of iterators without a quota."""
+        if not self.shards:
+            return {at for at in range(self.config.total) if self.lengths[at]}
+        num = self.config.num_replicas
+        ids = (k * num + r for r, size in enumerate(self.shards) for k in range(size))
+        return {at for at in ids if self.lengths[at]}
 
 
-def wire_size(world: World, position: int) -> int:
-    """Bytes of a sample when it is handed to another replica."""
-    return BYTES_PER_TOKEN * world.lengths[position]
+class SyntheticReader:
+    """A `loop.Reader` over a world."""
+
+    def __init__(self, world: World, replica: int, start: Progress) -> None:
+        self._world, self._replica = world, replica
+        self._next = 0 if start.source is None else int(start.source["next"])
+        self._positions: Iterator[int] = own_positions(
+            world.config, replica=replica, consumed=start.consumed
+        )
+
+    def read(self, count: int) -> list[tuple[int, Sample | Skipped]]:
+        """See `loop.Reader`."""
+        found: list[tuple[int, Sample | Skipped]] = []
+        while len(found) < count and not self.has_ended():
+            number = self._id()
+            length, patches = self._world.lengths[number], self._world.patches.get(number, 0)
+            if length:
+                tokens = np.full(length, number % _VOCAB, dtype=np.int64)
+                mask = (np.arange(length) % 2).astype(np.float32)
+                item: Sample | Skipped = Sample(
+                    tokens=tokens, labels=tokens, loss_mask=mask, num_patches=patches
+                )
+            else:
+                item = Skipped(reason=SkipReason.OVERLONG, message=f"sample {number}")
+            found.append((number, item))
+        return found
+
+    def has_ended(self) -> bool:
+        """See `loop.Reader`."""
+        world = self._world
+        if not world.shards or world.starts_again:
+            return False
+        return self._next >= world.shards[self._replica]
+
+    def head(self) -> bytes:
+        """See `loop.Reader`."""
+        return b"head"
+
+    def check_heads(self, heads: Sequence[bytes]) -> None:
+        """See `loop.Reader`."""
+        assert len(heads) == self._world.config.num_replicas
+
+    def state(self) -> Any:
+        """See `loop.Reader`."""
+        return {"next": self._next} if self._world.shards else None
+
+    def close(self) -> None:
+        """See `loop.Reader`."""
+
+    def _id(self) -> int:
+        if not self._world.shards:
+            return next(self._positions)
+        self._next += 1
+        return (self._next - 1) * self._world.config.num_replicas + self._replica
+
+
+class _FaultyLoop(StepLoop):
+    """A loop that raises where it is told to."""
+
+    def __init__(self, *args: Any, fault: Fault | None, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._fault = fault
+
+    def _raise_in(self, where: str) -> None:
+        fault = self._fault
+        if fault is not None and fault.where == where and fault.step == self._step:
+            raise InjectedError(f"{where} of step {self._step}")
+
+    def _read(self, count: int) -> Any:
+        fault = self._fault
+        if fault is not None and fault.where == "close" and self._step >= fault.step:
+            self.close()
+        self._raise_in("read")
+        return super()._read(count)
+
+    def _encoded(self, *args: Any) -> Any:
+        self._raise_in("encode")
+        return super()._encoded(*args)
+
+    def _pack(self, *args: Any) -> Any:
+        self._raise_in("pack")
+        return super()._pack(*args)
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Violations found (all must be 0), and cases that occurred (none should be 0 in many runs).
+
+    Attributes:
+        lost: samples that were not trained.
+        duplicated: samples trained again, or that are none of the run.
+        over_budget: micro-batches of several samples over the token budget or the patch cap.
+        misaligned: steps in which replicas differ in M or in the totals, whose M is no multiple of
+            what it should be, that idle where a replica has enough samples, that hold other
+            samples than Megatron's order gives, or fewer than a global batch before the end.
+        idle: idle micro-batches.
+        moved: samples that another replica trains than the one that has read them.
+        skipped: samples skipped.
+        several_blocks: runs of several blocks.
+        drained_early: runs in which an iterator ends before others.
+        quota: runs that end within an epoch.
+        closed_early: runs that a replica closed before their end.
+        failed: runs in which a replica raised, which then ended on all.
+    """
+
+    lost: int = 0
+    duplicated: int = 0
+    over_budget: int = 0
+    misaligned: int = 0
+    idle: int = 0
+    moved: int = 0
+    skipped: int = 0
+    several_blocks: int = 0
+    drained_early: int = 0
+    quota: int = 0
+    closed_early: int = 0
+    failed: int = 0
+
+    @property
+    def num_violations(self) -> int:
+        """Sum of the violations."""
+        return self.lost + self.duplicated + self.over_budget + self.misaligned
+
+    def add(self, other: Tally) -> None:
+        """Add another tally to this one."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+
+def decoded(step: PackedStep) -> StepMetadata:
+    """Return what a step's header says."""
+    found = decode_header(step.header)
+    assert isinstance(found, StepMetadata)
+    return found
+
+
+def check_run(world: World, steps: Sequence[Sequence[PackedStep]], *, is_whole: bool) -> Tally:
+    """Hold a run against what must be.
+
+    Args:
+        world: what was run.
+        steps: packed steps, each of all replicas, from the beginning.
+        is_whole: whether it went to its end.
+    """
+    config, tally = world.config, Tally()
+    trained: Counter[int] = Counter()
+    consumed = 0
+    for number, packed in enumerate(steps):
+        found = [decoded(one) for one in packed]
+        totals = found[0].totals
+        ids = [at for one in found for row in one.positions for at in row]
+        trained.update(ids)
+        is_last = is_whole and number == len(steps) - 1
+        wanted = min(config.global_batch_size, config.total - consumed)
+        sound = all(replace(one, plan_us=0).totals == totals for one in found)
+        sound &= all(len(one.positions) == totals.num_micro_batches for one in found)
+        sound &= totals.num_micro_batches % config.count_multiple == 0
+        sound &= totals.consumed_before == consumed and totals.is_final == is_last
+        sound &= totals.num_samples == len(ids)
+        sound &= totals.num_consumed == totals.num_samples + totals.num_left_out
+        sound &= totals.num_consumed == wanted or (is_last and config.has_unknown_end)
+        sound &= totals.num_idle == sum(not row for one in found for row in one.positions)
+        sound &= totals.num_tokens == sum(map(sum, (r for one in found for r in one.lengths)))
+        for one in found:
+            full = sum(map(len, one.positions)) >= totals.num_micro_batches
+            sound &= not full or all(one.positions)
+        if not world.shards:
+            of_step = range(consumed, consumed + wanted)
+            sound &= sorted(ids) == [at for at in of_step if world.lengths[at]]
+        tally.misaligned += not sound
+        tally.over_budget += sum(_over_budget(config, one) for one in found)
+        tally.misaligned += any(map(_has_other_tokens, found, packed))
+        consumed += totals.num_consumed
+        tally.idle, tally.moved = tally.idle + totals.num_idle, tally.moved + totals.num_moved
+        tally.skipped += totals.num_left_out
+    tally.duplicated = sum(count - 1 for count in trained.values())
+    if is_whole and not world.starts_again:
+        expected = world.expected()
+        if not (world.shards and config.total != OPEN_TOTAL):  # else a quota is what is due
+            tally.lost = len(expected - trained.keys())
+        tally.duplicated += len(trained.keys() - expected)
+    if is_whole and not config.has_unknown_end:
+        tally.misaligned += consumed != config.total
+    tally.several_blocks = int(config.num_blocks > 1)
+    tally.drained_early = int(len(set(world.shards)) > 1 and not world.starts_again)
+    tally.quota = int(world.starts_again)
+    return tally
+
+
+def _over_budget(config: PlanConfig, step: StepMetadata) -> int:
+    found = 0
+    for lengths, patches in zip(step.lengths, step.patches, strict=True):
+        size = sum(map(config.size_rule.padded, lengths))
+        over = size > config.token_budget or patches > config.max_patches > 0
+        found += over and len(lengths) > 1
+    return found
+
+
+def _has_other_tokens(metadata: StepMetadata, step: PackedStep) -> bool:
+    items = decode_payload(metadata, step.payload)
+    for item in items:
+        starts = item.cu_seqlens_padded.tolist()
+        for number, start in zip(item.positions, starts, strict=False):
+            if int(item.tokens[0, start]) != number % _VOCAB:
+                return True
+    return False
+
+
+def random_world(rng: random.Random) -> tuple[World, Fault | None]:
+    """Return a world and what goes wrong in it; a function of the generator's state alone."""
+    num = rng.choice([1, 2, 2, 3, 4, 5, 8, 16])
+    sizes = [_shard_size(rng) for _ in range(num)]
+    kind = rng.choice(["positions", "positions", "iterators", "quota"])
+    shards, starts_again, total = (), False, sum(sizes)
+    if kind == "iterators":
+        shards, total = tuple(sizes), OPEN_TOTAL
+    elif kind == "quota":
+        shards, starts_again, total = tuple(sizes), True, rng.randint(0, sum(sizes))
+    batch = rng.randint(1, 8) * num
+    budget = rng.choice([16, 64, 512])
+    longest = rng.choice([budget // 8, budget // 2, budget, budget * 3 // 2])
+    share = rng.choice([0.0, 0.0, 0.1, 0.9])
+    count = (max(sizes) + batch + sum(sizes)) * num + 1
+    lengths = {at: 0 if rng.random() < share else _length(rng, longest) for at in range(count)}
+    patches = {at: rng.randint(0, 12) for at in range(count)} if rng.random() < 0.2 else {}
+    config = PlanConfig(
+        total=total,
+        global_batch_size=batch,
+        num_replicas=num,
+        token_budget=budget,
+        multiple=rng.choice([1, 1, 2, 4, 16]),
+        count_multiple=rng.choice([1, 1, 2, 4]),
+        cost=CostModel.from_ratios(
+            quadratic=rng.choice([0.0, 1 / budget, 10 / budget]),
+            fixed_tokens=rng.choice([0.0, budget / 20]),
+            patch_tokens=rng.choice([0.0, 2.0]),
+        ),
+        sync=rng.choice(list(Sync)),
+        max_patches=10 if patches else 0,
+        has_iterators=bool(shards),
+        block=rng.choice([64, 64, 2, 3]),
+    )
+    fault = None
+    if rng.random() < 0.3:
+        fault = Fault(
+            step=rng.randint(0, max(1, min(sum(sizes), total) // batch)),
+            replica=rng.randrange(num),
+            where=rng.choice(["read", "encode", "pack", "close"]),
+        )
+    return (
+        World(
+            config=config,
+            lengths=lengths,
+            patches=patches,
+            shards=shards,
+            starts_again=starts_again,
+        ),
+        fault,
+    )
+
+
+def _shard_size(rng: random.Random) -> int:
+    """Return 0 to 200, small ones more often."""
+    return 0 if rng.random() < 0.2 else round(math.exp(rng.uniform(0.0, math.log(200))))
+
+
+def _length(rng: random.Random, longest: int) -> int:
+    return max(1, min(longest, round(rng.lognormvariate(math.log(max(1, longest / 3)), 1.0))))

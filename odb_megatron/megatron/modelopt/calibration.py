@@ -16,7 +16,7 @@ import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.quantization.nn import TensorQuantizer
 
-from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.feed import StepHeader
 from odb_megatron.data.thd import MicroBatchLayout
 from odb_megatron.megatron.forward_step import packed_batch
 

@@ -165,5 +165,5 @@ class CalibrationRun(ModelOptRun):
 
 
 class _NoSteps(RunReport):
-    def open(self, stream: Any, exchange: Any) -> None:
+    def open(self, stream: Any, group: Any) -> None:
         """Begin nothing."""

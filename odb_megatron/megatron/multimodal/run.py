@@ -49,7 +49,7 @@ class ImageRun(OdbRun):
             self._args,
             self._place,
             plan_ahead=self.config.plan_ahead,
-            patience=self._peers.patience if self._peers else None,
+            deadlines=self._peers.deadlines if self._peers else None,
             has_images=True,
         )
 

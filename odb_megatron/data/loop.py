@@ -1,0 +1,580 @@
+"""The step loop of one replica: read, measure, agree, plan, deliver and pack.
+
+A generator. Whatever needs the other replicas is a request that it yields and whose answer it is
+sent, so that the same loop runs in a thread, in a process of its own, or for all replicas of a test
+in one thread. A loop that meets an error goes through the same requests as all others until the
+next gather, where it tells them.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_megatron.data.bad_records import BadRecords
+from odb_megatron.data.sample import Sample, Skipped
+from odb_megatron.data.sample_wire import SampleWireError, decode_sample, encode_sample, wire_size
+from odb_megatron.data.source_counts import SourceCounts
+from odb_megatron.data.step_wire import encode_header, pack_step
+from odb_megatron.plan.record import (
+    HEADER,
+    ROW,
+    SUMMARY,
+    TEXT_BYTES,
+    TRUNCATED,
+    LoaderClosedError,
+    PlanConfig,
+    ReplicaFailedError,
+    SkipReason,
+    StepTotals,
+    block_of,
+    config_differences,
+)
+from odb_megatron.plan.step_planner import StepPlan, plan_step
+
+__all__ = [
+    "Exchange",
+    "Failure",
+    "Gather",
+    "GatherAll",
+    "GatherBlocks",
+    "PackedStep",
+    "Progress",
+    "Reader",
+    "Request",
+    "StepLoop",
+]
+
+T = TypeVar("T")
+Array = npt.NDArray[Any]
+
+
+class Reader(Protocol):
+    """The samples of one replica, in the order in which it reads them."""
+
+    def read(self, count: int) -> list[tuple[int, Sample | Skipped]]:
+        """Return the next samples with their ids, fewer where the source ends."""
+
+    def has_ended(self) -> bool:
+        """Whether there is no further sample."""
+
+    def head(self) -> bytes | None:
+        """Return what must differ between replicas' own iterators; None where nothing must."""
+
+    def check_heads(self, heads: Sequence[bytes]) -> None:
+        """Raise if replicas read the same samples; the same on all."""
+
+    def state(self) -> Any:
+        """Return where the source is after what was read, as JSON values; None if it has none."""
+
+    def close(self) -> None:
+        """Read nothing more; end worker processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """All-gather of equal-sized records within the block; answered by a list."""
+
+    record: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GatherBlocks:
+    """All-gather of one record per block; answered by a list."""
+
+    record: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GatherAll:
+    """All-gather of equal-sized records of all replicas; answered by a list."""
+
+    record: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Samples to and from other replicas of the block, which all take part; answered by replica.
+
+    Attributes:
+        step: equal on both sides.
+        sends: bytes for each replica.
+        receives: number of bytes from each replica.
+    """
+
+    step: int
+    sends: Mapping[int, bytes]
+    receives: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a loop stands after a step, or before the first.
+
+    Attributes:
+        consumed: samples consumed by all replicas since the run's start.
+        num_bad: bad records of all replicas since the run's start.
+        source_counts: what this replica has read of each source since the loop began.
+        source: state of an iterable source; None for random access.
+    """
+
+    consumed: int
+    num_bad: int = 0
+    source_counts: tuple[SourceCounts, ...] = ()
+    source: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedStep:
+    """A finished step as it is handed on: see `step_wire`.
+
+    Attributes:
+        header: bytes of its metadata.
+        payload: tokens, labels and loss of its micro-batches, uint8.
+        pixels: patches of its images, uint8; None without any.
+        progress: the loop's after it.
+    """
+
+    header: bytes
+    payload: npt.NDArray[np.uint8]
+    pixels: npt.NDArray[np.uint8] | None
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """This loop has failed: its trainer is to end, while the loop tells the others."""
+
+    error: BaseException
+
+
+Request = Gather | GatherBlocks | GatherAll | Exchange | PackedStep | Failure
+Requests = Generator[Request, Any, T]
+
+_ID = struct.Struct("<q")
+_MAX_ERROR = 2000
+_CLOSED = "a replica has closed its loader: no further step is made"
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The samples of a step that the replicas of the block have read.
+
+    Attributes:
+        rows: `ROW` [n], skipped ones included.
+        owner: int [n], the replica that has read it, counted in the block.
+        wait_us: longest wait for data of one of them.
+    """
+
+    rows: Array
+    owner: Array
+    wait_us: int = 0
+
+    @property
+    def trained(self) -> Array:
+        """Which are not skipped, bool [n]."""
+        trained: Array = self.rows["tokens"] > 0
+        return trained
+
+    @classmethod
+    def merged(cls, tables: Sequence[_Table], *, wait_us: int) -> _Table:
+        """Return the samples of several rounds."""
+        rows = np.concatenate([one.rows for one in tables])
+        return cls(rows, np.concatenate([one.owner for one in tables]), wait_us)
+
+
+class StepLoop:
+    """Makes the steps of one replica.
+
+    Args:
+        reader: what this replica reads.
+        config: what all replicas agree on.
+        replica: which one this is.
+        num_sources: data sources, for the counts.
+        start: where to go on.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        config: PlanConfig,
+        *,
+        replica: int,
+        num_sources: int = 1,
+        start: Progress | None = None,
+    ) -> None:
+        start = start or Progress(consumed=0)
+        self._reader, self._config, self._replica = reader, config, replica
+        self._rule, self._digest = config.size_rule, config.digest()
+        self._block = block_of(replica, config.num_replicas, config.block)
+        starts = sorted(
+            {block_of(r, config.num_replicas, config.block) for r in range(config.num_replicas)},
+            key=lambda b: b.start,
+        )
+        self._block_number = starts.index(self._block)
+        self._num_live = [
+            len(block) for block in starts
+        ]  # replicas whose iterators go on, by block
+        self._ended = np.zeros(len(self._block), dtype=bool)
+        self._knows_ends = not config.has_unknown_end  # else a first round tells, also at a resume
+        self._has_read = start.source is not None  # a resumed run's iterators were compared
+        self._step, self._consumed, self._num_consumed = 0, start.consumed, 0
+        self._count = 1
+        self._plan: StepPlan | None = None
+        self._items: list[tuple[int, Sample | Skipped]] = []  # read and not yet delivered
+        self._counts = [SourceCounts() for _ in range(num_sources)]
+        self._bad = BadRecords(config.max_bad_records, num=start.num_bad)
+        self._wait_us = 0
+        self._closing = False
+        self._error: Exception | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """Where the loop stands after the last step made."""
+        return Progress(
+            consumed=self._consumed,
+            num_bad=self._bad.num,
+            source_counts=tuple(map(replace, self._counts)),
+            source=self._reader.state(),
+        )
+
+    def close(self) -> None:
+        """Make no further step: the next gather tells the others. Any thread may call it."""
+        self._closing = True
+
+    def run(self) -> Requests[None]:
+        """Make all steps.
+
+        Raises:
+            LoaderClosedError: a replica has closed its loader; it may be this one.
+            ReplicaFailedError: another replica has failed.
+            Exception: what this one has met, once the others know.
+        """
+        try:
+            while True:
+                table = yield from self._agree()
+                if table is None:
+                    return
+                plan, totals = yield from self._align(table)
+                samples = yield from self._deliver(table, plan)
+                step = self._attempt(self._pack, plan, totals, samples)
+                self._step += 1
+                self._consumed += totals.num_consumed
+                self._attempt(self._bad.add_up, totals)
+                if step is not None and self._error is None:
+                    yield replace(step, progress=self.progress)
+                else:  # the others learn it in the next gather
+                    assert self._error is not None
+                    yield Failure(self._error)
+        finally:
+            self._reader.close()
+
+    # --- read, measure, agree ------------------------------------------------------------------
+
+    def _agree(self) -> Requests[_Table | None]:
+        """Read the next global batch with all replicas; None where there is none.
+
+        One round, but where an iterator ends inside its share: what is missing is read in another,
+        by those that have not ended.
+        """
+        config = self._config
+        wanted = min(config.global_batch_size, config.total - self._consumed)
+        missing, waits, tables = wanted, [0], []
+        while True:
+            shares = self._shares(missing if self._knows_ends else 0)
+            own = self._attempt(self._read, shares[self._replica - self._block.start])
+            headers, table = yield from self._gather(own, most=max(shares))
+            tables.append(table)
+            waits.append(int(headers["wait_us"].max()))
+            merged = _Table.merged(tables, wait_us=max(waits))
+            self._plan = self._attempt(self._planned, merged, 1)
+            blocks = yield from self._summaries(headers, merged)
+            if blocks["failed"].any() or blocks["differs"].any():
+                yield from self._fail()
+            if blocks["closing"].any() and (wanted or missing):
+                raise LoaderClosedError(_CLOSED)
+            self._ended |= headers["ended"] > 0
+            self._num_live = blocks["live"].tolist()
+            is_asked, self._knows_ends = self._knows_ends, True
+            missing = wanted - int(blocks["rows"].sum())
+            if config.has_iterators and is_asked and not self._has_read:
+                yield from self._compare_heads()
+            if is_asked and (missing == 0 or not any(self._num_live)):
+                self._num_consumed = wanted - missing
+                self._count = int(blocks["count"].max())
+                return merged if self._num_consumed else None
+
+    def _shares(self, missing: int) -> list[int]:
+        """Return how many samples each replica of the block reads; those without end alike."""
+        live = sum(self._num_live)
+        at = sum(self._num_live[: self._block_number])
+        shares = []
+        for ended in self._ended.tolist():
+            shares.append(0 if ended else missing // live + (at < missing % live))
+            at += not ended
+        return shares
+
+    def _read(self, count: int) -> Array:
+        """Read and measure; return a `ROW` for each sample."""
+        started = time.perf_counter()
+        items = self._reader.read(count)
+        self._wait_us = min(round((time.perf_counter() - started) * 1e6), (1 << 32) - 1)
+        rows = np.zeros(len(items), dtype=ROW)
+        for row, (_, item) in zip(rows, items, strict=True):
+            if isinstance(item, Skipped):
+                row["loss_tokens"] = item.reason
+                self._counts[item.source].add_skipped(item.reason, item.message)
+                self._bad.note(item)
+            else:
+                size = _ID.size + wire_size(item) if len(self._block) > 1 else 0
+                patches = item.num_patches | (TRUNCATED if item.truncated else 0)
+                row["tokens"], row["loss_tokens"] = len(item), item.num_loss_tokens
+                row["patches"], row["bytes"] = patches, size
+        self._items += items
+        return rows
+
+    def _gather(self, own: Array | None, *, most: int) -> Requests[tuple[Array, _Table]]:
+        """Send this replica's record of a round; return the headers and rows of the block."""
+        header = np.zeros((), dtype=HEADER)
+        header["config"], header["step"], header["consumed"] = (
+            self._digest,
+            self._step,
+            self._consumed,
+        )
+        header["failed"], header["closing"] = self._error is not None, self._closing
+        rows = np.zeros(most, dtype=ROW)
+        if own is not None:
+            header["rows"], header["wait_us"] = len(own), self._wait_us
+            header["ended"] = self._attempt(self._reader.has_ended) or False
+            header["failed"] = self._error is not None
+            rows[: len(own)] = own
+        records = yield Gather(header.tobytes() + rows.tobytes())
+        headers = np.array([np.frombuffer(one, HEADER, 1)[0] for one in records])
+        counts = np.minimum(headers["rows"], most).tolist()
+        read = [
+            np.frombuffer(one, ROW, count, HEADER.itemsize)
+            for one, count in zip(records, counts, strict=True)
+        ]
+        return headers, _Table(np.concatenate(read), np.repeat(np.arange(len(read)), counts))
+
+    def _summaries(self, headers: Array, table: _Table) -> Requests[Array]:
+        """Return a `SUMMARY` of each block."""
+        own = np.zeros(1, dtype=SUMMARY)
+        same = [headers[name] == headers[name][0] for name in ("config", "step", "consumed")]
+        own["failed"] = headers["failed"].any() or self._error is not None
+        own["closing"], own["differs"] = headers["closing"].any(), not np.all(same)
+        own["config"], own["consumed"] = self._digest, self._consumed
+        own["rows"] = len(table.rows)
+        own["live"] = int((~self._ended & (headers["ended"] == 0)).sum())
+        own["count"] = self._plan.num_micro_batches if self._plan else 0
+        if self._config.num_blocks == 1:
+            return own
+        found = yield GatherBlocks(own.tobytes())
+        blocks = np.frombuffer(b"".join(found), dtype=SUMMARY).copy()
+        differs = (blocks["config"] != self._digest) | (blocks["consumed"] != self._consumed)
+        blocks["differs"] |= differs.any()
+        return blocks
+
+    def _compare_heads(self) -> Requests[None]:
+        """Notice replicas that read the same samples, once."""
+        self._has_read = True
+        heads = yield GatherAll(self._reader.head())
+        self._reader.check_heads(heads)
+
+    def _fail(self) -> Requests[None]:
+        """Exchange what went wrong, and raise."""
+        error = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        text = f"{error[:_MAX_ERROR]}\0{self._config.to_text()}".encode()
+        texts = yield GatherAll(text[:TEXT_BYTES].ljust(TEXT_BYTES))
+        if self._error is not None:
+            raise self._error
+        parts = [one.decode("utf-8", "replace").rstrip().partition("\0") for one in texts]
+        errors = [f"replica {at} failed: {text}" for at, (text, _, _) in enumerate(parts) if text]
+        raise ReplicaFailedError("; ".join(errors) or config_differences([p[2] for p in parts]))
+
+    # --- plan ----------------------------------------------------------------------------------
+
+    def _planned(self, table: _Table, least: int) -> StepPlan:
+        """Plan the block's samples; indices are those of `table.trained`."""
+        config, rule = self._config, self._rule
+        rows = table.rows[table.trained]
+        tokens = rows["tokens"].astype(np.int64)
+        lengths = rule.padded_all(tokens) if rule.sizes else tokens
+        budget = rule.sizes[-1] if rule.sizes else config.token_budget
+        return plan_step(
+            lengths,
+            num_replicas=len(self._block),
+            token_budget=budget,
+            sync=config.sync.value,
+            alignment=config.multiple,
+            patches=(rows["patches"] & ~np.uint32(TRUNCATED)).astype(np.int64),
+            max_patches=config.max_patches or None,
+            cost=config.cost,
+            count_multiple=config.count_multiple,
+            min_micro_batches=least,
+            max_share=config.max_share,
+            owner=table.owner[table.trained],
+            solo=rule.padded_all(tokens) > budget,
+        )
+
+    def _align(self, table: _Table) -> Requests[tuple[StepPlan, StepTotals]]:
+        """Return the plan with the number of micro-batches of all blocks, and the step's totals."""
+        assert self._plan is not None, "a block without a plan has failed"
+        plan = self._plan
+        if plan.num_micro_batches < self._count:
+            plan = self._planned(table, self._count)
+        totals = self._totals(table, plan)
+        if self._config.num_blocks > 1:
+            totals = StepTotals.merged((yield GatherBlocks(totals.to_bytes())))
+        return plan, totals
+
+    def _totals(self, table: _Table, plan: StepPlan) -> StepTotals:
+        config, rows = self._config, table.rows
+        trained = rows[table.trained]
+        skipped = rows[~table.trained]
+        tokens = trained["tokens"].astype(np.int64)
+        moved = self._moved(table, plan)
+        is_final = self._consumed + self._num_consumed >= config.total
+        if config.has_unknown_end:
+            is_final = not any(self._num_live)
+        return StepTotals(
+            step=self._step,
+            consumed_before=self._consumed,
+            num_consumed=self._num_consumed,
+            num_micro_batches=plan.num_micro_batches,
+            num_replicas=config.num_replicas,
+            num_samples=len(trained),
+            num_left_out=len(skipped),
+            num_bad=int((skipped["loss_tokens"] == SkipReason.BAD_RECORD).sum()),
+            num_truncated=int((trained["patches"] >= TRUNCATED).sum()),
+            num_tokens=int(tokens.sum()),
+            num_padded_tokens=int(self._rule.padded_all(tokens).sum()),
+            num_squared_tokens=int((tokens**2).sum()),
+            num_loss_tokens=int(trained["loss_tokens"].sum(dtype=np.int64)),
+            num_patches=int((trained["patches"] & ~np.uint32(TRUNCATED)).sum(dtype=np.int64)),
+            num_idle=sum(not one for row in plan.micro_batches for one in row),
+            num_moved=len(moved),
+            bytes_moved=int(trained["bytes"][moved].sum(dtype=np.int64)),
+            cost_sum=sum(plan.costs),
+            cost_max=max(plan.costs),
+            wait_us=table.wait_us,
+            is_final=is_final,
+        )
+
+    def _moved(self, table: _Table, plan: StepPlan) -> list[int]:
+        owner = table.owner[table.trained].tolist()
+        return [
+            index
+            for replica, row in enumerate(plan.micro_batches)
+            for members in row
+            for index in members
+            if owner[index] != replica
+        ]
+
+    # --- deliver and pack ----------------------------------------------------------------------
+
+    def _deliver(self, table: _Table, plan: StepPlan) -> Requests[dict[int, tuple[int, Sample]]]:
+        """Return the samples that this replica trains with their ids, by index of the plan."""
+        first, own = self._block.start, self._replica - self._block.start
+        owner = table.owner[table.trained].tolist()
+        sizes = table.rows["bytes"][table.trained].tolist()
+        held = self._own_samples(table)
+        sends: dict[int, list[int]] = {}
+        receives: dict[int, list[int]] = {}
+        for replica, row in enumerate(plan.micro_batches):
+            for index in (index for members in row for index in members):
+                if owner[index] == own and replica != own:
+                    sends.setdefault(replica, []).append(index)
+                elif replica == own and owner[index] != own:
+                    receives.setdefault(owner[index], []).append(index)
+        if not self._moved(table, plan):  # of the whole block: all of it exchanges, or none
+            return held
+        encoded = self._attempt(self._encoded, sends, held, sizes)
+        blank = {to: bytes(sum(sizes[i] for i in of)) for to, of in sends.items()}  # told next
+        received = yield Exchange(
+            self._step,
+            {first + to: data for to, data in (encoded or blank).items()},
+            {first + by: sum(sizes[index] for index in of) for by, of in receives.items()},
+        )
+        parts = {by: received[first + by] for by in receives}
+        return held | (self._attempt(_decoded, receives, parts, sizes, first) or {})
+
+    def _encoded(
+        self,
+        sends: Mapping[int, Sequence[int]],
+        held: Mapping[int, tuple[int, Sample]],
+        sizes: Sequence[int],
+    ) -> dict[int, bytes]:
+        found = {}
+        for to, indices in sends.items():
+            found[to] = b"".join(_ID.pack(held[i][0]) + encode_sample(held[i][1]) for i in indices)
+            assert len(found[to]) == sum(sizes[i] for i in indices), "sizes that were not announced"
+        return found
+
+    def _own_samples(self, table: _Table) -> dict[int, tuple[int, Sample]]:
+        """Return the samples that this replica has read, by index of the plan."""
+        index_of = np.cumsum(table.trained) - 1
+        places = np.flatnonzero(table.owner == self._replica - self._block.start).tolist()
+        items, self._items = self._items, []
+        return {
+            int(index_of[at]): (number, item)
+            for at, (number, item) in zip(places, items, strict=True)
+            if isinstance(item, Sample)
+        }
+
+    def _pack(
+        self, plan: StepPlan, totals: StepTotals, samples: Mapping[int, tuple[int, Sample]]
+    ) -> PackedStep:
+        row = plan.micro_batches[self._replica - self._block.start]
+        found = [[samples[index] for index in members] for members in row]
+        budget, most = self._config.token_budget, self._config.max_patches
+        for _, sample in (pair for members in found for pair in members):
+            self._counts[sample.source].add_sample(
+                num_tokens=len(sample),
+                num_loss_tokens=sample.num_loss_tokens,
+                truncated=sample.truncated > 0,
+                solo=self._rule.padded(len(sample)) > budget or sample.num_patches > most > 0,
+            )
+        metadata, payload, pixels = pack_step(totals, found, rule=self._rule)
+        return PackedStep(
+            header=encode_header(metadata),
+            payload=payload,
+            pixels=pixels,
+            progress=Progress(consumed=totals.consumed_before),
+        )
+
+    def _attempt(self, function: Callable[..., T], *args: Any) -> T | None:
+        """Return what a function does; its error, or an earlier one, is told in the next gather."""
+        if self._error is None:
+            try:
+                return function(*args)
+            except Exception as error:
+                self._error = error
+        return None
+
+
+def _decoded(
+    receives: Mapping[int, Sequence[int]],
+    parts: Mapping[int, Any],
+    sizes: Sequence[int],
+    first: int,
+) -> dict[int, tuple[int, Sample]]:
+    found = {}
+    for by, indices in receives.items():
+        data, at = memoryview(parts[by]), 0
+        for index in indices:
+            try:
+                sample = decode_sample(data[at + _ID.size : at + sizes[index]])
+            except SampleWireError as error:
+                raise RuntimeError(
+                    f"a sample did not arrive whole from replica {by + first}: {error}"
+                ) from error
+            found[index] = (_ID.unpack_from(data, at)[0], sample)
+            at += sizes[index]
+    return found

@@ -1,0 +1,304 @@
+"""What replicas tell each other of a step, and what all of them then know of it.
+
+Pure: one numpy dtype per record, from measuring over the wire to the planner.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import Enum, IntEnum
+from typing import Any
+
+import numpy as np
+
+from odb_megatron.plan.cost import CostModel
+from odb_megatron.plan.padding import SizeRule, size_rule
+
+__all__ = [
+    "BLOCK",
+    "HEADER",
+    "OPEN_TOTAL",
+    "ROW",
+    "SUMMARY",
+    "TEXT_BYTES",
+    "LoaderClosedError",
+    "PlanConfig",
+    "ReplicaFailedError",
+    "SkipReason",
+    "StepTotals",
+    "Sync",
+    "block_of",
+    "config_differences",
+]
+
+BLOCK = 64
+"""Replicas that plan together and exchange samples, at most."""
+
+OPEN_TOTAL = 1 << 40
+"""Samples of a run whose length nobody knows before its end."""
+
+TEXT_BYTES = 8192
+"""Of the text that each replica sends when one has failed, or configurations differ."""
+
+_MAX_SHOWN = 200
+
+HEADER = np.dtype(
+    [
+        ("config", "<i8"),  # digest of the PlanConfig
+        ("step", "<i8"),
+        ("consumed", "<i8"),  # samples before this step
+        ("rows", "<u4"),  # that follow
+        ("wait_us", "<u4"),  # for data, since the last record
+        ("ended", "u1"),  # this replica's iterator has no further sample
+        ("closing", "u1"),
+        ("failed", "u1"),
+        ("reserved", "V29"),
+    ]
+)
+"""First 64 bytes of a replica's record."""
+
+ROW = np.dtype(
+    [
+        ("tokens", "<u4"),  # before padding; 0 for a skipped sample
+        ("loss_tokens", "<u4"),  # of a skipped sample its SkipReason
+        ("patches", "<u4"),  # with the bit TRUNCATED where the sample's end was cut
+        ("bytes", "<u4"),  # on the wire
+    ]
+)
+"""A sample in a replica's record: 16 bytes."""
+
+TRUNCATED = 1 << 31
+
+SUMMARY = np.dtype(
+    [
+        ("failed", "<i8"),
+        ("closing", "<i8"),
+        ("differs", "<i8"),  # replicas of the block have different configurations or steps
+        ("config", "<i8"),
+        ("consumed", "<i8"),
+        ("rows", "<i8"),  # read so far in this step
+        ("live", "<i8"),  # replicas whose iterator has not ended
+        ("count", "<i8"),  # micro-batches that the block needs
+    ]
+)
+"""What the first replicas of several blocks tell each other in a round."""
+
+
+class Sync(Enum):
+    """Where replicas wait for each other: the objective of planning."""
+
+    STEP = "step"
+    MICROBATCH = "microbatch"
+
+
+class SkipReason(IntEnum):
+    """Why a sample is consumed and not trained."""
+
+    BAD_RECORD = 1
+    OVERLONG = 2
+
+
+class ReplicaFailedError(RuntimeError):
+    """Another replica, or another rank of this one, has failed; the message says why."""
+
+
+class LoaderClosedError(RuntimeError):
+    """A replica has closed its loader: no further step is made anywhere."""
+
+
+def block_of(replica: int, num_replicas: int, most: int = BLOCK) -> range:
+    """Return the replicas of a replica's block; blocks are as even as can be."""
+    num_blocks = -(-num_replicas // most)
+    edges = [at * num_replicas // num_blocks for at in range(num_blocks + 1)]
+    block = next(at for at in range(num_blocks) if edges[at] <= replica < edges[at + 1])
+    return range(edges[block], edges[block + 1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """Everything that must be equal on all replicas for their plans to agree.
+
+    Attributes:
+        total: samples of the run (train) or of the stream (evaluation), over all replicas;
+            `OPEN_TOTAL` where the iterators' ends decide.
+        global_batch_size: samples of a step.
+        num_replicas: data-parallel size.
+        token_budget: most padded tokens of a micro-batch.
+        multiple: see `padding.length_multiple`.
+        sizes: token counts to the nearest of which micro-batches are padded; empty for none.
+        context: most tokens of a sample, where there are sizes; 0 for the budget.
+        count_multiple: the number of micro-batches is a multiple of this.
+        cost: cost model.
+        sync: where replicas wait for each other.
+        max_patches: most patches of a micro-batch; 0 for no cap.
+        max_share: replicas that may share a long sample, at most.
+        has_iterators: each replica reads an iterator of its own.
+        max_bad_records: see `bad_records`; None for no limit.
+        block: most replicas of a block.
+        data: digest of the data and its order, so that different files are noticed.
+    """
+
+    total: int
+    global_batch_size: int
+    num_replicas: int
+    token_budget: int
+    multiple: int = 1
+    sizes: tuple[int, ...] = ()
+    context: int = 0
+    count_multiple: int = 1
+    cost: CostModel = CostModel()
+    sync: Sync = Sync.STEP
+    max_patches: int = 0
+    max_share: int = 1
+    has_iterators: bool = False
+    max_bad_records: int | None = None
+    block: int = BLOCK
+    data: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch_size", "num_replicas", "count_multiple", "multiple", "block"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.token_budget < self.multiple:
+            raise ValueError(
+                f"token budget {self.token_budget} is below the length multiple {self.multiple}: "
+                "no sample fits; raise --odb-token-budget"
+            )
+        if min(self.total, self.max_patches, self.context, self.max_bad_records or 0) < 0:
+            raise ValueError(f"counts must not be negative; got {self}")
+        if self.has_unknown_end and not self.has_iterators:
+            raise ValueError("a run without a number of samples needs iterators that end")
+
+    @property
+    def has_unknown_end(self) -> bool:
+        """Whether the iterators' ends decide how long the run is."""
+        return self.total == OPEN_TOTAL
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of replicas."""
+        return -(-self.num_replicas // self.block)
+
+    @property
+    def size_rule(self) -> SizeRule:
+        """What samples and micro-batches are padded to."""
+        return size_rule(
+            self.sizes,
+            token_budget=self.token_budget,
+            context=self.context,
+            multiple=self.multiple,
+        )
+
+    def digest(self) -> int:
+        """Signed 64-bit digest of all fields."""
+        text = json.dumps(self._values(), sort_keys=True).encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+
+    def to_text(self) -> str:
+        """Return all fields for `config_differences`; long ones are cut."""
+        values = {name: str(value)[:_MAX_SHOWN] for name, value in self._values().items()}
+        return json.dumps(values, sort_keys=True)
+
+    def _values(self) -> dict[str, object]:
+        return asdict(self) | {"sync": self.sync.value}
+
+
+def config_differences(texts: Sequence[str]) -> str:
+    """Say how configurations differ from replica 0's, field by field; "" where they do not.
+
+    Args:
+        texts: `PlanConfig.to_text` of each replica.
+    """
+    first, *others = (json.loads(text) for text in texts)
+    return "; ".join(
+        f"{name} is {other.get(name, 'absent')} on replica {replica} and "
+        f"{first.get(name, 'absent')} on replica 0"
+        for replica, other in enumerate(others, 1)
+        for name in sorted({*first, *other})
+        if first.get(name) != other.get(name)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTotals:
+    """What all ranks know of a step, over all replicas; of one size, however many they are.
+
+    Attributes:
+        step: 0-based, since this loader began.
+        consumed_before: samples consumed before it.
+        num_consumed: samples consumed, skipped ones included.
+        num_micro_batches: M, equal on all replicas.
+        num_replicas: data-parallel size.
+        num_samples: samples trained.
+        num_left_out: samples skipped.
+        num_bad: those of them whose records are bad.
+        num_truncated: samples whose end was cut.
+        num_tokens: tokens before padding.
+        num_padded_tokens: tokens after padding each sample.
+        num_squared_tokens: sum of squared lengths.
+        num_loss_tokens: positions that carry loss.
+        num_patches: image patches.
+        num_idle: idle micro-batches.
+        num_moved: samples that another replica trains than the one that has read them.
+        bytes_moved: their bytes.
+        cost_sum: predicted cost of all replicas, per-micro-batch overhead included.
+        cost_max: that of the costliest replica.
+        wait_us: longest wait for data of any replica, microseconds.
+        is_final: nothing is left after this step.
+    """
+
+    step: int
+    consumed_before: int
+    num_consumed: int
+    num_micro_batches: int
+    num_replicas: int
+    num_samples: int
+    num_left_out: int
+    num_bad: int
+    num_truncated: int
+    num_tokens: int
+    num_padded_tokens: int
+    num_squared_tokens: int
+    num_loss_tokens: int
+    num_patches: int
+    num_idle: int
+    num_moved: int
+    bytes_moved: int
+    cost_sum: int
+    cost_max: int
+    wait_us: int
+    is_final: bool
+
+    @property
+    def balance(self) -> float:
+        """Mean over max predicted cost of the replicas; 1.0 when there is no cost."""
+        return self.cost_sum / (self.num_replicas * self.cost_max) if self.cost_max else 1.0
+
+    def to_bytes(self) -> bytes:
+        """Return the numbers, 8 bytes each."""
+        values = [int(getattr(self, field.name)) for field in fields(self)]
+        return np.array(values, dtype="<i8").tobytes()
+
+    @classmethod
+    def merged(cls, parts: Sequence[bytes]) -> StepTotals:
+        """Return the totals of several blocks.
+
+        Args:
+            parts: `to_bytes` of each block's.
+        """
+        table = np.stack([np.frombuffer(part, dtype="<i8") for part in parts])
+        values: dict[str, Any] = {}
+        for at, field in enumerate(fields(cls)):
+            column = table[:, at]
+            if field.name in _SAME:
+                values[field.name] = int(column[0])
+            else:
+                values[field.name] = int(column.max() if field.name in _MAX else column.sum())
+        return cls(**values | {"is_final": bool(values["is_final"])})
+
+
+_SAME = {"step", "consumed_before", "num_consumed", "num_micro_batches", "num_replicas", "is_final"}
+_MAX = {"cost_max", "wait_us"}
