@@ -51,7 +51,7 @@ def main() -> None:
     data = FaultyDataset(args.train_samples, fault=fault, folder=folder)
     model_config = argument_utils.gpt_config_from_args(args)
     if kind == "killed_planning" and is_victim:
-        _killed_in_exchange(folder)
+        _killed_in_gather(folder)
     if kind == "device_call" and is_victim:
         threading.Thread(target=_killed_once_stuck, args=(folder,), daemon=True).start()
     if kind == "slow" and is_victim:
@@ -109,18 +109,18 @@ def _killed_once_stuck(folder: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _killed_in_exchange(folder: str) -> None:
-    from odb_megatron.comm.control import ControlGroup
+def _killed_in_gather(folder: str) -> None:
+    from odb_megatron.comm.blocks import SourceGroup
 
-    original = ControlGroup.exchange
+    original = SourceGroup.gather
 
-    def exchange(self: ControlGroup, record: bytes) -> list[bytes]:
-        if self.name == "train" and self.num_exchanges == 2 * FAULT_STEP:
+    def gather(self: SourceGroup, record: bytes) -> list[bytes]:
+        if self._gather == "train gather" and self._rounds == FAULT_STEP:
             mark(folder)
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, record)
 
-    ControlGroup.exchange = exchange  # type: ignore[method-assign]
+    SourceGroup.gather = gather  # type: ignore[method-assign]
 
 
 def _leaves_between(training: Any, folder: str) -> None:

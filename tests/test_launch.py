@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from odb_megatron import launch
-from odb_megatron.comm import elastic
+from odb_megatron import elastic, launch
 from odb_megatron.launch import build_command, build_environment
 from odb_megatron.testing import run_script
 
@@ -81,7 +80,7 @@ def test_command(device: str, torchrun_args: list[str], expected: list[str]) -> 
     command = build_command(
         ["s.py", "--x"], device=device, num_processes=2, torchrun_args=torchrun_args
     )
-    assert command == [sys.executable, "-m", "odb_megatron.comm.elastic", *expected]
+    assert command == [sys.executable, "-m", "odb_megatron.elastic", *expected]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def test_two_processes_all_reduce_on_the_cpu(tmp_path: Path) -> None:
 
 FAILURES = """
 import atexit, os, signal, sys, time
-from odb_megatron.comm.elastic import leave_reason
+from odb_megatron.elastic import leave_reason
 from odb_megatron.megatron.usage import usage_errors
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 if how == "code":
