@@ -323,6 +323,9 @@ inline read_share(r) {
     size = MIN2(num, last[r] - next[r]);
     read[r] = read[r] | ((BIT(size) - 1) << next[r]);
     next[r] = next[r] + size;
+#ifdef MUTATE_STATE_OF_READ
+    saved[r] = next[r];
+#endif
     g_rows[BLOCK(r)] = g_rows[BLOCK(r)] + size;
     if
     :: next[r] == last[r] -> g_ended[BLOCK(r)] = g_ended[BLOCK(r)] | BIT(r)
@@ -347,7 +350,7 @@ inline enter_gather(r) {
 #ifndef MUTATE_ERROR_UNTOLD
         g_failed[BLOCK(r)] = 1;
 #endif
-        NEVER(ERROR_IN_LAST_STEP, total > 0 && WANTED(r) > 0 && consumed[r] + WANTED(r) == total && missing[r] == 0);
+        NEVER(ERROR_IN_LAST_STEP, consumed[r] < total && (consumed[0] == total || consumed[1] == total));
         NEVER(ERROR_AND_STOP, CLOSING(r))
     fi;
 #ifdef MUTATE_SKIP_CLOSING_GATHER
@@ -441,7 +444,9 @@ inline commit(r) {
 #endif
     committed[r]++;
     consumed[r] = consumed[r] + WANTED(r) - missing[r];
+#ifndef MUTATE_STATE_OF_READ
     saved[r] = next[r];
+#endif
     assert(EVERY(SAME_M, r) && EVERY(SAME_CONSUMED, r));
     assert(count % MULTIPLE == 0 && SIZE(part[r]) <= count * FIT);
     assert((emitted & part[r]) == 0); /* no sample twice */
@@ -473,25 +478,21 @@ another_round:
 gathered:
         atomic {
             meet(r, BLOCK(r));
-#if BLOCKS == 2
-#ifdef MUTATE_DECIDE_IN_BLOCK
-            if
-            :: g_closing[BLOCK(r)] -> LEAVE_AS(r, stopped)
-            :: else
-            fi;
-#endif
-            if
+            if /* plan, if the block has anything */
             :: !error[r] && !ends_with_texts && ANY_OF(HAS_ROWS, r) -> compute(r)
             :: else
             fi;
+#if BLOCKS == 2
             if
             :: IS_FIRST(r) && ends_with_texts -> enter(FIRSTS, texts)
             :: IS_FIRST(r) && !ends_with_texts -> bring(r); enter(FIRSTS, round)
-            :: else
 #ifdef MUTATE_SKIP_HANDED
-                && !error[r] -> skip
             :: !IS_FIRST(r) && error[r] && !ends_with_texts -> goto again
 #endif
+#ifdef MUTATE_DECIDE_IN_BLOCK
+            :: !IS_FIRST(r) && g_closing[BLOCK(r)] -> LEAVE_AS(r, stopped)
+#endif
+            :: else
             fi
         };
         atomic {
@@ -548,11 +549,12 @@ gathered:
             :: else
             fi;
             assert(missing[r] < WANTED(r));
-            if
-            :: !error[r] -> plan_block(r); compute(r)
+            plan_block(r);
+#if BLOCKS == 2
+            if /* plan again, where other blocks need more micro-batches */
+            :: !error[r] -> compute(r)
             :: else
             fi;
-#if BLOCKS == 2
             if
 #ifdef MUTATE_SKIP_SUMS
             :: IS_FIRST(r) && error[r] -> goto again
@@ -637,13 +639,11 @@ take:
             :: FAULT == RAISE && r == victim && struck[r] -> LEAVE_TRAINER(r)
             :: FAULT == RAISE && r == victim && struck[r] && nempty(steps[r]) ->
                 steps[r]?m; m = 0;
-                LEAVE_TRAINER(r)
+                goto raises
 #ifdef MUTATE_STOP_AT_ONCE
             :: asked[r] -> LEAVE_TRAINER(r)
 #endif
-#ifdef MUTATE_RAISE_AT_ONCE
-            :: error[r] -> END_TRAINER(r)
-#endif
+            :: FAULT == ERROR && error[r] -> END_TRAINER(r) /* or trains what is queued first */
             :: nempty(steps[r]) && !(FAULT == LEAVE && trained[r] == leave_after) ->
                 steps[r]?m;
                 trained_m[r] = m; m = 0;
@@ -664,6 +664,8 @@ take:
             :: HEARTBEAT(r) -> NEVER(HEARTBEAT_NEEDED, true); result[r] = failed; gone[r] = 1
             fi
         };
+raises:
+        atomic { LEAVE_TRAINER(r) };
 close:
         atomic { /* the loop was woken: wait for its last exchange */
             if
@@ -752,7 +754,8 @@ inline check_end() {
     assert(ALL_ARE(result, finished) || ALL_ARE(result, stopped) || ALL_ARE(result, failed));
     assert(EQUAL(trained)); /* a common last step */
 #if FAULT == ERROR || FAULT == HANG
-    assert(ALL_ARE(result, failed) == ANY(struck));
+    /* An error in planning a step that a stop request drops is dropped with it. */
+    assert(ALL_ARE(result, failed) == ANY(struck) || (any_closing && ALL_ARE(result, stopped)));
     assert(!ANY(gone) || ANY(struck));
     assert(trained[0] <= MIN(committed));
 #else
