@@ -2,15 +2,17 @@
 
 As examples/pretrain_gpt_odb.py on the CPU device layer, with `fault_data` as its data. The kinds:
 `killed_in_step` and `killed_planning` (RANK ends by SIGKILL), `device_call` (the same, while the
-others are in a call that no signal or error ends), `waits` (RANK notes that it is in a step, for
-whoever stops or signals it), `slow` (RANK takes SLOW_S seconds for its first evaluation, and for
-its first checkpoint), and those of `fault_data`.
+others are in a call that no signal or error ends), `leaves_in_step` and `leaves_between` (RANK
+calls sys.exit(0) in a step, or after it), `waits` (RANK notes that it is in a step, for whoever
+stops or signals it), `slow` (RANK takes SLOW_S seconds for its first evaluation, and for its first
+checkpoint), and those of `fault_data`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -54,6 +56,8 @@ def main() -> None:
         threading.Thread(target=_killed_once_stuck, args=(folder,), daemon=True).start()
     if kind == "slow" and is_victim:
         _slow_save(training)
+    if kind == "leaves_between" and is_victim:
+        _leaves_between(training, folder)
     with OdbRun(args, datasets=lambda _: [data, data, None]) as run:
         run.prepare_model(model_config)
         step = _watched(run.forward_step, args, kind=kind, is_victim=is_victim, folder=folder)
@@ -77,6 +81,9 @@ def _watched(
         if is_time and kind == "killed_in_step" and is_victim:
             mark(folder)
             os.kill(os.getpid(), signal.SIGKILL)
+        if is_time and kind == "leaves_in_step" and is_victim:
+            mark(folder)
+            sys.exit(0)
         if is_time and kind == "device_call" and not is_victim:
             mark(folder, "stuck")
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -114,6 +121,21 @@ def _killed_in_exchange(folder: str) -> None:
         return original(self, record)
 
     ControlGroup.exchange = exchange  # type: ignore[method-assign]
+
+
+def _leaves_between(training: Any, folder: str) -> None:
+    original, num_logged = training.training_log, [0]
+
+    @functools.wraps(original)  # hooks look at its signature
+    def training_log(*arguments: Any, **named: Any) -> Any:
+        result = original(*arguments, **named)
+        num_logged[0] += 1
+        if num_logged[0] == FAULT_STEP:
+            mark(folder)
+            sys.exit(0)
+        return result
+
+    training.training_log = training_log
 
 
 def _slow_save(training: Any) -> None:

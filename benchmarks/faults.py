@@ -79,6 +79,11 @@ def _gone(run: FaultRun) -> bool:
     return _all_name(rf"rank {VICTIM} \(replica {VICTIM}, .*\) is gone", run)
 
 
+def _left(run: FaultRun) -> bool:
+    early = r"has left the run early|has left by sys\.exit\(\) within a step"
+    return _all_name(rf"rank {VICTIM} \(replica {VICTIM}, [^;]*({early})", run)
+
+
 def _paused(run: FaultRun) -> bool:
     return _all_name(rf"warning: rank {VICTIM} \(.*\) has not answered since", run)
 
@@ -92,6 +97,10 @@ CASES = (
     Case(name="killed_in_step", kind="killed_in_step", names=_gone, is_dead_peer=True),
     Case(name="killed_while_planning", kind="killed_planning", names=_gone, is_dead_peer=True),
     Case(name="killed_in_device_call", kind="device_call", names=_gone, is_dead_peer=True),
+    *(
+        Case(name=name, kind=name, names=_left, is_dead_peer=True)
+        for name in ("leaves_in_step", "leaves_between")
+    ),
     Case(
         name="paused",
         kind="waits",

@@ -67,7 +67,7 @@ def main() -> None:
     args = parse_args()
     start_processes(args)
     with usage_errors():
-        config = OdbConfig.from_args(args, num_replicas=args.data_parallel_size)
+        config = OdbConfig.from_args(args)
         tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_model, args.tokenizer_cache))
         args.padded_vocab_size = -(-len(tokenizer) // 128) * 128
         refuse_unsupported(args, config)

@@ -47,7 +47,7 @@ def _serve(rank: int, folder: str, connection: Connection) -> None:
         if name == "told":
             connection.send(list(told))
         elif name == "loss":
-            connection.send((heartbeat.has_loss, heartbeat.gone))
+            connection.send((heartbeat.wait_for_loss(0), heartbeat.gone))
         else:
             connection.send(getattr(heartbeat, name)(*arguments))
 

@@ -34,6 +34,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
 _UNCHECKED_S = 0.05  # seconds of waiting before the deadline is looked at
 _ENDLESS = timedelta(days=365)  # time-out of an operation that a deadline ends
 
+_c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 _made: Counter[str] = Counter()
 _groups: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
 
@@ -92,9 +93,8 @@ class GlooGroup:
         self._deadline = deadline
         self.rank = list(ranks).index(dist.get_rank())
         self.size = len(ranks)
-        c10d: Any = dist  # its stubs lack what is used here
-        store = c10d.PrefixStore(f"odb_megatron/{name}", dist.distributed_c10d._get_default_store())
-        self._group: Any = c10d.ProcessGroupGloo(
+        store = _c10d.PrefixStore(f"odb_megatron/{name}", _c10d._get_default_store())
+        self._group: Any = _c10d.ProcessGroupGloo(
             store, self.rank, self.size, timedelta(seconds=timeout_s)
         )
         _groups.add(self)
@@ -111,7 +111,7 @@ class GlooGroup:
             return [record]
         gathered = torch.empty((self.size, len(record)), dtype=torch.uint8)
         sent = torch.from_numpy(np.frombuffer(record, np.uint8).copy())
-        options = self._options(dist.distributed_c10d.AllgatherOptions())
+        options = self._options(_c10d.AllgatherOptions())
         self._complete("allgather", [list(gathered.unbind())], [sent], options)
         return [row.tobytes() for row in gathered.numpy()]
 
@@ -130,7 +130,7 @@ class GlooGroup:
             torch.from_numpy(joined),
             list(sizes),
             [len(part) for part in sent],
-            self._options(dist.distributed_c10d.AllToAllOptions()),  # type: ignore[attr-defined]
+            self._options(_c10d.AllToAllOptions()),
         )
         ends = np.cumsum(sizes).tolist()
         data = memoryview(received)

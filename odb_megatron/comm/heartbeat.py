@@ -1,9 +1,8 @@
-"""Tells every rank which process is gone, which is silent, and what those that are late do.
+"""Tells every rank which process is gone or silent, and what those that are late do.
 
 A tree of TCP connections between all ranks, apart from every process group: gloo says that a peer
 is missing, not which. The system closes a dead process's connections, whatever killed it; a stopped
-process keeps them and no longer answers. Nothing is sent per step. Must not know data or Megatron;
-messages are lines of JSON.
+process keeps them and no longer answers. Nothing is sent per step. Messages are lines of JSON:
 
 | message | means |
 |---|---|
@@ -11,6 +10,7 @@ messages are lines of JSON.
 | `ping` | somebody is there |
 | `bye` | the sender ends as it should |
 | `gone`, `failed`, `silent`, `back` | passed on to all: what became of a rank |
+| `left` | passed on to all: a rank's script has ended, after so many steps |
 | `where` | passed on to all: who has not come to this point? |
 | `late` | passed on to all: an answer to it |
 """
@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -43,7 +44,7 @@ _FAN_OUT = 64
 
 _PING_S = 2.0
 _TICK_S = 0.25
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 """Of one message; more is no message of ours."""
 
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -89,25 +90,24 @@ class Heartbeat:
         self._rank, size = dist.get_rank(), dist.get_world_size()
         self.who = f"rank {self._rank} ({who}, {socket.gethostname()}, process {os.getpid()})"
         self._silent_s = silent_s
-        self._tell = tell or _print
-        self._gone: dict[int, str] = {}
-        self._failed: dict[int, str] = {}
-        self._silent: dict[int, str] = {}
+        self._tell = tell or partial(print, file=sys.stderr, flush=True)
+        self._news: dict[str, dict[int, str]] = {"silent": {}, "failed": {}, "gone": {}}
         self._late: dict[str, dict[int, str]] = {}
         self._points: dict[str, tuple[int, float]] = {}  # where this rank is
-        self._seen: set[tuple[str, int]] = set()  # questions passed on
-        self._links: list[_Link] = []
+        self._asked: set[tuple[str, int]] = set()  # questions passed on
+        self._steps = 0  # that the trainer has begun
+        self._left: dict[str, Any] = {"steps": sys.maxsize}  # message of the rank that left first
         self._has_loss = threading.Event()
-        self._is_closing = False
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._is_closing = False
+        self._links: list[_Link] = []
         self._selector = selectors.DefaultSelector()
-        self._wake, woken = socket.socketpair()
-        woken.setblocking(False)
-        self._wake.setblocking(False)
-        self._selector.register(woken, selectors.EVENT_READ, None)
-        self._woken = woken
+        self._wake, self._woken = socket.socketpair()
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._woken.recv)
         self._listener: socket.socket | None = None
-        self._token = ""
+        self._token = secrets.token_hex(16)
         self._ticked = self._pinged = time.monotonic()
         self._connect(size, timeout_s)
         self._thread = threading.Thread(target=self._run, name="the heartbeat", daemon=True)
@@ -117,16 +117,11 @@ class Heartbeat:
 
     @property
     def gone(self) -> dict[int, str]:
-        """Ranks whose process is gone without a word, in words."""
-        return dict(self._gone)
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether a rank is gone, or said that it failed."""
-        return self._has_loss.is_set()
+        """Ranks whose process is gone without a word, or that left the run early, in words."""
+        return dict(self._news["gone"])
 
     def wait_for_loss(self, timeout_s: float) -> bool:
-        """Wait until `has_loss`; return it."""
+        """Wait until a rank is gone, or has said that it failed; return whether one is or has."""
         return self._has_loss.wait(timeout_s)
 
     def note(self, what: str, number: int) -> None:
@@ -136,6 +131,16 @@ class Heartbeat:
     def ask(self, what: str, number: int) -> None:
         """Ask all ranks that `note` the same thing, and have not come so far, for an answer."""
         self._order({"kind": "where", "what": what, "number": number})
+
+    def begin_step(self) -> None:
+        """The trainer begins a step, of training or evaluation, as those of all ranks have to."""
+        self._steps += 1
+        if self._steps > self._left["steps"]:
+            self._order(self._left)
+
+    def leave(self) -> None:
+        """This rank's script has ended between steps: those that begin another one miss it."""
+        self._order({"kind": "left", "rank": self._rank, "steps": self._steps, "text": self.who})
 
     def tell_failure(self, text: str) -> None:
         """Tell all ranks that this one ends with an error."""
@@ -147,7 +152,9 @@ class Heartbeat:
         Args:
             what: see `note`; ranks that are late for it are named too.
         """
-        texts = {**self._late.get(what, {}), **self._silent, **self._failed, **self._gone}
+        texts = dict(self._late.get(what, {}))
+        for found in self._news.values():
+            texts |= found
         return "; ".join(texts[rank] for rank in sorted(texts))
 
     def close(self) -> None:
@@ -167,8 +174,7 @@ class Heartbeat:
             address = _own_address()
             self._listener = socket.create_server((address, 0), backlog=_FAN_OUT)
             self._listener.setblocking(False)
-            self._selector.register(self._listener, selectors.EVENT_READ, None)
-            self._token = secrets.token_hex(16)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             port = self._listener.getsockname()[1]
             store.set(str(self._rank), json.dumps([address, port, self._token, self.who]))
         parent = parent_of(self._rank)
@@ -185,8 +191,7 @@ class Heartbeat:
             ) from error
         link = self._add(sock)
         link.rank, link.who = parent, who
-        hello = {"kind": "hello", "rank": self._rank, "who": self.who, "token": token}
-        self._send(link, hello)
+        self._send(link, {"kind": "hello", "rank": self._rank, "who": self.who, "token": token})
 
     def _order(self, message: dict[str, Any]) -> None:
         self._orders.put(message)
@@ -196,21 +201,24 @@ class Heartbeat:
     def _run(self) -> None:
         while True:
             for key, _ in self._selector.select(_TICK_S):
-                if key.fileobj is self._listener and self._listener is not None:
-                    with contextlib.suppress(OSError):
-                        self._add(self._listener.accept()[0])
-                elif key.fileobj is self._woken:
-                    with contextlib.suppress(OSError):
-                        self._woken.recv(4096)
-                else:
-                    self._receive(key.data)
+                with contextlib.suppress(OSError):
+                    key.data(4096)
             while not self._orders.empty():
                 message = self._orders.get()
                 if message["kind"] == "bye":
-                    self._leave()
+                    self._pass_on(message, None)
+                    for link in list(self._links):
+                        self._forget(link)
+                    for own in (self._listener, self._selector, self._woken, self._wake):
+                        if own is not None:
+                            own.close()
                     return
-                self._handle(message, source=None)
+                self._handle(message, None)
             self._tick()
+
+    def _accept(self, _size: int) -> None:
+        assert self._listener is not None
+        self._add(self._listener.accept()[0])
 
     def _add(self, sock: socket.socket) -> _Link:
         sock.settimeout(0.5)
@@ -221,12 +229,12 @@ class Heartbeat:
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         link = _Link(sock)
         self._links.append(link)
-        self._selector.register(sock, selectors.EVENT_READ, link)
+        self._selector.register(sock, selectors.EVENT_READ, partial(self._receive, link))
         return link
 
-    def _receive(self, link: _Link) -> None:
+    def _receive(self, link: _Link, size: int) -> None:
         try:
-            data = link.sock.recv(1 << 16)
+            data = link.sock.recv(size)
         except TimeoutError:
             return
         except OSError:
@@ -236,59 +244,56 @@ class Heartbeat:
             return
         link.heard = time.monotonic()
         *lines, link.received = (link.received + data).split(b"\n")
-        for line in lines:
-            try:
-                message = json.loads(line)
-                if link.rank < 0:
-                    self._greet(link, message)
+        try:
+            for message in map(json.loads, lines):
+                if link.rank >= 0:
+                    self._handle(message, link)
+                elif secrets.compare_digest(str(message["token"]), self._token):
+                    link.rank, link.who = int(message["rank"]), str(message["who"])
                 else:
-                    self._handle(message, source=link)
-            except (ValueError, KeyError, TypeError, RecursionError):
-                self._forget(link)  # none of ours
-                return
-        if len(link.received) > _MOST_BYTES:
-            self._forget(link)
+                    raise ValueError("not one of this run's ranks")
+            if len(link.received) > _MAX_BYTES:
+                raise ValueError("a message without an end")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            self._forget(link)  # none of ours
 
-    def _greet(self, link: _Link, message: dict[str, Any]) -> None:
-        is_ours = secrets.compare_digest(str(message["token"]), self._token)
-        if message["kind"] != "hello" or not is_ours:
-            raise ValueError("not one of this run's ranks")
-        link.rank, link.who = int(message["rank"]), str(message["who"])
-
-    def _handle(self, message: dict[str, Any], *, source: _Link | None) -> None:
-        kind = message["kind"]
-        if kind == "ping":
-            return
-        if kind == "bye" and source is not None:
+    def _handle(self, message: dict[str, Any], source: _Link | None) -> None:
+        if message["kind"] == "bye" and source is not None:
             source.says_bye = True
-            return
-        if self._take_in(kind, message):
+        elif message["kind"] != "ping" and self._take_in(message["kind"], message):
             self._pass_on(message, source)
 
     def _take_in(self, kind: str, message: dict[str, Any]) -> bool:
         """Note a message for all; return whether it was new."""
         if kind == "where":
             what, number = str(message["what"]), int(message["number"])
-            if (what, number) in self._seen:
+            if (what, number) in self._asked:
                 return False
-            self._seen.add((what, number))
+            self._asked.add((what, number))
             self._late[what] = {}
             point = self._points.get(what)
             if point is not None and point[0] < number:
                 self._order({"kind": "late", "rank": self._rank, "what": what, "text": self._at()})
             return True
         rank, text = int(message["rank"]), str(message.get("text", ""))
-        if rank == self._rank:
-            return kind in ("failed", "late")  # what this rank says of itself
+        is_own = rank == self._rank
+        if kind == "left":
+            is_first: bool = message["steps"] < self._left["steps"]
+            if is_first:
+                self._left = message
+            if self._steps > self._left["steps"]:
+                text = f"{text} has left the run early: its script has ended, and others train on"
+                self._handle({"kind": "gone", "rank": rank, "text": text}, None)
+            return is_first
         if kind == "back":
-            return self._silent.pop(rank, None) is not None
+            return self._news["silent"].pop(rank, None) is not None
         if kind == "late":
             self._late.setdefault(str(message["what"]), {})[rank] = text
             return True
-        found = {"gone": self._gone, "failed": self._failed, "silent": self._silent}[kind]
-        if rank in found:
-            return False
-        found[rank] = text
+        has_left = kind == "gone" and self._left.get("rank") == rank
+        if rank in self._news[kind] or (is_own and not has_left):
+            return is_own and kind == "failed"  # what this rank says of itself
+        self._news[kind][rank] = text
         if kind != "silent":
             self._has_loss.set()
         return True
@@ -317,36 +322,34 @@ class Heartbeat:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        if now - self._ticked > _PING_S:  # it was this process that stood still
-            for link in self._links:
-                link.heard = now
-        self._ticked = now
+        stood_still, self._ticked = now - self._ticked > _PING_S, now
         if now - self._pinged > _PING_S:
             self._pinged = now
             self._pass_on({"kind": "ping"}, None)
         for link in self._links:
+            if stood_still:  # it was this process that did
+                link.heard = now
             if link.rank < 0 or link.says_bye:
                 continue
-            away_s = now - link.heard
-            if away_s > self._silent_s + _PING_S and link.rank not in self._silent:
+            away_s, is_silent = now - link.heard, link.rank in self._news["silent"]
+            if away_s > self._silent_s + _PING_S and not is_silent:
                 text = (
                     f"{link.who} has not answered since {_clock(time.time() - away_s)}: it is "
                     "stopped, or its host is not reachable"
                 )
                 self._tell(f"odb: warning: {text}")
-                self._handle({"kind": "silent", "rank": link.rank, "text": text}, source=None)
-            elif away_s < _PING_S and link.rank in self._silent:
+                self._handle({"kind": "silent", "rank": link.rank, "text": text}, None)
+            elif away_s < _PING_S and is_silent:
                 self._tell(f"odb: {link.who} answers again")
-                self._handle({"kind": "back", "rank": link.rank}, source=None)
+                self._handle({"kind": "back", "rank": link.rank}, None)
 
     def _drop(self, link: _Link) -> None:
         """Its end of the connection is closed."""
         self._forget(link)
         if link.rank >= 0 and not link.says_bye:
-            text = f"{link.who} is gone, noticed at {_clock(time.time())}"
-            if link.rank == 0:
-                text += " (it hosted the rendezvous store)"
-            self._handle({"kind": "gone", "rank": link.rank, "text": text}, source=None)
+            store = " (it hosted the rendezvous store)" if link.rank == 0 else ""
+            text = f"{link.who} is gone, noticed at {_clock(time.time())}{store}"
+            self._handle({"kind": "gone", "rank": link.rank, "text": text}, None)
 
     def _forget(self, link: _Link) -> None:
         with contextlib.suppress(KeyError, ValueError):
@@ -354,16 +357,6 @@ class Heartbeat:
         link.sock.close()
         if link in self._links:
             self._links.remove(link)
-
-    def _leave(self) -> None:
-        self._pass_on({"kind": "bye"}, None)
-        for link in list(self._links):
-            self._forget(link)
-        if self._listener is not None:
-            self._listener.close()
-        self._selector.close()
-        self._woken.close()
-        self._wake.close()
 
 
 def _own_address() -> str:
@@ -380,7 +373,3 @@ def _own_address() -> str:
 
 def _clock(at: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at))
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

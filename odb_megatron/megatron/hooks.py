@@ -20,8 +20,10 @@ Each replacement wraps the original and is undone by `Hooks.remove`. Must not pl
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import Any, Protocol
 
 from odb_megatron.data.feed import ChunkIterator, StepHeader
@@ -35,7 +37,10 @@ from odb_megatron.megatron.compat_metrics import (
 from odb_megatron.megatron.routers import RouterMasks
 from odb_megatron.plan.record import StepTotals
 
-__all__ = ["Hooks", "RunListener"]
+__all__ = ["Hooks", "RunListener", "is_within_step"]
+
+
+_SCHEDULE = "forward_backward_by_plan"
 
 
 class RunListener(Protocol):
@@ -73,6 +78,12 @@ class RunListener(Protocol):
 
     def tokens_so_far(self) -> int | None:
         """Real tokens trained since the start of the run; None leaves Megatron's estimate."""
+
+
+def is_within_step(trace: TracebackType | None) -> bool:
+    """Whether an exception was raised within a schedule that a run has wrapped."""
+    names = (frame.f_code.co_name for frame, _ in traceback.walk_tb(trace))
+    return _SCHEDULE in names
 
 
 class Hooks:
@@ -147,7 +158,7 @@ class Hooks:
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
             schedule = original(*args, **kwargs)
 
-            def forward_backward(**arguments: Any) -> Any:
+            def forward_backward_by_plan(**arguments: Any) -> Any:
                 training = not arguments.get("forward_only", False)
                 if self._is_before_steps:
                     return schedule(**arguments)
@@ -176,7 +187,7 @@ class Hooks:
                 with self._told_of_backward(arguments["model"]):
                     return schedule(**arguments)
 
-            return forward_backward
+            return forward_backward_by_plan
 
         return get_forward_backward_func
 

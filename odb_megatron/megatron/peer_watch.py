@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from megatron.core import parallel_state as mpu
 
-from odb_megatron.comm.heartbeat import Heartbeat
 from odb_megatron.comm.deadline import Deadline
+from odb_megatron.comm.heartbeat import Heartbeat
 from odb_megatron.comm.watchdog import Watchdog, limit_end
 from odb_megatron.megatron.config import OdbConfig
 
@@ -80,6 +80,16 @@ class PeerWatch:
         """Tell all ranks that this one ends with an error."""
         if self._heartbeat is not None:
             self._heartbeat.tell_failure(text[:_SHOWN])
+
+    def begin_step(self) -> None:
+        """The trainer begins a step, of training or evaluation."""
+        if self._heartbeat is not None:
+            self._heartbeat.begin_step()
+
+    def leave(self) -> None:
+        """The script has ended as it should, between steps: the same for all, or it is told."""
+        if self._heartbeat is not None:
+            self._heartbeat.leave()
 
     def close(self, *, clean: bool) -> None:
         """End; while a peer is gone the watchdog stays until the process has ended.

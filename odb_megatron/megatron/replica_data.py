@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 from megatron.core.datasets.utils import Split
 
-from odb_megatron.comm.delivery import ReplicaGroup, differences
 from odb_megatron.comm.deadline import Deadline
+from odb_megatron.comm.delivery import ReplicaGroup, differences
 from odb_megatron.data.feed import ChunkIterator, ContextPart, StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.megatron.replica_ranks import ReplicaRanks

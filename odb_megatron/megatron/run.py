@@ -37,7 +37,7 @@ from odb_megatron.megatron.forward_step import (
     packed_batch,
     padded_batch,
 )
-from odb_megatron.megatron.hooks import Hooks
+from odb_megatron.megatron.hooks import Hooks, is_within_step
 from odb_megatron.megatron.peer_watch import PeerWatch
 from odb_megatron.megatron.providers import (
     build_loader,
@@ -222,6 +222,11 @@ class OdbRun:
         trace: TracebackType | None,
     ) -> None:
         clean = kind is None or (isinstance(error, SystemExit) and not error.code)
+        has_left = clean and is_within_step(trace)
+        if has_left:
+            clean, error = False, RuntimeError("the script has left by sys.exit() within a step")
+        elif clean and self._peers is not None:
+            self._peers.leave()
         if not clean and error is not None:
             self._tell_failure(error)
         self._hooks.remove()
@@ -236,6 +241,8 @@ class OdbRun:
         if isinstance(error, KeyboardInterrupt):
             print(f"odb: rank {self._args.rank} was interrupted", file=sys.stderr, flush=True)
             raise SystemExit(INTERRUPTED) from None
+        if has_left and error is not None:
+            raise error
 
     def _tell_failure(self, error: BaseException) -> None:
         """Tell the launcher, and the other ranks, unless one of them is the cause."""
@@ -252,6 +259,8 @@ class OdbRun:
 
     def on_schedule(self, *, training: bool) -> None:
         """See `hooks.RunListener`."""
+        if self._peers is not None:
+            self._peers.begin_step()
         if training and self._report.recorder is not None:
             self._report.recorder.start_clock()
         if training and self._checkpoint is not None:
@@ -265,7 +274,7 @@ class OdbRun:
             return
         assert self._calculator is not None
         self._calculator.begin_step(header.totals)
-        self._report.begin_step(header, self._own_feed)
+        self._report.begin_step(header)
         done = self._args.curr_iteration + 1
         if header.totals.is_final:
             self._args.train_iters = done
@@ -323,7 +332,7 @@ class OdbRun:
 
     def tokens_so_far(self) -> int | None:
         """See `hooks.RunListener`."""
-        if self._report.recorder is None or not self._report.leads:
+        if self._report.recorder is None or not self._report.is_open:
             return None
         return self._tokens_before + self._report.recorder.num_tokens
 
