@@ -110,7 +110,7 @@ def check_row(row: dict[str, Any]) -> None:
         assert 0 < arm["balance_predicted"] <= 1
         assert arm["tokens_per_s"] == pytest.approx(arm["samples_per_s"] * row["lengths"]["mean"])
         assert arm["tokens_per_s_per_device"] == pytest.approx(arm["tokens_per_s"] / 2)
-        assert (arm["padding_fraction"] == 0) == (name == "odb")
+        assert arm["padding_fraction"] == 0 or name != "odb"
         if name != "standard_mean":
             assert arm["max_micro_batch_tokens"] <= 256
     assert arms["odb"]["balance_predicted"] > arms["standard"]["balance_predicted"]
