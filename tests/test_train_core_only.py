@@ -87,15 +87,6 @@ def test_samples(data: list[str]) -> None:
     assert small[-1].loss < small[0].loss - 0.1
 
 
-def test_cost(data: list[str]) -> None:
-    """Steps vary in size; every sample is trained once."""
-    steps, _ = train(data, "--odb-policy", "cost", "--odb-window", "16")
-    sizes = [step.num_samples for step in steps]
-    assert sum(sizes) == NUM_RECORDS
-    assert len(set(sizes[:-1])) > 1
-    assert steps[-1].loss < steps[0].loss - 0.1
-
-
 def test_pipeline(data: list[str]) -> None:
     """Stages run the same M, which changes from step to step."""
     steps, _ = train(data, "--pipeline-model-parallel-size", "2")
@@ -114,7 +105,6 @@ def test_what_does_not_fit_is_named(data: list[str]) -> None:
     [
         (("--odb-epochs", "1"), "this loop does not have --odb-epochs"),
         (("--no-odb-resume-strict",), "this loop does not have --odb-resume-strict"),
-        (("--odb-cost", "auto"), "use --odb-cost shape"),
     ],
 )
 def test_a_flag_that_would_do_nothing(
