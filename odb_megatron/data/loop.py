@@ -230,8 +230,8 @@ class StepLoop:
         self._block_number = self._all_blocks.index(self._block)
         self._num_live = [len(one) for one in self._all_blocks]  # iterators that go on, by block
         self._ended = np.zeros(len(self._block), dtype=bool)
-        # A first round, of headers alone: which iterators have ended (also at a resume), and whether
-        # configurations differ, from which the size of later records follows.
+        # A first round, of headers alone, tells which iterators have ended (also at a resume), and
+        # whether configurations differ, from which the size of later records follows.
         self._knows_ends = False
         self._has_read = start.source is not None  # a resumed run's iterators were compared
         self._step, self._consumed, self._num_consumed = 0, start.consumed, 0
@@ -241,7 +241,7 @@ class StepLoop:
         self._arrived: dict[int, bytes] = {}  # from other blocks, by place in the table
         self._counts = [SourceCounts() for _ in range(num_sources)]
         self._bad = BadRecords(config.max_bad_records, num=start.num_bad)
-        self._wait_us = 0
+        self._wait_us, self._began = 0, 0.0
         self._closing = False
         self._error: Exception | None = None
 
@@ -269,6 +269,7 @@ class StepLoop:
         """
         try:
             while True:
+                self._began = time.perf_counter()
                 table = yield from self._agree()
                 if table is None:
                     return
@@ -654,8 +655,9 @@ class StepLoop:
                 solo=self._rule.padded(len(sample)) > budget or sample.num_patches > most > 0,
             )
         metadata, payload, pixels = pack_step(totals, found, rule=self._rule)
+        plan_us = round((time.perf_counter() - self._began) * 1e6)
         return PackedStep(
-            header=encode_header(metadata),
+            header=encode_header(replace(metadata, plan_us=plan_us)),
             payload=payload,
             pixels=pixels,
             progress=Progress(consumed=totals.consumed_before),
