@@ -83,6 +83,7 @@ class StreamReader:
         fetcher, dead = _Fetcher(stream), list[int]
         if num:
             fetcher = _Fetcher(stream, limit_s=workers.timeout_s)
+            stream.locate(consumed)  # makes the pass's order, which forked workers then share
             context, dead = recorded(multiprocessing.get_context("fork"))
             options = {"prefetch_factor": _PREFETCH, "multiprocessing_context": context}
         size = max(1, min(_MAX_IN_GROUP, share // (max(1, num) * _PREFETCH))) if num else 1

@@ -339,7 +339,9 @@ class _Units:
             costliest = max(movable, key=lambda one: one.load)
             unit = costliest.units.pop()
             price = self.prices[unit]
-            costliest.load -= self.part_of(unit, costliest.width)[1] if costliest.width > 1 else price
+            costliest.load -= (
+                self.part_of(unit, costliest.width)[1] if costliest.width > 1 else price
+            )
             idle.units, idle.load = [unit], price
 
     def keep_at_home(self, rows: list[list[_Bin]], owner: list[int], sync: Sync) -> None:
