@@ -203,9 +203,11 @@ class _Planner:
         """Return a plan whose micro-batches of one index cost the same on every replica."""
         densities = _DENSITIES if count > 1 and self.widths else (100,)
         found = [self.fill_costly(count, density, limit) for density in densities]
-        _, costly, others = min(filter(None, found), key=lambda one: one[0], default=(0, [], []))
+        if not any(found):
+            return []
+        _, costly, others = min(filter(None, found), key=lambda one: one[0])
         bins = self.pack(others, self.num_replicas * (count - len(costly)), self.prices)
-        if not any(found) or (others and not bins):
+        if others and not bins:
             return []
         bins += [one for column in costly for one in column if one.width == 1]
         self.use_idle(bins)
