@@ -195,7 +195,7 @@ if how == "usage":
     else:
         time.sleep(1.5)
     with usage_errors():
-        raise ValueError("--odb-window 2 is too small: raise it")
+        raise ValueError("--odb-epochs 2 is too small: raise it")
 if rank == 1:
     leave_reason("BadRecordError: chats.jsonl:7: not JSON")
     leave_reason("and a consequence of it")
@@ -225,7 +225,7 @@ raise RuntimeError("replica 1 failed")
             3,
             "rank 0 ended with exit code 3 and left no reason: see what it printed above",
         ),
-        ("usage", 2, r"error: --odb-window 2 is too small: raise it"),
+        ("usage", 2, r"error: --odb-epochs 2 is too small: raise it"),
         (
             "told",
             1,
@@ -339,7 +339,7 @@ def test_pretrain_is_the_packages_module(monkeypatch: pytest.MonkeyPatch) -> Non
     """Options of the launcher may stand between Megatron's; behind `--` all are Megatron's."""
     commands: list[list[str]] = []
     monkeypatch.setattr(launch, "_run", lambda command, _: commands.append(command) or 7)
-    flags = ["--odb", "--data-path", "a b.jsonl", "--odb-window=4"]
+    flags = ["--odb", "--data-path", "a b.jsonl", "--odb-epochs=4"]
     assert launch.pretrain([*flags, "--nproc-per-node", "2", "--lr", "-1", "--", "--device"]) == 7
     ours = ["-m", "odb_megatron.megatron.pretrain"]
     assert commands[0][4:] == ["--nproc-per-node=2", *ours, *flags, "--lr", "-1", "--device"]
