@@ -61,9 +61,8 @@ def _run(script: str, *flags: str, folder: Path) -> tuple[dict[str, Any], str]:
         ("planner", "--steps x", "argument --steps: 'x' is not a whole number of at least 1"),
         ("planner", "--json .", "argument --json: '.' is a folder: name a file in it"),
         ("planner", "--json /dev/null/a", "argument --json: '/dev/null/a' cannot be written: "),
-        ("control_plane", "--leaders 1", "--leaders: '1' is not a whole number of at least 2"),
-        ("control_plane", "--exchanges 0", "--exchanges: '0' is not a whole number of at least 1"),
-        ("control_plane", "--bandwidth-gbytes 0", "--bandwidth-gbytes above 0"),
+        ("control_plane", "--ranks 1", "--ranks: '1' is not a whole number of at least 2"),
+        ("control_plane", "--rounds 0", "--rounds: '0' is not a whole number of at least 1"),
         ("simulate_table", "--seed -1", "'-1' is not a whole number from 0 to 4294967295"),
         ("simulate_table", "--only none", "--only 'none' matches no row; rows are like step/dp8"),
         ("simulate_table", "--policy best", "--policy best: there is no policy 'best'"),
@@ -150,19 +149,13 @@ def test_the_interval_of_known_differences() -> None:
 
 @pytest.mark.slow
 def test_control_plane(tmp_path: Path) -> None:
-    flags = ("--leaders", "4", "--exchanges", "5")
+    flags = ("--ranks", "4", "--blocks", "2", "64", "--rounds", "5")
     result, _ = _run("control_plane.py", *flags, folder=tmp_path)
-    ring, clusters = result["rows"]
-    assert (ring["shape"], clusters["shape"]) == ("ring", "clusters")
-    for row in result["rows"]:
-        assert row["latency_us"] > 0
-        assert row["cpu_us"] > 0
-        assert row["file_descriptors"] >= 2
-    assert ring["bytes_sent"] >= 3 * result["record_bytes"]
-    by_leaders = {row["leaders"]: row for row in result["extrapolated"]}
-    assert by_leaders[128]["hops"] == 127
-    assert by_leaders[8192]["hops"] < 200
-    assert by_leaders[8192]["connections_most"] < 200
+    rows = {row["block"]: row for row in result["rows"]}
+    assert [row["source_ranks"] for row in rows.values()] == [4, 4]
+    for row in rows.values():
+        assert min(row["gather_ms"], row["exchange_ms"], row["cpu_ms"], row["sockets"]) > 0
+    assert rows[2]["gather_blocks_ms"] > rows[4]["gather_blocks_ms"]  # one block has none
 
 
 # --- data path ---------------------------------------------------------------------------------

@@ -76,8 +76,7 @@ def train(data: list[str], *flags: str, code: int = 0) -> tuple[list[Step], str]
     return found, printed
 
 
-def test_samples(data: list[str]) -> None:
-    """Steps have the batch size, and their losses do not depend on the packing."""
+def test_losses_do_not_depend_on_the_packing(data: list[str]) -> None:
     small, _ = train(data, "--odb-token-budget", "64")
     large, _ = train(data, "--odb-token-budget", "256")
     assert [step.num_samples for step in small] == [8, 8, 8, 8, 8, 5]

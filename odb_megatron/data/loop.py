@@ -39,6 +39,7 @@ from odb_megatron.plan.record import (
 from odb_megatron.plan.step_planner import StepPlan, plan_step
 
 __all__ = [
+    "HEAD_ITEMS",
     "Exchange",
     "Failure",
     "Gather",
@@ -53,6 +54,9 @@ __all__ = [
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
+
+HEAD_ITEMS = 8
+"""Items of an iterator that tell it from others."""
 
 _ID = struct.Struct("<q")
 _MAX_ERROR = 2000
@@ -226,7 +230,9 @@ class StepLoop:
         self._block_number = self._all_blocks.index(self._block)
         self._num_live = [len(one) for one in self._all_blocks]  # iterators that go on, by block
         self._ended = np.zeros(len(self._block), dtype=bool)
-        self._knows_ends = not config.has_unknown_end  # else a first round tells, also at a resume
+        # A first round, of headers alone, tells which iterators have ended (also at a resume), and
+        # whether configurations differ, from which the size of later records follows.
+        self._knows_ends = False
         self._has_read = start.source is not None  # a resumed run's iterators were compared
         self._step, self._consumed, self._num_consumed = 0, start.consumed, 0
         self._blocks = np.zeros(1, dtype=SUMMARY)  # of this step
@@ -235,7 +241,7 @@ class StepLoop:
         self._arrived: dict[int, bytes] = {}  # from other blocks, by place in the table
         self._counts = [SourceCounts() for _ in range(num_sources)]
         self._bad = BadRecords(config.max_bad_records, num=start.num_bad)
-        self._wait_us = 0
+        self._wait_us, self._began = 0, 0.0
         self._closing = False
         self._error: Exception | None = None
 
@@ -263,6 +269,7 @@ class StepLoop:
         """
         try:
             while True:
+                self._began = time.perf_counter()
                 table = yield from self._agree()
                 if table is None:
                     return
@@ -289,8 +296,8 @@ class StepLoop:
     def _agree(self) -> Requests[_Table | None]:
         """Read the next global batch with all replicas; None where there is none.
 
-        One round, but where an iterator ends inside its share: what is missing is read in another,
-        by those that have not ended.
+        One round, but before the first step, and where an iterator ends inside its share: what is
+        missing is read in another, by those that have not ended.
         """
         config = self._config
         wanted = min(config.global_batch_size, config.total - self._consumed)
@@ -311,10 +318,9 @@ class StepLoop:
             self._num_live = blocks["live"].tolist()
             is_asked, self._knows_ends = self._knows_ends, True
             missing = wanted - int(blocks["rows"].sum())
-            if config.has_iterators and is_asked and not self._has_read:
-                yield from self._compare_heads()
             if is_asked and (missing == 0 or not any(self._num_live)):
                 self._num_consumed, self._blocks = wanted - missing, blocks
+                yield from self._compare_heads()
                 return merged if self._num_consumed else None
 
     def _shares(self, missing: int) -> list[int]:
@@ -399,7 +405,11 @@ class StepLoop:
         return blocks
 
     def _compare_heads(self) -> Requests[None]:
-        """Notice replicas that read the same samples, once."""
+        """Notice replicas that read the same samples: once, when each has read enough to tell."""
+        config, num_read = self._config, self._consumed + self._num_consumed
+        is_enough = num_read >= HEAD_ITEMS * config.num_replicas or not any(self._num_live)
+        if self._has_read or not config.has_iterators or not is_enough:
+            return
         self._has_read = True
         heads = yield GatherAll(self._reader.head())
         self._reader.check_heads(heads)
@@ -645,8 +655,9 @@ class StepLoop:
                 solo=self._rule.padded(len(sample)) > budget or sample.num_patches > most > 0,
             )
         metadata, payload, pixels = pack_step(totals, found, rule=self._rule)
+        plan_us = round((time.perf_counter() - self._began) * 1e6)
         return PackedStep(
-            header=encode_header(metadata),
+            header=encode_header(replace(metadata, plan_us=plan_us)),
             payload=payload,
             pixels=pixels,
             progress=Progress(consumed=totals.consumed_before),

@@ -20,7 +20,7 @@ from odb_megatron.data.fetch_limit import limited
 from odb_megatron.data.sample import Sample, Skipped
 from odb_megatron.data.stream import FetchError, SampleStream
 from odb_megatron.data.worker_reader import WorkerReader
-from odb_megatron.data.workers import Workers, recorded
+from odb_megatron.data.workers import Workers, recorded, starting
 from odb_megatron.plan.record import PlanConfig
 
 __all__ = ["StreamReader", "WorkerError", "end_with_trainer", "own_positions"]
@@ -134,7 +134,8 @@ class StreamReader:
     def _take(self) -> tuple[int, Sample | Skipped]:
         if self._groups is None:
             assert self._loader is not None, "a reader that was closed"
-            self._groups = iter(self._loader)
+            with starting():
+                self._groups = iter(self._loader)
             if self._loader.num_workers:
                 self._groups = WorkerReader(self._groups, dead=self._dead)
         while not self._items:

@@ -418,6 +418,8 @@ def _mapping_images(item: Mapping[str, Any]) -> SampleImages | None:
 
 def _numbers(values: Any, name: str, *, kinds: str) -> npt.NDArray[Any]:
     array = np.asarray(values)
+    if not array.size:
+        raise ValueError(f"{name} is empty; expected at least one number")
     if array.dtype.kind not in kinds:
         expected = "integers" if kinds == "iu" else "0 and 1"
         raise ValueError(f"{name} has dtype {array.dtype}; expected {expected}")
