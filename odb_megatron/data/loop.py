@@ -226,7 +226,7 @@ class StepLoop:
             len(block) for block in starts
         ]  # replicas whose iterators go on, by block
         self._ended = np.zeros(len(self._block), dtype=bool)
-        # A first round, of headers alone: which iterators have ended (also at a resume), and whether
+        # A first round of headers alone: which iterators have ended (also at a resume), and whether
         # configurations differ, from which the size of later records follows.
         self._knows_ends = False
         self._has_read = start.source is not None  # a resumed run's iterators were compared
