@@ -1,6 +1,6 @@
 """Measures micro-batches to calibrate the cost model, and checks predictions against times.
 
-Must not plan: the fit is the package's own (`plan.calibration`).
+Must not plan: the fit is the package's own (`report.cost_fit`).
 """
 
 from __future__ import annotations
@@ -10,25 +10,19 @@ from dataclasses import dataclass
 
 import numpy as np
 from gpu_arms import MicroBatch
-from gpu_measure import StepMaker, Steps, microbatch_cost, run_step
+from gpu_measure import MicroBatchTime, StepMaker, Steps, microbatch_cost, run_step
 
-from odb_megatron.plan.calibration import (
-    CostFit,
-    MicroBatchTime,
-    calibration_record,
-    fit_cost,
-)
-from odb_megatron.plan.cost import CostModel, ModelShape
-from odb_megatron.plan.records import RecordTable
+from odb_megatron.plan.cost import CostModel, CostPrices, ModelShape
+from odb_megatron.report.cost_fit import fit_times
 
 __all__ = ["CostCheck", "calibrate", "check_cost", "shape_cost", "varied_micro_batches"]
 
 _FIXED_SHARE = 0.05
-"""As `megatron.providers` has it where nothing was measured."""
+"""As `megatron.cost_model` has it where nothing was measured."""
 
 
 def shape_cost(shape: ModelShape, *, token_budget: int) -> CostModel:
-    """The cost model that follows from the model's shape, as `--odb-cost shape`."""
+    """The cost model that follows from the model's shape, as without `--odb-cost`."""
     return CostModel.from_model_shape(shape, fixed_tokens=_FIXED_SHARE * token_budget)
 
 
@@ -66,19 +60,26 @@ def calibrate(
     *,
     shape: ModelShape,
     token_budget: int,
-) -> tuple[CostFit, list[MicroBatchTime]]:
-    """Train the micro-batches and fit a cost model to their times, as `--odb-cost auto` does.
+) -> tuple[CostModel, str, list[MicroBatchTime]]:
+    """Train the micro-batches and fit a cost model to their times, as `--fit-cost` does.
 
     The first quarter is warm-up.
+
+    Returns:
+        The model, why it is the shape's or what of it is (else ""), and the times.
     """
     warm_up = len(batches) // 4
     run_step(trainer, (tuple(batches[:warm_up]),), maker, is_padded=False, shape=shape)
     step = run_step(trainer, (tuple(batches[warm_up:]),), maker, is_padded=False, shape=shape)
     times = list(step.times[0])
-    record = calibration_record(times, token_budget=token_budget, step=0)
     prior = shape_cost(shape, token_budget=token_budget)
-    table = RecordTable.from_records([record])
-    return fit_cost(table, prior=prior, token_budget=token_budget), times
+    columns = [(one.tokens, one.squares, 0, 1, 0) for one in times]
+    seconds = np.array([one.time_ns / 1e9 for one in times])
+    try:
+        fit = fit_times(np.array(columns, dtype=float), seconds, prior=CostPrices.of(prior))
+    except ValueError as error:
+        return prior, str(error), times
+    return fit.prices.model(), "; ".join(fit.notes), times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

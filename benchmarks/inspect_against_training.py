@@ -1,7 +1,8 @@
 """What `odb-megatron inspect` predicts, against what `make train` then measures, on the CPU.
 
 Real runs of `examples/train_chat.py`'s training (its data and flags, fewer samples), each in
-processes of its own: ODB, and the padded baseline whose worst case fits the budget. Must not tune the prediction: it is what the command prints for the same flags.
+processes of its own: ODB, and the best padded baseline whose worst case fits the budget. The
+prediction is what the command prints for the same flags.
 
     python benchmarks/inspect_against_training.py --dp 2 1 --json build/bench/inspect.json
 """
@@ -21,7 +22,7 @@ from flags import data_name, output_file, whole
 from training_runs import ROOT, Launch, TrainingRun, data_flags, run_training, write_json
 
 from odb_megatron.inspection.command import inspect, parse
-from odb_megatron.inspection.example import EXAMPLE_FLAGS
+from odb_megatron.inspection.options import EXAMPLE_FLAGS
 from odb_megatron.inspection.report import as_json
 
 SPLIT = "98,1,1"
@@ -47,7 +48,12 @@ def main() -> int:
             name: run_training(
                 Launch(
                     name=name,
-                    flags=train_flags(name, data, num_samples=options.samples),
+                    flags=train_flags(
+                        name,
+                        data,
+                        num_samples=options.samples,
+                        size=fixed_size(predicted, num_replicas=num_replicas),
+                    ),
                     num_replicas=num_replicas,
                     timeout_s=3600.0,
                 )
@@ -83,8 +89,14 @@ def predict(data: ChatData, *, num_replicas: int, num_samples: int) -> dict[str,
     return as_json(inspect(parse(flags)))
 
 
-def train_flags(method: str, data: ChatData, *, num_samples: int) -> list[str]:
-    """Return the flags of `examples/train_chat.py` for a method."""
+def fixed_size(predicted: Mapping[str, Any], *, num_replicas: int) -> int:
+    """Return the samples per micro-batch of the fixed batch that was predicted to be the best."""
+    own = predicted["prediction"]["methods"]["standard-safe"]
+    return round(own["samples_per_step"] / (num_replicas * own["mean_M"]))
+
+
+def train_flags(method: str, data: ChatData, *, num_samples: int, size: int) -> list[str]:
+    """Return the flags of `examples/train_chat.py` for a method, or a fixed batch of `size`."""
     example = runpy.run_path(str(ROOT / "examples" / "train_chat.py"))
     flags = list(example["TRAIN_FLAGS"])
     flags += [*data_flags(data.path, data.tokenizer, split=SPLIT), "--eval-iters", "0"]
@@ -92,7 +104,6 @@ def train_flags(method: str, data: ChatData, *, num_samples: int) -> list[str]:
     if method == "standard-safe":
         at = flags.index("--odb-token-budget")
         flags = [flag for flag in [*flags[:at], *flags[at + 2 :]] if flag != "--odb"]
-        size = int(str(EXAMPLE_FLAGS["token_budget"])) // int(str(EXAMPLE_FLAGS["seq_length"]))
         return [*flags, "--micro-batch-size", str(size)]
     return flags
 

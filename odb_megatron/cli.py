@@ -39,7 +39,7 @@ _COMMANDS = {
     ),
     "simulate": (
         "compare ways to form steps on the lengths of samples alone",
-        "odb_megatron.simulation.command:main",
+        "odb_megatron.simulation.compare:main",
     ),
     "trace": (
         "show a run from its step logs (--odb-log-dir)",

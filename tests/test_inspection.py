@@ -17,17 +17,22 @@ from odb_megatron.cli import main
 from odb_megatron.data.tokenizer import train_bpe
 from odb_megatron.inspection.advice import advise
 from odb_megatron.inspection.command import parse
-from odb_megatron.inspection.example import EXAMPLE_FLAGS, example_data
 from odb_megatron.inspection.findings import cut_offs
 from odb_megatron.inspection.lengths import read_length_file
 from odb_megatron.inspection.logits import LogitsMemory, padded_vocabulary
-from odb_megatron.inspection.prediction import METHODS, predict, replica_costs
+from odb_megatron.inspection.options import EXAMPLE_FLAGS, example_data
+from odb_megatron.inspection.prediction import (
+    METHODS,
+    RIVALS,
+    fixed_batch_like,
+    predict,
+    replica_costs,
+)
 from odb_megatron.inspection.reading import DataRequest, read_data
 from odb_megatron.inspection.setting import TrainingSetting, parse_shape
-from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.padding import OverlongPolicy
-from odb_megatron.plan.policy import ExchangeMode, PolicyName
-from odb_megatron.simulation.setting import Stream
+from odb_megatron.plan.record import PlanConfig
+from odb_megatron.simulation.schedules import Stream
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = "lognormal:mean=60,cv=1.0,max=512,n=600"
@@ -84,17 +89,17 @@ def test_lengths_alone(capsys: pytest.CaptureFixture[str]) -> None:
     found = _run("--lengths", SPEC, *RUN, capsys=capsys)
     assert found["lengths"]["count"] == found["data"]["num_read"] == 600
     methods = found["prediction"]["methods"]
-    assert set(methods) == set(METHODS)
+    assert set(methods) <= set(METHODS)
     for name, method in methods.items():
         assert method["min_M"] <= method["mean_M"] <= method["max_M"], name
         assert 0 <= method["padding_fraction"] < 1
         assert 0 < method["balance"] <= 1
-    assert methods["samples"]["steps_per_epoch"] == 19  # 600 over 32
-    assert methods["samples"]["padding_fraction"] == methods["cost"]["padding_fraction"] == 0
-    assert methods["standard-safe"]["over_budget"] == 0
-    assert set(found["prediction"]["speedup"]) == {"samples", "cost", "advised"}
-    flags = {choice["flag"] for choice in found["advice"]["choices"]}
-    assert flags >= {"--odb-policy", "--odb-exchange", "--odb-token-budget"}
+    assert methods["odb"]["steps_per_epoch"] == 19  # 600 over 32
+    assert methods["odb"]["padding_fraction"] == 0
+    assert all(method["over_budget"] == 0 for method in methods.values())
+    assert set(found["prediction"]["speedup"]["odb"]) == set(RIVALS)
+    assert min(found["prediction"]["speedup"]["odb"].values()) > 1
+    assert found["advice"]["flags"].startswith("--odb-token-budget ")
     assert found["logits"] is None
 
 
@@ -106,7 +111,7 @@ def test_text_names_what_it_read_and_advises(capsys: pytest.CaptureFixture[str])
         "600 of 600 records read (all)",
         "bad records: none",
         "cut at",
-        "DP 2, token budget 512, context 512, global batch size 32, window 64 (cost)",
+        "DP 2, token budget 512, context 512, global batch size 32",
         "cost model: FLOPs of the model's shape",
         "standard-safe",
         "512 tokens x 1024 entries / TP 1",
@@ -164,14 +169,14 @@ def test_lengths_and_order_are_the_trainings_own(chats: tuple[Path, Path]) -> No
     assert reading.num_records == len(stream)
 
 
-@pytest.mark.parametrize("policy", list(PolicyName))
 @pytest.mark.parametrize("overlong", [OverlongPolicy.TRUNCATE, OverlongPolicy.DROP])
 def test_steps_are_those_of_the_training_bad_records_and_all(
-    chats: tuple[Path, Path], policy: PolicyName, overlong: OverlongPolicy
+    chats: tuple[Path, Path], overlong: OverlongPolicy
 ) -> None:
     """The training's loaders of two replicas emit the very micro-batches that are predicted."""
     from odb_megatron.data.step_loader import StepLoader
-    from odb_megatron.testing.replicas import ThreadExchange, run_in_threads, thread_exchanges
+    from odb_megatron.testing.replicas import ThreadChannel, run_in_threads, thread_channels
+    from odb_megatron.testing.worlds import decoded
 
     longest = 56
     setting = _setting(
@@ -180,43 +185,36 @@ def test_steps_are_those_of_the_training_bad_records_and_all(
     request = DataRequest(paths=(str(chats[0]),), tokenizer=str(chats[1]), seed=5)
     reading = read_data(request, start=lambda total: lambda num: None)
     kept = setting.keep(reading.positions)
-    changed = kept.num_dropped or kept.num_truncated
     assert reading.num_bad == 3
-    assert changed, "guard: some samples are too long"
+    assert kept.num_dropped or kept.num_truncated, "guard: some samples are too long"
     cost = setting.cost(kept.lengths)
     predicted = predict(
         Stream.of_epochs(kept.positions, epochs=1, cost=cost, seed=0), setting.simulated(cost)
-    )[policy.value].schedule
+    )["odb"].schedule
     stream = _stream(
         chats, num=43, seed=5, context=longest, token_budget=2 * longest, overlong=overlong
     )
     config = PlanConfig(
-        policy=policy,
         total=len(stream),
         global_batch_size=8,
         num_replicas=2,
         token_budget=2 * longest,
-        window=setting.window_in_force,
         max_bad_records=len(stream),
         cost=cost,
     )
 
-    def emitted(exchange: ThreadExchange) -> list[list[list[int]]]:
-        loader = StepLoader(stream, config, exchange=exchange)
-        steps = []
-        while (step := loader.make_step()) is not None:
-            steps.append([list(one) for one in step.header.micro_batches])
-        return steps
+    def emitted(channel: ThreadChannel) -> list[list[list[int]]]:
+        loader = StepLoader(stream, config, channel=channel)
+        steps = iter(loader.make_step, None)
+        return [[sorted(batch) for batch in decoded(step).positions] for step in steps]
 
-    replicas: Any = run_in_threads(emitted, thread_exchanges(2))
-    flat = iter(np.split(predicted.positions, predicted.sample_starts[1:-1]))
+    replicas: Any = run_in_threads(emitted, thread_channels(2))
     expected = [
-        [[next(flat).tolist() for _ in range(count)] for _ in range(2)]
-        for count in predicted.counts.tolist()
+        [[sorted(batch) for batch in row] for row in predicted.step(index)]
+        for index in range(len(predicted))
     ]
     assert [list(step) for step in zip(*replicas, strict=True)] == expected
-    if policy is PolicyName.SAMPLES:
-        assert len(expected) == 6  # 43 positions over 8, though 40 samples at most are left
+    assert len(expected) == 6  # 43 positions over 8, though 40 samples at most are left
 
 
 def test_every_method_bears_positions_without_a_sample() -> None:
@@ -230,10 +228,10 @@ def test_every_method_bears_positions_without_a_sample() -> None:
     for name, run in predict(stream, setting.simulated(cost)).items():
         done = run.schedule.positions
         assert stream.lengths[done].sum() == kept.num_tokens, name
-        keeps_place = name in ("standard", "standard-safe")
+        keeps_place = name == "standard-safe"
         assert len(done) == (64 if keeps_place else 56), name
         assert run.method.samples_per_step == pytest.approx(56 / run.method.num_steps)
-        if name in ("samples", "dp-balanced"):
+        if name in ("odb", "dp-balanced"):
             assert run.method.num_steps == 8
             assert run.schedule.step_samples[1] == 0
             assert run.times.balance_step[1] == 1.0
@@ -387,7 +385,7 @@ def test_solo_runs_alone_over_the_budget() -> None:
     cost = setting.cost(kept.lengths)
     stream = Stream.of_epochs(kept.lengths, epochs=1, cost=cost, seed=0)
     runs = predict(stream, setting.simulated(cost))
-    assert runs["samples"].method.over_budget == 1
+    assert runs["odb"].method.over_budget == 1
 
 
 def test_replica_costs_are_of_the_scored_balance() -> None:
@@ -424,34 +422,36 @@ def test_shape_has_megatrons_defaults() -> None:
 def test_advice_follows_its_rule() -> None:
     setting = _setting(dp=4, global_batch_size=64)
     lengths = _lengths(640)
-    cost = setting.cost(lengths)
-    advice = advise(lengths, setting, cost, vocab=1024)
-    for subject, tolerance in (("policy", 0.02), ("token_budget", 0.02)):
-        trials = advice.trials[subject]
-        best = max(trial.method.rate for trial in trials)
-        first = next(trial for trial in trials if trial.method.rate >= best * (1 - tolerance))
-        if subject == "policy":
-            policy, exchange = advice.choices[0], advice.choices[1]
-            assert (policy.value, exchange.value) == (first.policy.value, first.exchange.value)
-        else:
-            assert advice.choices[-1].value == str(first.token_budget)
-            budgets = [trial.token_budget for trial in trials]
-            assert budgets == sorted(budgets)
-            assert len(budgets) > 1
-    assert advice.advised.token_budget == int(advice.choices[-1].value)
-    # Long tails and few micro-batches: handing over samples must be seen to help.
-    assert advice.choices[1].value == "tokens"
+    advice = advise(lengths, setting, setting.cost(lengths), vocab=1024)
+    budgets = [trial.token_budget for trial in advice.trials]
+    assert budgets == sorted(budgets)
+    assert len(budgets) > 1
+    best = max(trial.method.rate for trial in advice.trials)
+    first = next(trial for trial in advice.trials if trial.method.rate >= 0.98 * best)
+    assert advice.advised is first
+    assert advice.flags == f"--odb-token-budget {first.token_budget}"
+    asked = next(trial for trial in advice.trials if trial.token_budget == 512)
+    assert advice.gain == first.method.rate / asked.method.rate
 
 
-def test_advice_for_one_replica_and_few_samples() -> None:
-    one = _setting(dp=1)
-    lengths = _lengths()
-    advice = advise(lengths, one, one.cost(lengths))
-    assert {trial.exchange for trial in advice.trials["policy"]} == {ExchangeMode.NONE}
+def test_advice_warns_of_few_samples() -> None:
     few = _setting(dp=8, global_batch_size=4)
+    lengths = _lengths()
     advice = advise(lengths, few, few.cost(lengths))
-    assert {trial.policy.value for trial in advice.trials["policy"]} == {"samples"}
     assert any("is below the 8 replicas" in warning for warning in advice.warnings)
+
+
+def test_the_rival_is_the_best_fixed_batch_that_fits() -> None:
+    """Two to the budget advised would be padded; one is not, and faster."""
+    setting = _setting(seq_length=1 << 17, token_budget=1 << 17, dp=4)
+    drawn = np.random.default_rng(0).lognormal(11, 1.6, 3000)
+    lengths = np.clip(drawn, 1, 1 << 17).astype(np.int64)
+    cost = setting.cost(lengths)
+    stream = Stream.of_epochs(lengths, epochs=1, cost=cost, seed=0)
+    odb = predict(stream, setting.simulated(cost))["odb"]
+    fixed = fixed_batch_like(odb, token_budget=1 << 18)
+    assert fixed.schedule.sizes.max() == 1
+    assert 1.2 < odb.method.rate / fixed.method.rate < 1.4
 
 
 def test_advice_keeps_to_a_memory_limit() -> None:
@@ -460,7 +460,7 @@ def test_advice_keeps_to_a_memory_limit() -> None:
     cost = setting.cost(lengths)
     limit = LogitsMemory(token_budget=512, vocab=1 << 16).peak_gib
     advice = advise(lengths, setting, cost, vocab=1 << 16, max_logits_gib=limit)
-    assert [trial.token_budget for trial in advice.trials["token_budget"]] == [256, 512]
+    assert [trial.token_budget for trial in advice.trials] == [256, 512]
     with pytest.raises(ValueError, match="--max-logits-gib 0.01 is below what the logits of any"):
         advise(lengths, setting, cost, vocab=1 << 16, max_logits_gib=0.01)
 
@@ -471,7 +471,7 @@ def test_advice_keeps_to_a_memory_limit() -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--lengths", "none.npy"], "there is no file 'none.npy'"),
+        (["--lengths", "none.npy"], "cannot be read ([Errno 2] No such file"),
         (["--lengths", "none"], "--lengths 'none': there is no such file; expected PATH.npy"),
         (["--lengths", SPEC, "--dp", "0"], "--dp must be at least 1, got 0"),
         (["--lengths", SPEC, "--token-budget", "0"], "--token-budget must be at least 1, got 0"),

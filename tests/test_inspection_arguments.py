@@ -41,10 +41,9 @@ def _refused(*flags: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--model-shape layers=2,hidden=8,heads=4,mlp=gated", "hidden 8 is too small"),
         ("--token-budget -5", "--token-budget must be at least 1, got -5"),
         ("--seq-length -5", "--seq-length must be at least 1, got -5"),
-        ("--cost -1 0 0", "--cost: LINEAR must be a finite number above 0, got -1"),
-        ("--cost 1 nan 0", "--cost: QUADRATIC must be a finite number of at least 0, got nan"),
-        ("--cost 1 0 inf", "--cost: FIXED must be a finite number of at least 0, got inf"),
-        ("--window 99999999", "error: --window 99999999 is not between 0 and 65536"),
+        ("--cost linear=0", "--cost 'linear=0': linear must be above 0"),
+        ("--cost linear=1,quadratic=nan", "quadratic must be a number of at least 0, got nan"),
+        ("--cost linear=1,cubic=2", "'cubic' is not known: give KEY=NUMBER of linear, quadratic"),
         ("--json a --html ./a", "--html ./a would overwrite what --json a writes"),
         ("--plot a.png --html a.png", "--html a.png would overwrite what --plot a.png writes"),
     ],
@@ -63,7 +62,6 @@ def test_what_would_be_ignored_is_refused_in_one_line(
     [
         ("--max-logits-gib nan", "'nan' is not a finite number above 0"),
         ("--max-logits-gib inf", "'inf' is not a finite number above 0"),
-        ("--window 0", "'0' is not a whole number of at least 1"),
         ("--train-samples 0", "'0' is not a whole number of at least 1"),
     ],
 )
@@ -105,8 +103,8 @@ def test_names_of_files(
 
 def test_a_planners_flags_become_this_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        refuse("--odb-window, --odb-cost-linear and --odb-policy", make_parser())
-    assert "error: --window, --odb-cost-linear and --odb-policy\n" in capsys.readouterr().err
+        refuse("--odb-cost, --odb-token-budgets and --odb-pad-to", make_parser())
+    assert "error: --cost, --odb-token-budgets and --odb-pad-to\n" in capsys.readouterr().err
 
 
 def test_part_is_a_random_sample_in_order() -> None:

@@ -1,7 +1,7 @@
-"""Which budget, window, policy and exchange to use, and why: trials of the planner, a stated rule.
+"""Which token budget to use, and why: trials of the planner, and a stated rule.
 
-Pure. Decides by the simulated rate alone; memory is shown beside it and limits it only where the
-user says so.
+Decides by the simulated rate alone; memory is shown beside it and limits it only where the user
+says so.
 """
 
 from __future__ import annotations
@@ -13,82 +13,60 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.inspection.logits import LogitsMemory
-from odb_megatron.inspection.prediction import ADVISED, Run, run_policy, simulable
+from odb_megatron.inspection.prediction import ADVISED, ODB, Method, Run, run_method
 from odb_megatron.inspection.setting import TrainingSetting, require_samples
-from odb_megatron.inspection.trials import (
-    TOLERANCE,
-    WINDOW_TOLERANCE,
-    Trial,
-    budget_reason,
-    exchange_reason,
-    first_within,
-    way_reason,
-    window_reason,
-)
-from odb_megatron.plan.batch_size import batch_size_warning
 from odb_megatron.plan.cost import CostModel
-from odb_megatron.plan.policy import ExchangeMode, PolicyName
-from odb_megatron.simulation.setting import Stream
+from odb_megatron.simulation.schedules import Stream
 
-__all__ = ["Advice", "Choice", "advise", "run_advised"]
+__all__ = ["TOLERANCE", "Advice", "Trial", "advise", "run_advised"]
 
 Integers = npt.NDArray[np.int64]
 
-_WINDOW_FACTORS = (1, 2, 4, 8, 16)
-_BUDGET_FACTORS = (1, 2, 3, 4, 6, 8)
-_MOST_TRIED = 8192
-_MOST_EXCHANGED = 150_000  # samples x replicas
-_FEW_MICRO_BATCHES, _POOR_BALANCE = 2, 0.95
-_LARGEST_WINDOW = 1 << 16
-
-_WAYS = (
-    (PolicyName.SAMPLES, ExchangeMode.NONE),
-    (PolicyName.SAMPLES, ExchangeMode.TOKENS),
-    (PolicyName.COST, ExchangeMode.NONE),
-    (PolicyName.COST, ExchangeMode.TOKENS),
-)
-"""From what changes a padded baseline least to what changes it most."""
+TOLERANCE = 0.02
+BUDGET_FACTORS = (1, 2, 3, 4, 6, 8)
+MAX_TRIED = 8192
+FEW_MICRO_BATCHES, POOR_BALANCE = 2, 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """A recommendation for one flag.
+class Trial:
+    """One run of the planner.
 
     Attributes:
-        flag: the training's flag.
-        value: recommended.
-        reason: with figures.
+        token_budget: of a micro-batch.
+        method: its figures.
+        logits: memory of its logits; None where the vocabulary is not known.
     """
 
-    flag: str
-    value: str
-    reason: str
+    token_budget: int
+    method: Method
+    logits: LogitsMemory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """All of them.
+    """The budget advised, and what it rests on.
 
     Attributes:
-        choices: in the order of the flags.
-        trials: what they rest on, by subject (`policy`, `window`, `token_budget`).
-        warnings: what does not depend on a trial.
+        advised: the trial with the budget advised.
+        reason: for it, with figures.
+        trials: of budgets, ascending.
+        warnings: what no budget changes.
         num_samples: that each trial planned.
-        gain: rate of the recommended setting over that of the setting asked for (policy samples).
-        advised: the trial that the recommended flags are those of.
+        gain: rate of the budget advised over that of the budget asked for.
     """
 
-    choices: Sequence[Choice]
-    trials: dict[str, Sequence[Trial]]
+    advised: Trial
+    reason: str
+    trials: Sequence[Trial]
     warnings: Sequence[str]
     num_samples: int
     gain: float
-    advised: Trial
 
     @property
     def flags(self) -> str:
         """The recommended flags."""
-        return " ".join(f"{choice.flag} {choice.value}" for choice in self.choices)
+        return f"--odb-token-budget {self.advised.token_budget}"
 
 
 def advise(
@@ -100,199 +78,95 @@ def advise(
     max_logits_gib: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Advice:
-    """Try settings and choose.
+    """Try budgets and choose the smallest within `TOLERANCE` of the fastest.
 
     Args:
         lengths: of the positions, kept and padded, in the order of the training; 0 for none.
         setting: what the user asked for.
         cost: cost model; the same for every budget.
         vocab: padded vocabulary, 0 where it is not known.
-        max_logits_gib: budgets whose logits need more are not tried.
+        max_logits_gib: budgets whose logits need more are not advised.
         progress: told each trial before its turn.
+
+    Raises:
+        ValueError: no sample, or no budget is within `max_logits_gib`.
     """
-    return _Adviser(
-        lengths, setting, cost, vocab=vocab, max_logits_gib=max_logits_gib, progress=progress
-    ).advise()
+    lengths = require_samples(lengths[: max(MAX_TRIED, 2 * setting.global_batch_size)])
+    stream = Stream.of_epochs(lengths, epochs=1, cost=cost, seed=setting.seed)
+
+    def attempt(budget: int) -> Trial:
+        progress(f"budget {budget}")
+        simulated = replace(setting.simulated(cost), token_budget=budget)
+        logits = None
+        if vocab:
+            logits = LogitsMemory(token_budget=budget, vocab=vocab, tp=setting.tp, cp=setting.cp)
+        return Trial(
+            token_budget=budget,
+            method=run_method(ODB, stream, simulated).method,
+            logits=logits,
+        )
+
+    least = max(setting.seq_length, int(lengths.max()))
+    share = float(lengths.mean()) * setting.global_batch_size / setting.dp
+    asked = attempt(setting.token_budget)
+    trials = []
+    for budget in sorted({*(least * factor for factor in BUDGET_FACTORS), asked.token_budget}):
+        if budget > 2 * share and budget not in (least, asked.token_budget):
+            continue  # no step could fill half of it
+        if vocab and max_logits_gib is not None:
+            logits = LogitsMemory(token_budget=budget, vocab=vocab, tp=setting.tp, cp=setting.cp)
+            if logits.peak_gib > max_logits_gib:
+                continue
+        trials.append(asked if budget == asked.token_budget else attempt(budget))
+    if not trials:
+        raise ValueError(
+            f"--max-logits-gib {max_logits_gib:g} is below what the logits of any budget from "
+            f"{least} tokens need: raise it, raise --tp, or lower --seq-length"
+        )
+    best = max(trial.method.rate for trial in trials)
+    advised = next(trial for trial in trials if trial.method.rate >= best * (1 - TOLERANCE))
+    gain = advised.method.rate / asked.method.rate
+    return Advice(
+        advised=advised,
+        reason=_reason(trials, advised, asked),
+        trials=trials,
+        warnings=_warnings(setting, advised.method),
+        num_samples=len(stream),
+        gain=gain,
+    )
 
 
 def run_advised(
     advice: Advice, lengths: Integers, setting: TrainingSetting, cost: CostModel
 ) -> Run:
-    """Run what was recommended on the samples that the other methods ran on.
-
-    Args:
-        advice: recommended.
-        lengths: of those positions; where all replicas plan an exchange, their beginning.
-        setting: what the user asked for.
-        cost: cost model.
-    """
-    trial = advice.advised
-    simulated = replace(
-        setting.simulated(cost),
-        token_budget=trial.token_budget,
-        window=trial.window or setting.window_in_force,
-        exchange=trial.exchange,
-    )
-    part = lengths[: simulable(simulated, len(lengths))]
-    stream = Stream.of_epochs(part, epochs=1, cost=cost, seed=setting.seed)
-    return run_policy(trial.policy, stream, simulated, name=ADVISED)
+    """Run what was recommended on the samples that the other methods ran on."""
+    simulated = replace(setting.simulated(cost), token_budget=advice.advised.token_budget)
+    stream = Stream.of_epochs(lengths, epochs=1, cost=cost, seed=setting.seed)
+    return run_method(ODB, stream, simulated, label=ADVISED)
 
 
-class _Adviser:
-    def __init__(
-        self,
-        lengths: Integers,
-        setting: TrainingSetting,
-        cost: CostModel,
-        *,
-        vocab: int,
-        max_logits_gib: float | None,
-        progress: Callable[[str], None],
-    ) -> None:
-        most = min(_MOST_TRIED, _MOST_EXCHANGED // setting.dp)
-        lengths = require_samples(lengths[: max(most, 2 * setting.global_batch_size)])
-        self._stream = Stream.of_epochs(lengths, epochs=1, cost=cost, seed=setting.seed)
-        self._setting, self._cost = setting, cost
-        self._vocab, self._max_logits_gib, self._progress = vocab, max_logits_gib, progress
+def _reason(trials: Sequence[Trial], advised: Trial, asked: Trial) -> str:
+    rates = ", ".join(f"{trial.token_budget}: {trial.method.rate:.3f}" for trial in trials)
+    text = f"the smallest within {TOLERANCE:.0%} of the fastest (rate by budget: {rates})"
+    if advised.logits is not None:
+        text += f"; its logits peak at {advised.logits.peak_gib:.2f} GiB"
+    if advised is not asked:
+        gain = advised.method.rate / asked.method.rate - 1
+        text += f"; {gain:+.1%} against the {asked.token_budget} asked for"
+    return text
 
-    def advise(self) -> Advice:
-        setting = self._setting
-        ways = [
-            (policy, exchange)
-            for policy, exchange in _WAYS
-            if (setting.dp > 1 or exchange is ExchangeMode.NONE)
-            and (policy is PolicyName.SAMPLES or setting.global_batch_size >= setting.dp)
-        ]
-        trials = [self._try(policy, exchange) for policy, exchange in ways]
-        first, chosen = trials[0], first_within(trials, TOLERANCE)
-        windows = self._windows(chosen) if chosen.policy is PolicyName.COST else []
-        if windows:
-            chosen = first_within(windows, WINDOW_TOLERANCE)
-        budgets = self._budgets(chosen)
-        final = first_within(budgets, TOLERANCE)
-        choices = [
-            Choice(
-                flag="--odb-policy", value=chosen.policy.value, reason=way_reason(trials, chosen)
-            ),
-            Choice(
-                flag="--odb-exchange",
-                value=chosen.exchange.value,
-                reason=exchange_reason(trials, chosen, num_replicas=setting.dp),
-            ),
-        ]
-        if windows:
-            choices.append(
-                Choice(
-                    flag="--odb-window",
-                    value=str(chosen.window),
-                    reason=window_reason(windows, chosen),
-                )
-            )
-        choices.append(
-            Choice(
-                flag="--odb-token-budget",
-                value=str(final.token_budget),
-                reason=budget_reason(budgets, final, setting.token_budget),
-            )
+
+def _warnings(setting: TrainingSetting, method: Method) -> list[str]:
+    found = []
+    if setting.global_batch_size < setting.dp:
+        found.append(
+            f"--global-batch-size {setting.global_batch_size} is below the {setting.dp} "
+            "replicas: in every step some of them idle"
         )
-        return Advice(
-            choices=choices,
-            trials={"policy": trials, "window": windows, "token_budget": budgets},
-            warnings=self._warnings(chosen, final),
-            num_samples=len(self._stream),
-            gain=final.method.rate / first.method.rate,
-            advised=final,
+    elif method.micro_batches[0] < FEW_MICRO_BATCHES and method.balance < POOR_BALANCE:
+        found.append(
+            f"a step has {method.micro_batches[0]:.1f} micro-batches and balance "
+            f"{method.balance:.3f}: so few are hard to balance; a larger --global-batch-size "
+            "helps more than any flag here"
         )
-
-    def _try(
-        self,
-        policy: PolicyName,
-        exchange: ExchangeMode,
-        *,
-        token_budget: int = 0,
-        window: int = 0,
-    ) -> Trial:
-        budget = token_budget or self._setting.token_budget
-        window = window or self._setting.window_in_force
-        is_cost = policy is PolicyName.COST
-        shown = f", window {window}" if is_cost else ""
-        self._progress(f"{policy.value}, exchange {exchange.value}, budget {budget}{shown}")
-        simulated = replace(
-            self._setting.simulated(self._cost),
-            token_budget=budget,
-            window=window,
-            exchange=exchange,
-        )
-        return Trial(
-            policy=policy,
-            exchange=exchange,
-            token_budget=budget,
-            window=window if is_cost else 0,
-            method=run_policy(policy, self._stream, simulated).method,
-            logits=self._logits(budget),
-        )
-
-    def _windows(self, chosen: Trial) -> list[Trial]:
-        share = -(-self._setting.global_batch_size // self._setting.dp)
-        sizes = {min(share * factor, _LARGEST_WINDOW) for factor in _WINDOW_FACTORS}
-        return [
-            self._try(chosen.policy, chosen.exchange, window=size)
-            for size in sorted({*sizes, self._setting.window_in_force})
-        ]
-
-    def _budgets(self, chosen: Trial) -> list[Trial]:
-        setting = self._setting
-        least = max(setting.seq_length, int(self._stream.lengths.max()))
-        budgets = sorted({*(least * factor for factor in _BUDGET_FACTORS), setting.token_budget})
-        tokens = float(self._stream.lengths.mean()) * setting.global_batch_size / setting.dp
-        found = []
-        for budget in budgets:
-            logits = self._logits(budget)
-            too_large = (
-                logits is not None
-                and self._max_logits_gib is not None
-                and logits.peak_gib > self._max_logits_gib
-            )
-            if too_large or (budget > 2 * tokens and budget not in (least, setting.token_budget)):
-                continue  # does not fit, or no step could fill half of it
-            found.append(
-                self._try(chosen.policy, chosen.exchange, token_budget=budget, window=chosen.window)
-            )
-        if not found:
-            raise ValueError(
-                f"--max-logits-gib {self._max_logits_gib:g} is below what the logits of any budget "
-                f"from {least} tokens need: raise it, raise --tp, or lower --seq-length"
-            )
-        return found
-
-    def _logits(self, budget: int) -> LogitsMemory | None:
-        if not self._vocab:
-            return None
-        setting = self._setting
-        return LogitsMemory(token_budget=budget, vocab=self._vocab, tp=setting.tp, cp=setting.cp)
-
-    def _warnings(self, chosen: Trial, final: Trial) -> list[str]:
-        setting = self._setting
-        found = []
-        few = batch_size_warning(
-            chosen.policy,
-            chosen.exchange,
-            global_batch_size=setting.global_batch_size,
-            num_replicas=setting.dp,
-        )
-        if few:
-            found.append(few)
-        if setting.global_batch_size < setting.dp:
-            found.append(
-                f"--global-batch-size {setting.global_batch_size} is below the {setting.dp} "
-                "replicas: in every step some of them idle; policy cost was not tried, which "
-                "needs a sample for each"
-            )
-        method = final.method
-        if method.micro_batches[0] < _FEW_MICRO_BATCHES and method.balance < _POOR_BALANCE:
-            found.append(
-                f"a step has {method.micro_batches[0]:.1f} micro-batches and balance "
-                f"{method.balance:.3f}: so few are hard to balance; a larger --global-batch-size "
-                "helps more than any flag here"
-            )
-        return found
+    return found

@@ -89,9 +89,15 @@ def inspect(options: argparse.Namespace) -> Findings:
     from odb_megatron.inspection.advice import advise, run_advised
     from odb_megatron.inspection.findings import Findings
     from odb_megatron.inspection.logits import LogitsMemory
-    from odb_megatron.inspection.prediction import ADVISED, fixed_batch_like, predict, simulable
+    from odb_megatron.inspection.prediction import (
+        ADVISED,
+        ODB,
+        fixed_batch_like,
+        predict,
+        simulable,
+    )
     from odb_megatron.inspection.setting import require_samples
-    from odb_megatron.simulation.setting import Stream
+    from odb_megatron.simulation.schedules import Stream
 
     vocab = _vocab(options, setting, reading)
     if options.max_logits_gib is not None and not vocab:
@@ -123,7 +129,8 @@ def inspect(options: argparse.Namespace) -> Findings:
             max_logits_gib=options.max_logits_gib,
             progress=_say,
         )
-        runs[ADVISED] = run_advised(advice, part, setting, cost)
+        if advice.advised.token_budget != setting.token_budget:
+            runs[ADVISED] = run_advised(advice, part, setting, cost)
     return Findings(
         reading=reading,
         setting=setting,
@@ -132,9 +139,7 @@ def inspect(options: argparse.Namespace) -> Findings:
         runs=runs,
         logits=logits,
         advice=advice,
-        fixed=fixed_batch_like(
-            runs["samples" if advice is None else ADVISED], token_budget=setting.token_budget
-        ),
+        fixed=fixed_batch_like(runs.get(ADVISED, runs[ODB]), token_budget=setting.token_budget),
         epoch_samples=options.train_samples or reading.num_records,
         is_run=bool(options.train_samples),
     )

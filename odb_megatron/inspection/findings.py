@@ -15,9 +15,9 @@ import numpy.typing as npt
 from odb_megatron.inspection.advice import Advice
 from odb_megatron.inspection.lengths import Reading
 from odb_megatron.inspection.logits import LogitsMemory
-from odb_megatron.inspection.prediction import ADVISED, Run
+from odb_megatron.inspection.prediction import ADVISED, ODB, Run
 from odb_megatron.inspection.setting import Kept, TrainingSetting
-from odb_megatron.simulation.setting import Stream
+from odb_megatron.simulation.schedules import Stream
 
 __all__ = ["Findings", "cut_offs"]
 
@@ -73,14 +73,14 @@ class Findings:
 
     def other_step_sizes(self) -> dict[str, float]:
         """Return the samples per step of methods that cannot keep to those asked for."""
-        asked = self.runs["samples"].method.samples_per_step
+        asked = self.runs[ODB].method.samples_per_step
         found = {name: run.method.samples_per_step for name, run in self.runs.items()}
         return {name: num for name, num in found.items() if abs(num / asked - 1) > _NEAR}
 
     @property
     def planned(self) -> str:
-        """The method that matters most: as advised, or the policy `samples`."""
-        return ADVISED if ADVISED in self.runs else "samples"
+        """The method that matters most: as advised, where that is another budget, or as given."""
+        return ADVISED if ADVISED in self.runs else ODB
 
     def avoided(self) -> float:
         """Return the share of the tokens of a batch padded to the context that are not computed."""

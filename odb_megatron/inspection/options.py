@@ -7,13 +7,13 @@ is instant.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import os
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from odb_megatron.inspection.example import EXAMPLE_FLAGS, example_data
 from odb_megatron.output_files import check_output
 
 if TYPE_CHECKING:
@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from odb_megatron.inspection.setting import TrainingSetting
     from odb_megatron.plan.cost import CostPrices
 
-__all__ = ["check_outputs", "data_request", "fill_in", "make_parser", "refuse", "training_setting"]
+__all__ = [
+    "EXAMPLE_FLAGS",
+    "check_outputs",
+    "data_request",
+    "example_data",
+    "fill_in",
+    "make_parser",
+    "refuse",
+    "training_setting",
+]
 
 _DEFAULT_SAMPLES = 100_000
 _DESCRIPTION = """\
@@ -38,6 +47,20 @@ _DEFAULTS: dict[str, object] = {
     "split": "100,0,0",
     "vocab_divisible_by": 128,
 }
+
+EXAMPLE_FLAGS: dict[str, object] = {
+    "seq_length": 2048,
+    "token_budget": 4096,
+    "dp": 2,
+    "global_batch_size": 32,
+    "overlong": "truncate",
+    "split": "98,1,1",
+    "vocab_divisible_by": 64,
+    "model_shape": "layers=4,hidden=128,heads=4,groups=2,ffn=384,mlp=gated",
+}
+"""What `make train` runs (`examples/train_chat.py`): defaults of an inspection without data."""
+
+_VOCAB_SIZE = 4096
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -79,9 +102,6 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--overlong", choices=("error", "truncate", "drop", "solo"), help="default error"
     )
-    run.add_argument("--window", type=_count, metavar="W", help="default 4 x G / N")
-    run.add_argument("--exchange", choices=("none", "tokens", "auto"), default="none")
-    run.add_argument("--max-delay-steps", type=int, default=8, metavar="K")
     run.add_argument(
         "--train-samples", type=_count, default=0, metavar="N", help="default: one epoch"
     )
@@ -95,10 +115,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     model.add_argument(
         "--cost",
-        nargs=3,
-        type=float,
-        metavar=("LINEAR", "QUADRATIC", "FIXED"),
-        help="prices in place of FLOPs, as --odb-cost auto of a training prints them",
+        metavar="COST",
+        help="linear=1,quadratic=2.5e-5,overhead=400 in place of FLOPs, as --odb-cost of the "
+        "training takes it and 'odb-megatron trace --fit-cost' prints it",
     )
     for name, what in (
         ("tp", "tensor-parallel size"),
@@ -144,10 +163,29 @@ def fill_in(options: argparse.Namespace) -> None:
         options.seq_length = options.token_budget
 
 
+def example_data(cache: str = ".cache") -> tuple[str, str]:
+    """Return the data file and the tokenizer folder that `make train` prepared here.
+
+    Raises:
+        ValueError: they are not there.
+    """
+    data = os.path.join(cache, "chitchat.jsonl")
+    if os.path.isfile(data):
+        from odb_megatron.data.json_records import JsonRecords
+
+        name = f"{JsonRecords(data).fingerprint()} {_VOCAB_SIZE}"
+        folder = os.path.join(cache, f"tokenizer-{hashlib.sha256(name.encode()).hexdigest()[:12]}")
+        if os.path.isdir(folder):
+            return data, folder
+    raise ValueError(
+        f"no DATA was named, and the default, {data} with its tokenizer, is not here: run 'make "
+        "train' in a checkout first and inspect from there, or name your data and --tokenizer"
+    )
+
+
 def training_setting(options: argparse.Namespace) -> TrainingSetting:
     from odb_megatron.inspection.setting import TrainingSetting, parse_shape
     from odb_megatron.plan.padding import OverlongPolicy
-    from odb_megatron.plan.policy import ExchangeMode
 
     for name in ("dp", "vocab_divisible_by"):
         if getattr(options, name) < 1:
@@ -159,10 +197,7 @@ def training_setting(options: argparse.Namespace) -> TrainingSetting:
         token_budget=options.token_budget,
         dp=options.dp,
         global_batch_size=16 * options.dp if batch is None else batch,
-        window=options.window or 0,
         overlong=OverlongPolicy(options.overlong),
-        exchange=ExchangeMode(options.exchange),
-        max_delay_steps=options.max_delay_steps,
         tp=options.tp,
         cp=options.cp,
         pp=options.pp,
@@ -258,17 +293,13 @@ def _refuse_idle(options: argparse.Namespace) -> None:
         )
 
 
-def _prices(values: Sequence[float] | None) -> CostPrices | None:
+def _prices(text: str | None) -> CostPrices | None:
     from odb_megatron.plan.cost import CostPrices
 
-    if values is None:
-        return None
-    for name, value in zip(("LINEAR", "QUADRATIC", "FIXED"), values, strict=True):
-        if not math.isfinite(value) or value < 0 or (name == "LINEAR" and not value):
-            least = "above 0" if name == "LINEAR" else "of at least 0"
-            raise ValueError(f"--cost: {name} must be a finite number {least}, got {value:g}")
-    linear, quadratic, fixed = values
-    return CostPrices(linear=linear, quadratic=quadratic, fixed=fixed)
+    try:
+        return None if text is None else CostPrices.parse(text)
+    except ValueError as error:
+        raise ValueError(f"--cost {text!r}: {error}") from error
 
 
 def _blend(data: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...]]:

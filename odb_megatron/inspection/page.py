@@ -109,7 +109,7 @@ def _advice(findings: Findings) -> Section:
     return Section(
         title="Advice",
         paragraphs=[
-            *(f"{choice.flag} {choice.value}: {choice.reason}." for choice in advice.choices),
+            f"{advice.flags}: {advice.reason}.",
             *(f"Warning: {warning}." for warning in advice.warnings),
             f"Planned on {advice.num_samples} samples; rates are work per time, 1 is ideal.",
         ],
@@ -151,7 +151,7 @@ def _memory(findings: Findings) -> Section:
     if logits is None:
         text = "Unknown without a tokenizer, or vocab in --model-shape."
         return Section(title="Memory of the logits", paragraphs=[text])
-    trials = findings.advice.trials["token_budget"] if findings.advice is not None else ()
+    trials = findings.advice.trials if findings.advice is not None else ()
     table = Table(
         columns=("token budget", "logits peak", "rate", "M", "balance"),
         rows=[

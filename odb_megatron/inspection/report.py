@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from odb_megatron.inspection.advice import Advice
+from odb_megatron.inspection.advice import Advice, Trial
 from odb_megatron.inspection.findings import Findings, cut_offs
 from odb_megatron.inspection.prediction import METHODS, RIVALS
-from odb_megatron.inspection.trials import Trial
 
 __all__ = ["as_json"]
 
@@ -56,11 +55,9 @@ def as_json(findings: Findings) -> dict[str, Any]:
                 name: getattr(setting, name)
                 for name in (
                     *("seq_length", "token_budget", "dp", "global_batch_size", "tp", "cp", "pp"),
-                    *("vpp", "sequence_parallel", "max_delay_steps", "seed"),
+                    *("vpp", "sequence_parallel", "seed"),
                 )
             },
-            "window": setting.window_in_force,
-            "exchange": setting.exchange.value,
             "model_shape": None if setting.shape is None else asdict(setting.shape),
             "cost": setting.cost_origin(),
         },
@@ -108,7 +105,6 @@ def _method(findings: Findings, name: str) -> dict[str, Any]:
         "over_budget": method.over_budget,
         "rate": method.rate,
         "bytes_moved_per_step": method.bytes_moved_per_step,
-        "exchange": method.exchange or None,
     }
 
 
@@ -117,22 +113,16 @@ def _advice(advice: Advice) -> dict[str, Any]:
         "flags": advice.flags,
         "num_samples": advice.num_samples,
         "gain": advice.gain,
-        "choices": [asdict(choice) for choice in advice.choices],
+        "reason": advice.reason,
         "warnings": list(advice.warnings),
-        "trials": {
-            subject: [_trial(trial) for trial in trials]
-            for subject, trials in advice.trials.items()
-        },
+        "trials": [_trial(trial) for trial in advice.trials],
     }
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
     method = trial.method
     return {
-        "policy": trial.policy.value,
-        "exchange": trial.exchange.value,
         "token_budget": trial.token_budget,
-        "window": trial.window or None,
         "rate": method.rate,
         "balance": method.balance,
         "fill": method.fill,

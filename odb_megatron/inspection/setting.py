@@ -12,8 +12,12 @@ import numpy.typing as npt
 
 from odb_megatron.plan.cost import CostModel, CostPrices, ModelShape
 from odb_megatron.plan.padding import OverlongPolicy, budget_length, length_multiple
-from odb_megatron.plan.policy import BalanceScope, ExchangeMode, PolicyName
-from odb_megatron.simulation.setting import CostShares, Setting
+from odb_megatron.simulation.schedules import (
+    ATTENTION_SHARE,
+    FIXED_SHARE,
+    Setting,
+    shares_model,
+)
 
 __all__ = ["Kept", "TrainingSetting", "parse_shape", "require_samples"]
 
@@ -61,10 +65,7 @@ class TrainingSetting:
         token_budget: most tokens of a micro-batch.
         dp: data-parallel replicas.
         global_batch_size: samples per step.
-        window: samples a replica looks ahead under `cost`; 0 for the training's default.
         overlong: overlong policy.
-        exchange: whether replicas hand samples to each other.
-        max_delay_steps: under `cost`.
         tp: tensor-parallel size.
         cp: context-parallel size.
         pp: pipeline stages.
@@ -79,10 +80,7 @@ class TrainingSetting:
     token_budget: int
     dp: int
     global_batch_size: int
-    window: int = 0
     overlong: OverlongPolicy = OverlongPolicy.ERROR
-    exchange: ExchangeMode = ExchangeMode.NONE
-    max_delay_steps: int = 8
     tp: int = 1
     cp: int = 1
     pp: int = 1
@@ -93,15 +91,11 @@ class TrainingSetting:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        for name in (
-            *("token_budget", "seq_length", "dp", "global_batch_size", "tp", "cp", "pp", "vpp"),
-            "max_delay_steps",
-        ):
+        names = ("token_budget", "seq_length", "dp", "global_batch_size", "tp", "cp", "pp", "vpp")
+        for name in names:
             if getattr(self, name) < 1:
                 flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} must be at least 1, got {getattr(self, name)}")
-        if self.window < 0:
-            raise ValueError(f"--window must not be negative, got {self.window}")
         if budget_length(self.limit, self.multiple) == 0:
             raise ValueError(
                 f"no sample fits: the limit {self.limit} is below {self.multiple}, to a multiple "
@@ -120,11 +114,6 @@ class TrainingSetting:
             context_parallel_size=self.cp,
             sequence_parallel_size=self.tp if self.sequence_parallel else 1,
         )
-
-    @property
-    def window_in_force(self) -> int:
-        """`window` with the training's default."""
-        return self.window or 4 * -(-self.global_batch_size // self.dp)
 
     def keep(self, positions: Integers) -> Kept:
         """Apply the overlong policy.
@@ -180,22 +169,20 @@ class TrainingSetting:
         """Return the cost model: as measured, of the shape, or of typical shares."""
         if self.prices is not None:
             return self.prices.model()
-        shares = CostShares()
         if self.shape is not None:
-            fixed = shares.fixed * self.token_budget
+            fixed = FIXED_SHARE * self.token_budget
             return CostModel.from_model_shape(self.shape, fixed_tokens=fixed)
-        return shares.model(lengths, token_budget=self.token_budget)
+        return shares_model(lengths, token_budget=self.token_budget)
 
     def cost_origin(self) -> str:
         """Return where the cost model comes from."""
         if self.prices is not None:
             return "the prices given"
-        shares = CostShares()
-        price = f"{shares.fixed:.0%} of a full micro-batch as the price of each"
+        price = f"{FIXED_SHARE:.0%} of a full micro-batch as the overhead of each"
         if self.shape is not None:
             return f"FLOPs of the model's shape, {price}"
         return (
-            f"assumed: attention is {shares.attention:.0%} of the cost of a sample of mean length, "
+            f"assumed: attention is {ATTENTION_SHARE:.0%} of the cost of all samples, "
             f"{price} (--model-shape gives your model's)"
         )
 
@@ -204,23 +191,13 @@ class TrainingSetting:
         return Setting(
             num_replicas=self.dp,
             token_budget=self.token_budget,
-            window=self.window_in_force,
             global_batch_size=self.global_batch_size,
             cost=cost,
-            sync=BalanceScope.MICROBATCH if self.pp > 1 else BalanceScope.STEP,
+            sync="microbatch" if self.pp > 1 else "step",
             num_stages=self.pp,
             num_chunks=self.vpp,
-            max_delay_steps=self.max_delay_steps,
-            exchange=self.exchange if self.dp > 1 else ExchangeMode.NONE,
             seed=self.seed,
         )
-
-    def flags(self, policy: PolicyName) -> str:
-        """Return the training's flags for this setting."""
-        flags = f"--odb --odb-policy {policy.value} --odb-token-budget {self.token_budget}"
-        if policy is PolicyName.COST:
-            flags += f" --odb-window {self.window_in_force}"
-        return f"{flags} --odb-exchange {self.exchange.value} --odb-overlong {self.overlong.value}"
 
 
 def require_samples(positions: Integers) -> Integers:

@@ -11,7 +11,7 @@ import numpy as np
 
 from odb_megatron.inspection.advice import Advice
 from odb_megatron.inspection.findings import Findings, cut_offs
-from odb_megatron.inspection.prediction import RIVALS
+from odb_megatron.inspection.prediction import ODB, RIVALS
 
 __all__ = [
     "advised_logits",
@@ -150,8 +150,7 @@ def setting_line(findings: Findings) -> str:
     setting = findings.setting
     return (
         f"DP {setting.dp}, token budget {setting.token_budget}, context {setting.seq_length}, "
-        f"global batch size {setting.global_batch_size}, window {setting.window_in_force} (cost), "
-        f"exchange {setting.exchange.value}"
+        f"global batch size {setting.global_batch_size}"
     )
 
 
@@ -200,8 +199,6 @@ def _speed_lines(findings: Findings) -> list[str]:
         if name not in RIVALS:
             found = ", ".join(f"{rival} {findings.speedup(name, rival):.2f}" for rival in RIVALS)
             lines.append(f"{name} over: {found}")
-            choice = findings.runs[name].method.exchange
-            lines += [f"{name}: {choice}"] if choice else []
     return lines
 
 
@@ -223,9 +220,9 @@ def speed_notes(findings: Findings) -> list[str]:
     others = findings.other_step_sizes()
     if others:
         shown = ", ".join(f"{name} {num:.1f}" for name, num in others.items())
-        asked = findings.runs["samples"].method.samples_per_step
+        asked = findings.runs[ODB].method.samples_per_step
         notes.append(
-            f"samples per step differ from the {asked:.1f} that samples has: {shown}; larger steps "
+            f"samples per step differ from the {asked:.1f} that ODB has: {shown}; larger steps "
             "are easier to balance"
         )
     return notes
@@ -253,8 +250,6 @@ def advised_logits(findings: Findings) -> str:
 
 def _advice_text(advice: Advice) -> str:
     lines = [f"advice (planned on {advice.num_samples} samples):"]
-    width = max(len(f"{choice.flag} {choice.value}") for choice in advice.choices)
-    for choice in advice.choices:
-        lines.append(f"  {f'{choice.flag} {choice.value}'.ljust(width)}  {choice.reason}")
+    lines.append(f"  {advice.flags}  {advice.reason}")
     lines += [f"  warning: {warning}" for warning in advice.warnings]
     return "\n".join(lines)

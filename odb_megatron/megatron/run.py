@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from odb_megatron.comm.blocks import SourceGroup
-from odb_megatron.comm.elastic import leave_reason
 from odb_megatron.data.feed import StepFeed, StepHeader
 from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
+from odb_megatron.elastic import leave_reason
 from odb_megatron.megatron.attention.registry import AttentionBackend
 from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
 from odb_megatron.megatron.counters import StepCalculator

@@ -1,230 +1,330 @@
-"""Runs policies and rivals on one stream and scores them all alike.
+"""`odb-megatron simulate`: what each way to form steps makes of given sample lengths.
 
-The registry of names lives here; how a policy forms steps does not.
+No model runs; the time of a step is a cost model's. docs/simulator.md says what each figure means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from odb_megatron.plan.policy import PolicyName
-from odb_megatron.simulation.drive import check_plannable, run_planners
-from odb_megatron.simulation.names import BOUND, IDEAL, ONLINE_BOUND
-from odb_megatron.simulation.rivals.ideal import lpt_window
-from odb_megatron.simulation.rivals.outliers import hold_outliers
-from odb_megatron.simulation.rivals.packed import dp_balanced, ffd
-from odb_megatron.simulation.rivals.padded import (
-    sorted_aligned,
-    sorted_batches,
-    sorted_buckets,
-    standard,
-    standard_safe,
-)
-from odb_megatron.simulation.rivals.reference import ReferenceMissingError, odb_reference
-from odb_megatron.simulation.schedule import Schedule
-from odb_megatron.simulation.score import (
+from odb_megatron import __version__
+from odb_megatron.output_files import check_output, write_output
+from odb_megatron.plan.record import BLOCK
+from odb_megatron.simulation.lengths import FORMS, SampleLengths, read_lengths
+from odb_megatron.simulation.schedules import (
+    ATTENTION_SHARE,
+    FIXED_SHARE,
+    POLICIES,
+    REFERENCE,
+    Schedule,
+    Setting,
+    Stream,
     Times,
     bound_time,
-    measure_times,
-    online_time,
-    score,
-    steady_steps,
+    measure,
+    shares_model,
 )
-from odb_megatron.simulation.setting import Setting, Stream
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["POLICY_NAMES", "compare", "main", "parse", "select_names", "simulate"]
 
 Figures = dict[str, Any]
+Integers = npt.NDArray[np.int64]
 
-_POLICIES: dict[str, Callable[[Stream, Setting], Schedule]] = {
-    "standard": standard,
-    "standard-safe": standard_safe,
-    "sorted": sorted_batches,
-    "sorted-bucketed": sorted_buckets,
-    "sorted-aligned": sorted_aligned,
-    "odb-reference": odb_reference,
-    "dp-balanced": dp_balanced,
-    "ffd": ffd,
-    "samples": partial(run_planners, PolicyName.SAMPLES),
-    "cost": partial(run_planners, PolicyName.COST),
-}
-
-_PLANNED = {name.value: name for name in PolicyName}
+BOUND, BASELINE = "bound", "standard-safe"
+POLICY_NAMES = (*POLICIES, BOUND)
+DEFAULT_COUNT, DEFAULT_FILL = 8, 0.93
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """What a simulation found.
+def main(argv: Sequence[str]) -> int:
+    """Simulate, print one table, write the JSON.
 
-    Attributes:
-        policies: figures of each policy, and under `steady` those without fill-up and drain (None
-            where nothing lies between).
-        left_out: why a policy that was asked for has no figures.
+    Args:
+        argv: arguments behind `odb-megatron simulate`.
+
+    Raises:
+        SystemExit: arguments that do not parse or cannot be used (2), or `--help` (0).
     """
+    parser = _parser()
+    options = parser.parse_args(argv)
+    table = sys.stderr if options.json == "-" else sys.stdout
+    try:
+        if options.json not in (None, "-"):
+            check_output("--json", options.json)
+        report, text = simulate(options)
+        print(text, file=table)
+        if options.json == "-":
+            print(json.dumps(report, indent=1))
+        elif options.json:
+            write_output("--json", options.json, json.dumps(report, indent=1) + "\n")
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
 
-    policies: dict[str, Figures]
-    left_out: dict[str, str] = field(default_factory=dict)
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options for `simulate`; a SystemExit for arguments that do not parse."""
+    return _parser().parse_args(argv)
+
+
+def simulate(options: argparse.Namespace) -> tuple[Figures, str]:
+    """Return the report, and the table to print.
+
+    Raises:
+        ValueError: an argument cannot be used.
+    """
+    names = select_names(options.policy)
+    lengths = read_lengths(
+        options.lengths,
+        token_budget=options.token_budget,
+        max_share=max(1, min(options.share_long, options.dp, BLOCK)),
+        tokenizer=options.tokenizer,
+        seed=options.seed,
+    )
+    setting = _setting(options, lengths.values)
+    stream = Stream.of_epochs(
+        lengths.values, epochs=options.epochs, cost=setting.cost, seed=options.seed
+    )
+    policies, left_out = compare(names, stream, setting)
+    report = {
+        "policies": policies,
+        "left_out": left_out,
+        "config": {
+            **{key: value for key, value in vars(options).items() if key != "json"},
+            "sync": setting.sync,
+            "global_batch_size": setting.global_batch_size,
+            "cost_quadratic": setting.cost.quadratic,
+            "cost_fixed": setting.cost.fixed,
+        },
+        "lengths": lengths.summary(),
+        "versions": {
+            "odb_megatron": __version__,
+            "online_dynamic_batching": next(
+                (found.version for found in metadata.distributions(name=REFERENCE)), None
+            ),
+        },
+    }
+    lines = [_headline(options, setting, lengths), _table(policies)]
+    if not any(figures["steady"] for name, figures in policies.items() if name != BOUND):
+        lines.append(
+            f"warning: no steady steps: {len(stream)} samples are two global batches of "
+            f"{setting.global_batch_size} or less: give more samples or --epochs"
+        )
+    lines += [f"{name} is left out: {reason}" for name, reason in left_out.items()]
+    return report, "\n".join(lines)
+
+
+def select_names(text: str) -> tuple[str, ...]:
+    """Return the policies asked for, separated by commas, or `all`; in the order of the table.
+
+    Raises:
+        ValueError: a name is not known, or none is given.
+    """
+    asked = {name.strip() for name in text.split(",") if name.strip()}
+    if asked == {"all"}:
+        return POLICY_NAMES
+    if not asked or not asked <= set(POLICY_NAMES):
+        raise ValueError(
+            f"--policy {text!r}: expected all, or some of {', '.join(POLICY_NAMES)}, separated by "
+            "commas"
+        )
+    return tuple(name for name in POLICY_NAMES if name in asked)
 
 
 def compare(
-    names: Sequence[str],
-    stream: Stream,
-    setting: Setting,
-    *,
-    progress: Callable[[str], None] = lambda _: None,
-) -> Comparison:
-    """Run and score policies.
+    names: Sequence[str], stream: Stream, setting: Setting
+) -> tuple[dict[str, Figures], dict[str, str]]:
+    """Return the figures of each policy, and why one has none.
 
     Args:
-        names: of `names.POLICY_NAMES`.
+        names: of `POLICY_NAMES`.
         stream: the samples.
-        setting: what they have in common.
-        progress: told each name before its turn.
-
-    Raises:
-        ValueError: the planner refuses the setting.
+        setting: what the policies have in common.
     """
-    for name in names:
-        if name in _PLANNED:
-            check_plannable(_PLANNED[name], stream, setting)
-    runs = _Runs(stream, setting)
-    schedules: dict[str, Schedule] = {}
-    if IDEAL in names:  # first, so that what has the same steps is compared with all of it
-        progress(IDEAL)
-        chosen = hold_outliers(stream, setting, sizes=_even_sizes(stream, setting))
-        schedules[IDEAL] = lpt_window(stream, setting, steps=chosen)
-        runs.know_ideal(schedules[IDEAL])
+    base = _rates(POLICIES[BASELINE](stream, setting), stream, setting)
     policies: dict[str, Figures] = {}
     left_out: dict[str, str] = {}
     for name in names:
-        if name in (BOUND, ONLINE_BOUND):
-            policies[name] = runs.bound(is_online=name == ONLINE_BOUND)
-            continue
-        if name not in schedules:
-            progress(name)
+        if name == BOUND:
+            work, tokens = float(stream.costs.sum()), int(stream.lengths.sum())
+            best = work / bound_time(work=work, tokens=tokens, setting=setting)
+            found: list[Figures | None] = [
+                {"fraction_of_bound": 1.0, "samples_per_s_rel": best / own[0]} if own else None
+                for own in base
+            ]
+        else:
             try:
-                schedules[name] = _POLICIES[name](stream, setting)
-            except ReferenceMissingError as error:
+                schedule = POLICIES[name](stream, setting)
+            except ImportError as error:
                 left_out[name] = str(error)
                 continue
-        policies[name] = runs.figures(schedules.pop(name))
-    return Comparison(policies=policies, left_out=left_out)
+            times = measure(schedule, stream, setting)
+            found = [
+                _score(schedule, times, stream, setting, span=span, base=rates)
+                for span, rates in zip(schedule.spans(stream, setting), base, strict=True)
+            ]
+        policies[name] = {**(found[0] or {}), "steady": found[1]}
+    return policies, left_out
 
 
-class _Runs:
-    """Scores schedules against the baseline and against what is reachable."""
-
-    def __init__(self, stream: Stream, setting: Setting) -> None:
-        self._stream, self._setting = stream, setting
-        self._ideals: dict[bytes, Times] = {}
-        baseline = standard(stream, setting)
-        times = measure_times(baseline, stream, setting)
-        self._baseline = {
-            is_steady: _rates(times, steps)
-            for is_steady, steps in _spans(baseline, stream, setting).items()
-        }
-
-    def know_ideal(self, schedule: Schedule) -> None:
-        """Take the ideal's schedule for steps of its sizes, to compare others with."""
-        times = measure_times(schedule, self._stream, self._setting)
-        self._ideals[schedule.step_samples.tobytes()] = times
-
-    def figures(self, schedule: Schedule) -> Figures:
-        """Return a schedule's figures, `steady` among them."""
-        stream, setting = self._stream, self._setting
-        times = measure_times(schedule, stream, setting)
-        found: dict[bool, Figures | None] = {}
-        for is_steady, steps in _spans(schedule, stream, setting).items():
-            if steps[0] == steps[1]:
-                found[is_steady] = None
-                continue
-            figures: Figures = score(schedule, times, stream, setting, steps=steps)
-            ideal = self._reachable(schedule, steps, same_samples=False)
-            figures["fraction_of_ideal"] = figures["fraction_of_bound"] / ideal
-            if schedule.keeps_order:
-                ideal = self._reachable(schedule, steps, same_samples=True)
-            figures["fraction_of_reachable"] = figures["fraction_of_bound"] / ideal
-            own, base = _rates(times, steps), self._baseline[is_steady]
-            for name, key in _RELATIVE.items():
-                if name in own:
-                    figures[key] = own[name] / base[name] if name in base else None
-            found[is_steady] = figures
-        whole = found[False]
-        assert whole is not None, "a run has steps"
-        chosen = {"exchange": schedule.exchange} if schedule.exchange else {}
-        return {**whole, **chosen, "steady": found[True]}
-
-    def bound(self, *, is_online: bool) -> Figures:
-        """Return a bound's figures; it has no steps, so most are not defined."""
-        work = float(self._stream.costs.sum())
-        tokens = int(self._stream.lengths.sum())
-        least = time = bound_time(work=work, tokens=tokens, setting=self._setting)
-        if is_online:
-            time = online_time(self._stream, self._setting)
-        found: dict[bool, Figures | None] = {
-            is_steady: {
-                "fraction_of_bound": least / time,
-                "samples_per_s_rel": work / time / base["step"] if base else None,
-            }
-            for is_steady, base in self._baseline.items()
-        }
-        return {**(found[False] or {}), "steady": None if is_online else found[True]}
-
-    def _reachable(
-        self, schedule: Schedule, steps: tuple[int, int], *, same_samples: bool
-    ) -> float:
-        """Return which fraction of the bound the ideal reaches in steps of these sizes.
-
-        With `same_samples` in the very steps of the schedule; else it composes its own. Where it
-        has not run on these sizes anyway, it runs on some of the steps, evenly spaced: the
-        fraction varies little from step to step.
-        """
-        (first, last), sizes = steps, schedule.step_samples
-        known = None if same_samples else self._ideals.get(sizes.tobytes())
-        if known is not None:
-            return self._fraction(known, slice(first, last))
-        stride = max(1, min(int(sizes[first:last].sum()) // _ENOUGH, (last - first) // _FEW_STEPS))
-        only = range(first + (last - first - 1) % stride // 2, last, stride)
-        if same_samples:
-            chosen = np.split(schedule.positions, schedule.step_starts[1:-1])
-        else:
-            chosen = hold_outliers(self._stream, self._setting, sizes=sizes.tolist())
-        ideal = lpt_window(self._stream, self._setting, steps=chosen, only=only)
-        times = measure_times(ideal, self._stream, self._setting)
-        return self._fraction(times, slice(0, len(only)))
-
-    def _fraction(self, times: Times, span: slice) -> float:
-        work, tokens = float(times.work[span].sum()), int(times.tokens[span].sum())
-        bound = bound_time(work=work, tokens=tokens, setting=self._setting)
-        return bound / float(times.step[span].sum())
+def _rates(schedule: Schedule, stream: Stream, setting: Setting) -> list[list[float]]:
+    """Return work per time and per pipeline time; of the whole run and its steady part."""
+    times = measure(schedule, stream, setting)
+    return [
+        [float(times.work[span].sum() / own[span].sum()) for own in (times.step, times.pipeline)]
+        if span.stop
+        else []
+        for span in schedule.spans(stream, setting)
+    ]
 
 
-_RELATIVE = {"step": "samples_per_s_rel", "pipeline": "pipeline_samples_per_s_rel"}
-_ENOUGH = 1 << 15  # samples that the ideal is run on, at least
-_FEW_STEPS = 16  # and steps
+def _score(
+    schedule: Schedule,
+    times: Times,
+    stream: Stream,
+    setting: Setting,
+    *,
+    span: slice,
+    base: Sequence[float],
+) -> Figures | None:
+    """Return the figures of some steps against the baseline's rates; None where there are none."""
+    if not span.stop:
+        return None
+    tokens, computed = float(times.tokens[span].sum()), int(times.computed[span].sum())
+    work, time, path = (float(own[span].sum()) for own in (times.work, times.step, times.pipeline))
+    counts = schedule.counts[span]
+    num_micro_batches = int(counts.sum()) * setting.num_replicas
+    figures: Figures = {
+        "fraction_of_bound": bound_time(work=work, tokens=tokens, setting=setting) / time,
+        "samples_per_s_rel": work / time / base[0] if base else None,
+        "samples_per_step": float(schedule.step_samples[span].mean()),
+        "balance_step": float(times.balance_step[span].mean()),
+        "balance_microbatch": float(times.balance_microbatch[span].mean()),
+        "fill": tokens / (num_micro_batches * setting.token_budget),
+        "padding_fraction": max(0.0, 1 - tokens / computed) if computed else None,
+        "over_budget": int(times.over_budget[span].sum()),
+        "mean_M": float(counts.mean()),
+        "bytes_moved_per_step": float(times.bytes_moved[span].mean()),
+        "num_steps": len(counts),
+    }
+    if setting.max_share > 1:
+        figures["shared_per_step"] = float(times.shared[span].mean())
+    if setting.num_stages > 1:
+        needed = work + num_micro_batches * setting.cost.fixed
+        busy = needed / (setting.num_replicas * setting.num_stages)
+        figures["pipeline_efficiency"] = busy / path
+        figures["pipeline_samples_per_s_rel"] = work / path / base[1] if base else None
+    return figures
 
 
-def _spans(schedule: Schedule, stream: Stream, setting: Setting) -> dict[bool, tuple[int, int]]:
-    return {False: (0, len(schedule)), True: steady_steps(schedule, stream, setting)}
+# --- the command -----------------------------------------------------------------------------
 
 
-def _rates(times: Times, steps: tuple[int, int]) -> dict[str, float]:
-    """Return work per time, by step time and, with a pipeline, by critical path."""
-    span = slice(*steps)
-    if steps[0] == steps[1]:
-        return {}
-    work = float(times.work[span].sum())
-    rates = {"step": work / float(times.step[span].sum())}
-    if times.pipeline is not None:
-        rates["pipeline"] = work / float(times.pipeline[span].sum())
-    return rates
+def _setting(options: argparse.Namespace, lengths: Integers) -> Setting:
+    batch = options.global_batch_size
+    if batch is None:
+        room = DEFAULT_COUNT * options.dp * options.token_budget
+        batch = max(options.dp, int(DEFAULT_FILL * room / float(lengths.mean())))
+    return Setting(
+        num_replicas=options.dp,
+        token_budget=options.token_budget,
+        global_batch_size=batch,
+        cost=shares_model(
+            lengths,
+            token_budget=options.token_budget,
+            attention=options.attention_share,
+            fixed=options.fixed_cost,
+        ),
+        sync=options.sync or ("microbatch" if options.pp > 1 else "step"),
+        num_stages=options.pp,
+        num_chunks=options.vpp,
+        max_share=options.share_long,
+        seed=options.seed,
+    )
 
 
-def _even_sizes(stream: Stream, setting: Setting) -> list[int]:
-    batch, total = setting.global_batch_size, len(stream)
-    return [min(batch, total - start) for start in range(0, total, batch)]
+def _headline(options: argparse.Namespace, setting: Setting, lengths: SampleLengths) -> str:
+    about = lengths.summary()
+    how = "" if options.global_batch_size else f" (what M = {DEFAULT_COUNT} holds)"
+    return (
+        f"{about['num_samples']} samples, mean {about['mean']:.1f}, CV {about['cv']:.2f}, longest "
+        f"{about['max']} ({lengths.num_truncated} cut, {lengths.num_left_out} left out); "
+        f"{options.epochs} epoch(s); {options.dp} replicas, token budget {options.token_budget}, "
+        f"global batch size {setting.global_batch_size}{how}, sync {setting.sync}"
+    )
+
+
+_COLUMNS = (
+    ("fraction_of_bound", "bound", 4),
+    ("samples_per_s_rel", "speed", 3),
+    ("pipeline_efficiency", "pipe", 4),
+    ("pipeline_samples_per_s_rel", "pipe speed", 3),
+    ("samples_per_step", "smp/step", 1),
+    ("mean_M", "M", 2),
+    ("balance_step", "bal step", 4),
+    ("balance_microbatch", "bal mb", 4),
+    ("fill", "fill", 3),
+    ("padding_fraction", "pad", 3),
+    ("over_budget", "over", 0),
+    ("shared_per_step", "shared", 2),
+    ("bytes_moved_per_step", "moved B", 0),
+)
+
+
+def _table(policies: Mapping[str, Figures]) -> str:
+    """Return one row per policy for the whole run, then one for its steady part."""
+    shown = [column for column in _COLUMNS if any(column[0] in p for p in policies.values())]
+    rows = [["policy", "part", *(title for _, title, _ in shown)]]
+    for part in ("whole", "steady"):
+        for name, figures in policies.items():
+            found = figures if part == "whole" else figures["steady"]
+            if found is not None:
+                cells = [(found.get(key), decimals) for key, _, decimals in shown]
+                rows.append([name, part, *("-" if v is None else f"{v:.{n}f}" for v, n in cells)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="odb-megatron simulate",
+        description="Compare the planner that training runs (odb), padded and packed rivals and "
+        "the bound on the lengths of samples alone. docs/simulator.md says what figures mean.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--lengths", required=True, metavar="SPEC", help=FORMS)
+    add("--tokenizer", metavar="FOLDER", help="tokenizer of a JSON or JSONL data file")
+    add("--dp", type=int, default=8, metavar="N", help="replicas (default 8)")
+    add("--token-budget", type=int, default=8192, metavar="B", help="default 8192")
+    add("--epochs", type=int, default=1, metavar="E", help="one stream of E epochs (default 1)")
+    policies = f"all (default), or of {', '.join(POLICY_NAMES)}"
+    add("--policy", default="all", metavar="P[,P...]", help=policies)
+    sync = "where replicas wait for each other (default step; with --pp microbatch)"
+    add("--sync", choices=("step", "microbatch"), help=sync)
+    batch = f"samples per step (default: what {DEFAULT_COUNT} micro-batches hold)"
+    add("--global-batch-size", type=int, metavar="G", help=batch)
+    share = "let up to K replicas share a sample over the budget or a replica's share (odb)"
+    add("--share-long", type=int, default=1, metavar="K", help=share)
+    fixed = "per-micro-batch overhead, as a share of a full one's cost (default 0.05)"
+    add("--fixed-cost", type=float, default=FIXED_SHARE, metavar="SHARE", help=fixed)
+    attention = "of attention in the cost of all samples (default 0.3)"
+    add("--attention-share", type=float, default=ATTENTION_SHARE, metavar="SHARE", help=attention)
+    add("--pp", type=int, default=1, metavar="P", help="pipeline stages: adds the 1F1B figures")
+    add("--vpp", type=int, default=1, metavar="V", help="virtual chunks per stage (with --pp)")
+    add("--seed", type=int, default=0, help="of epochs' orders and comparisons (default 0)")
+    add("--json", metavar="OUT", help="write the figures as JSON; '-' for stdout")
+    return parser

@@ -1,7 +1,4 @@
-"""Sample lengths for a simulation: drawn from a distribution, read from a file, or tokenized.
-
-Knows nothing of policies. Data files go through `odb_megatron.data`, imported only then.
-"""
+"""Sample lengths for a simulation: drawn from a distribution, read from a file, or tokenized."""
 
 from __future__ import annotations
 
@@ -9,13 +6,10 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from odb_megatron.data.chat_template import ChatRenderer
 
 __all__ = ["FORMS", "SampleLengths", "read_lengths"]
 
@@ -25,12 +19,12 @@ FORMS = (
     "lognormal:mean=500,cv=1.0,max=8192[,n=131072][,seed=0], file:PATH.npy, file:PATH.json[#key], "
     "or a data file (JSON or JSONL, or a Megatron .bin/.idx prefix)"
 )
-
-_LOGNORMAL = "lognormal:"
-_FILE = "file:"
-_DEFAULTS: dict[str, float] = {"n": 131072, "seed": 0}
-_REQUIRED = ("mean", "cv", "max")
-_MOST_REASON = 200  # characters of another library's error
+LOGNORMAL, FILE = "lognormal:", "file:"
+MAX_LENGTH = 10**9
+LIMITS: dict[str, tuple[float, float]] = {
+    "mean": (1, MAX_LENGTH), "cv": (0, 100), "max": (1, MAX_LENGTH), "n": (1, 1e9),
+    "seed": (0, 2**32 - 1),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +33,8 @@ class SampleLengths:
 
     Attributes:
         values: int64, at least one, all at least 1.
-        num_truncated: samples cut to the token budget (data files).
-        num_left_out: records that are no sample (data files).
+        num_truncated: samples of a data file that were cut.
+        num_left_out: records of a data file that are no sample.
     """
 
     values: Integers
@@ -63,71 +57,72 @@ class SampleLengths:
         }
 
 
-_LIMITS = {
-    "mean": (1, 1e9), "cv": (0, 100.0), "max": (1, 1e9), "n": (1, 1e9), "seed": (0, 2**32 - 1),
-}  # fmt: skip
-
-
 def read_lengths(
-    spec: str, *, token_budget: int, tokenizer: str | None = None, seed: int = 0
+    spec: str,
+    *,
+    token_budget: int,
+    max_share: int = 1,
+    tokenizer: str | None = None,
+    seed: int = 0,
 ) -> SampleLengths:
-    """Return the lengths that a specification names.
-
-    Lengths from files are put in random order, since files are often sorted.
+    """Return the lengths that a specification names, those of files in random order.
 
     Args:
         spec: one of `FORMS`.
-        token_budget: longer samples of a data file are cut to it; elsewhere they are an error.
+        token_budget: times `max_share` it is the most tokens of a sample; those of a data file are
+            cut to it, elsewhere longer ones are an error.
+        max_share: most replicas that share a sample.
         tokenizer: folder of a tokenizer, for JSON and JSONL data files.
         seed: of the random order.
 
     Raises:
         ValueError: the specification is not understood, or what it names cannot be used.
     """
-    if tokenizer is not None and spec.startswith((_LOGNORMAL, _FILE)):
+    is_data = not spec.startswith((LOGNORMAL, FILE))
+    if tokenizer is not None and not is_data:
         raise ValueError(
             f"--tokenizer {tokenizer!r} would do nothing: --lengths {spec!r} has lengths, no text; "
             "drop it"
         )
-    if spec.startswith(_LOGNORMAL):
-        found = SampleLengths(values=_lognormal(spec))
-    elif spec.startswith(_FILE):
-        found = SampleLengths(values=_shuffled(_from_file(spec), seed))
-    elif ":" in spec.split(os.sep)[0] and not os.path.exists(spec):
-        raise ValueError(f"--lengths {spec!r} is not understood: expected {FORMS}")
-    else:
-        found = _from_data(spec, token_budget=token_budget, tokenizer=tokenizer, seed=seed)
-    longest = int(found.values.max())
-    if longest > token_budget:
+    longest = token_budget * max_share
+    if is_data:
+        if ":" in spec.split(os.sep)[0] and not os.path.exists(spec):
+            raise ValueError(f"--lengths {spec!r} is not understood: expected {FORMS}")
+        return _from_data(spec, longest=longest, tokenizer=tokenizer, seed=seed)
+    values = _lognormal(spec) if spec.startswith(LOGNORMAL) else _from_file(spec)
+    for name, at, is_wrong in (
+        ("below 1", int(values.argmin()), values.min() < 1),
+        (f"above {MAX_LENGTH}", int(values.argmax()), values.max() > MAX_LENGTH),
+    ):
+        if is_wrong:
+            raise ValueError(f"--lengths {spec!r}: length {values[at]} at index {at} is {name}")
+    if values.max() > longest:
         raise ValueError(
-            f"--lengths {spec!r} has a sample of {longest} tokens; the token budget is "
-            f"{token_budget}: raise --token-budget, or leave such samples out"
+            f"--lengths {spec!r} has a sample of {values.max()} tokens; the token budget is "
+            f"{token_budget}: raise --token-budget or --share-long, or leave such samples out"
         )
-    return found
+    if spec.startswith(FILE):  # often sorted
+        values = np.random.default_rng([seed, 0]).permutation(values)
+    return SampleLengths(values=values.astype(np.int64))
 
 
 def _lognormal(spec: str) -> Integers:
-    values = dict(_DEFAULTS)
-    for part in spec.removeprefix(_LOGNORMAL).split(","):
-        name, equals, text = part.partition("=")
-        if not equals or name not in (*_REQUIRED, *_DEFAULTS):
+    values: dict[str, float] = {"n": 131072, "seed": 0}
+    for part in spec.removeprefix(LOGNORMAL).split(","):
+        name, _, text = part.partition("=")
+        try:
+            values[name] = float(text) if name in ("mean", "cv") else int(text)
+            least, most = LIMITS[name]
+        except (KeyError, ValueError):
             raise ValueError(
                 f"--lengths {spec!r}: {part!r} is not understood; expected NAME=NUMBER with mean, "
-                "cv, max, n or seed"
-            )
-        try:
-            values[name] = int(text) if name in ("max", "n", "seed") else float(text)
-        except ValueError:
-            kind = "a whole number" if name in ("max", "n", "seed") else "a number"
-            raise ValueError(f"--lengths {spec!r}: {name}={text} is not {kind}") from None
-    missing = [name for name in _REQUIRED if name not in values]
+                "cv, max, n or seed, whole numbers but for mean and cv"
+            ) from None
+        if not least <= values[name] <= most:
+            raise ValueError(f"--lengths {spec!r}: {part} must be from {least} to {most:g}")
+    missing = [name for name in LIMITS if name not in values]
     if missing:
         raise ValueError(f"--lengths {spec!r} lacks {', '.join(missing)}: expected {FORMS}")
-    for name, (least, most) in _LIMITS.items():
-        if not least <= values[name] <= most:
-            raise ValueError(
-                f"--lengths {spec!r}: {name}={values[name]:g} must be from {least} to {most:g}"
-            )
     sigma2 = math.log(1 + values["cv"] ** 2)
     drawn = np.random.RandomState(int(values["seed"])).lognormal(
         math.log(values["mean"]) - sigma2 / 2, math.sqrt(sigma2), size=int(values["n"])
@@ -137,137 +132,38 @@ def _lognormal(spec: str) -> Integers:
 
 
 def _from_file(spec: str) -> Integers:
-    path, _, key = spec.removeprefix(_FILE).partition("#")
-    if not os.path.isfile(path):
-        raise ValueError(f"--lengths {spec!r}: there is no file {path!r}")
-    if path.endswith(".npy"):
-        if key:
-            raise ValueError(f"--lengths {spec!r}: a .npy file has no key; leave out '#{key}'")
-        try:
-            found: Any = np.load(path, allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
-            raise ValueError(f"--lengths {spec!r}: not a readable .npy file ({error})") from error
-    elif path.endswith(".json"):
-        found = _from_json(path, key, spec)
-    else:
-        raise ValueError(f"--lengths {spec!r}: expected a file ending in .npy or .json")
-    return _checked(found, spec)
-
-
-def _from_json(path: str, key: str, spec: str) -> object:
+    path, _, key = spec.removeprefix(FILE).partition("#")
+    if not path.endswith((".npy", ".json")) or (key and path.endswith(".npy")):
+        raise ValueError(f"--lengths {spec!r}: expected file:PATH.npy or file:PATH.json[#key]")
+    found: Any
     try:
-        with open(path, encoding="utf-8") as file:
-            found: object = json.load(file)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"--lengths {spec!r}: not a readable JSON file ({error})") from error
+        if path.endswith(".npy"):
+            found = np.load(path, allow_pickle=False)
+        else:
+            with open(path, encoding="utf-8") as file:
+                found = json.load(file)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"--lengths {spec!r} cannot be read ({error})") from error
     for part in key.split("/") if key else ():
-        if not isinstance(found, dict) or part not in found:
-            raise ValueError(
-                f"--lengths {spec!r}: the file has no key {part!r} there; {_keys(found)}"
-            )
-        found = found[part]
+        found = found.get(part) if isinstance(found, dict) else None
     if isinstance(found, dict):
-        raise ValueError(
-            f"--lengths {spec!r} names an object: append '{'/' if key else '#'}KEY'; {_keys(found)}"
-        )
-    return found
-
-
-def _keys(found: object) -> str:
-    if isinstance(found, dict):
-        return f"its keys are {', '.join(map(str, found))}"
-    return f"it is a {type(found).__name__}"
-
-
-def _checked(found: object, spec: str) -> Integers:
+        raise ValueError(f"--lengths {spec!r} names an object with the keys {', '.join(found)}")
     try:
         values = np.asarray(found)
-    except ValueError:
-        values = np.array("ragged")
-    if values.ndim == 1 and not len(values):
-        raise ValueError(f"--lengths {spec!r} is an empty list: there must be a sample")
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise ValueError(
-            f"--lengths {spec!r}: expected a list of whole numbers, got {values.dtype} of shape "
-            f"{values.shape}"
-        )
-    if int(values.min()) < 1:
-        at = int(values.argmin())
-        raise ValueError(f"--lengths {spec!r}: length {values[at]} at index {at} is below 1")
-    if int(values.max()) > _LIMITS["max"][1]:
-        at = int(values.argmax())
-        raise ValueError(
-            f"--lengths {spec!r}: length {values[at]} at index {at} is above {_LIMITS['max'][1]:g}"
-        )
-    return values.astype(np.int64)
+    except ValueError:  # ragged
+        values = np.array("")
+    if values.ndim != 1 or not len(values) or values.dtype.kind not in "iu":
+        raise ValueError(f"--lengths {spec!r}: expected a list of whole numbers, at least one")
+    return values
 
 
-def _from_data(path: str, *, token_budget: int, tokenizer: str | None, seed: int) -> SampleLengths:
-    from odb_megatron.data.preprocess import SampleRules
-    from odb_megatron.data.sample import BadRecordError, Sample
-    from odb_megatron.data.sources import open_source
-    from odb_megatron.plan.padding import OverlongPolicy
+def _from_data(path: str, *, longest: int, tokenizer: str | None, seed: int) -> SampleLengths:
+    from odb_megatron.inspection.reading import DataRequest, read_data
 
-    rules = SampleRules(
-        context=token_budget,
-        token_budget=token_budget,
-        overlong=OverlongPolicy.TRUNCATE,
-    )
-    source = open_source(path, rules=rules, renderer=_renderer(path, tokenizer))
-    lengths, num_truncated, num_left_out, first = [], 0, 0, ""
-    for index in range(len(source)):
-        try:
-            sample = source.sample(index, source=0)
-        except BadRecordError as error:
-            num_left_out += 1
-            first = first or f"line {error.line}: {error.reason}"
-            continue
-        assert isinstance(sample, Sample), "what is too long is cut"
-        lengths.append(len(sample))
-        num_truncated += sample.truncated > 0
-    if not lengths:
-        raise ValueError(
-            f"--lengths {path!r} has {num_left_out} records and none that can be used; the first: "
-            f"{first}"
-        )
+    request = DataRequest(paths=(path,), tokenizer=tokenizer, seed=seed)
+    found = read_data(request, start=lambda _: lambda _: None)
     return SampleLengths(
-        values=_shuffled(np.array(lengths, dtype=np.int64), seed),
-        num_truncated=num_truncated,
-        num_left_out=num_left_out,
+        values=np.minimum(found.lengths, longest),
+        num_truncated=int((found.lengths > longest).sum()),
+        num_left_out=found.num_bad,
     )
-
-
-def _renderer(path: str, tokenizer: str | None) -> ChatRenderer | None:
-    """Return what tokenizes a JSON or JSONL file; None for other data, which has tokens."""
-    from odb_megatron.data.json_records import is_json_path
-
-    if not is_json_path(path):
-        if tokenizer is not None:
-            raise ValueError(
-                f"--tokenizer {tokenizer!r} would do nothing: --lengths {path!r} is no JSON or "
-                "JSONL file; drop it"
-            )
-        return None
-    if not os.path.isfile(path):
-        raise ValueError(f"--lengths {path!r}: there is no such file; expected {FORMS}")
-    if tokenizer is None:
-        raise ValueError(f"--lengths {path!r} needs a tokenizer: pass --tokenizer FOLDER")
-    from odb_megatron.data.chat_template import ChatRenderer
-    from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder
-
-    try:
-        if not os.path.isdir(tokenizer):
-            raise ValueError(f"{tokenizer} is no folder on this machine")
-        return ChatRenderer(load_tokenizer(tokenizer_folder(tokenizer, tokenizer)))
-    except Exception as error:  # transformers raises whatever its parsers do
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        reason = " ".join(f"{kind}{error}".split())
-        reason = reason if len(reason) <= _MOST_REASON else f"{reason[:_MOST_REASON]}..."
-        raise ValueError(
-            f"--tokenizer {tokenizer!r} cannot be loaded ({reason}): name the folder of a Hugging "
-            "Face tokenizer (tokenizer.json and tokenizer_config.json)"
-        ) from error
-
-
-def _shuffled(values: Integers, seed: int) -> Integers:
-    return np.random.default_rng([seed, 0]).permutation(values)

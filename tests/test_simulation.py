@@ -1,0 +1,469 @@
+"""The simulator: every way to form steps, what a schedule is charged, and the command."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odb_megatron import __version__
+from odb_megatron.cli import main
+from odb_megatron.plan.cost import COST_UNIT, CostModel
+from odb_megatron.plan.record import block_of
+from odb_megatron.simulation.compare import POLICY_NAMES, compare
+from odb_megatron.simulation.lengths import read_lengths
+from odb_megatron.simulation.schedules import (
+    POLICIES,
+    Schedule,
+    Setting,
+    Stream,
+    critical_path,
+    measure,
+    shares_model,
+)
+
+FLAGS = ["--lengths", "lognormal:mean=100,cv=1.0,max=1000,n=3000", "--dp", "2"]
+FLAGS += ["--token-budget", "1000"]
+FIXED = 2  # tokens' worth of a micro-batch's overhead
+RIVALS = ["standard-safe", "sorted-bucketed", "dp-balanced", "ffd"]
+PADDED = ("standard-safe", "sorted-bucketed")
+
+
+def _world(lengths: Any, *, epochs: int = 1, **changes: Any) -> tuple[Stream, Setting]:
+    lengths = np.asarray(lengths, dtype=np.int64)
+    budget = changes.get("token_budget", 10)
+    values = {
+        "num_replicas": 2,
+        "token_budget": budget,
+        "global_batch_size": 4,
+        "cost": shares_model(lengths[lengths > 0], token_budget=budget),
+    }
+    setting = Setting(**{**values, **changes})
+    return Stream.of_epochs(lengths, epochs=epochs, cost=setting.cost, seed=0), setting
+
+
+def _steps(name: str, stream: Stream, setting: Setting) -> list[list[list[list[int]]]]:
+    schedule = POLICIES[name](stream, setting)
+    return [schedule.step(index) for index in range(len(schedule))]
+
+
+# --- ways to form steps ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*RIVALS, "odb"])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_every_sample_once_and_within_the_budget(name: str, data: st.DataObject) -> None:
+    num_stages = data.draw(st.sampled_from([1, 2]))
+    stream, setting = _world(
+        data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=120).filter(any)),
+        token_budget=40,
+        num_replicas=data.draw(st.integers(1, 5)),
+        global_batch_size=data.draw(st.integers(1, 50)),
+        epochs=data.draw(st.integers(1, 3)),
+        sync=data.draw(st.sampled_from(["step", "microbatch"])),
+        num_stages=num_stages,
+        num_chunks=data.draw(st.sampled_from([1, 2])) if num_stages > 1 else 1,
+    )
+    schedule = POLICIES[name](stream, setting)
+    trained = Counter(schedule.positions[stream.lengths[schedule.positions] > 0].tolist())
+    assert trained == Counter(np.flatnonzero(stream.lengths).tolist())
+    assert not measure(schedule, stream, setting).over_budget.any()
+    assert schedule.is_padded == (name in PADDED)
+    assert not (schedule.counts % setting.count_multiple).any()
+
+
+@pytest.mark.parametrize("sync", ["step", "microbatch"])
+@pytest.mark.parametrize("num_replicas", [4, 66, 130])
+def test_odb_steps_are_the_next_global_batch(sync: str, num_replicas: int) -> None:
+    """Beyond 64 replicas in blocks, each of its own samples, all with the same M."""
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.lognormal(4, 1, 6000), 1, 1000).astype(int)
+    stream, setting = _world(
+        lengths, token_budget=1000, num_replicas=num_replicas, global_batch_size=1000, sync=sync
+    )
+    steps = _steps("odb", stream, setting)
+    blocks = {block_of(replica, num_replicas) for replica in range(num_replicas)}
+    assert all(len(block) <= 64 for block in blocks)
+    for index, step in enumerate(steps):
+        samples = sorted(p for row in step for batch in row for p in batch)
+        assert samples == list(range(1000 * index, 1000 * (index + 1)))
+        assert len({len(row) for row in step}) == 1
+        for block in blocks:
+            own = {p % 1000 % num_replicas for r in block for batch in step[r] for p in batch}
+            assert own <= set(block)
+
+
+def test_odb_shares_long_samples() -> None:
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.lognormal(4, 1.3, 4000), 1, 3000).astype(int)
+    common = {"token_budget": 1000, "num_replicas": 8, "global_batch_size": 400}
+    stream, setting = _world(lengths, sync="microbatch", max_share=8, **common)
+    assert (lengths > 1000).any(), "guard"
+    schedule = POLICIES["odb"](stream, setting)
+    counts = Counter(schedule.positions.tolist())
+    parts = dict(zip(schedule.positions.tolist(), schedule.parts.tolist(), strict=True))
+    assert counts == parts
+    assert set(counts) == set(range(4000))
+    times = measure(schedule, stream, setting)
+    assert not times.over_budget.any()
+    assert times.tokens.sum() == pytest.approx(lengths.sum())
+    assert (schedule.step_samples == 400).all()
+    alone = measure(POLICIES["odb"](*_world(np.minimum(lengths, 1000), **common)), stream, setting)
+    assert times.shared.sum() > 0 == alone.shared.sum()
+
+
+@pytest.mark.parametrize("overhead", [0, 5])
+def test_standard_safe_is_the_fastest_fixed_batch_that_fits(overhead: int) -> None:
+    """Two fit; they save overhead, one has no padding."""
+    cost = CostModel.from_ratios(quadratic=0, fixed_tokens=overhead)
+    steps = _steps("standard-safe", *_world([5, 1, 5, 1], cost=cost))
+    assert steps == [[[[0, 1]], [[2, 3]]]] if overhead else [[[[0], [2]], [[1], [3]]]]
+
+
+@pytest.mark.parametrize("batch", [4, 10, 22, 64, 256])
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_padded_steps_keep_to_the_global_batch_size(name: str, batch: int, chunks: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, size=600)
+    stages = {"num_stages": 2, "num_chunks": 2} if chunks > 1 else {}
+    stream, setting = _world(lengths, token_budget=300, global_batch_size=batch, **stages)
+    schedule = POLICIES[name](stream, setting)
+    whole = schedule.step_samples[:-1]
+    assert 0.6 * batch <= whole.mean() <= 1.06 * max(batch, 2 * setting.count_multiple)
+
+
+def test_buckets_hold_like_lengths_and_are_not_sorted_inside() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, 640)
+    stream, setting = _world(lengths, token_budget=400, global_batch_size=64)
+    schedule = POLICIES["sorted-bucketed"](stream, setting)
+    times = measure(schedule, stream, setting)
+    assert 1 < times.computed.sum() / lengths.sum() < 1.06
+    parts = np.split(stream.lengths[schedule.positions], schedule.sample_starts[1:-1])
+    assert any(part.tolist() != sorted(part)[::-1] for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "bins"),
+    [
+        ("dp-balanced", [4, 4, 4, 4], [[0, 1], [2, 3]]),
+        ("dp-balanced", [6, 4, 4, 6], [[0, 1], [2, 3]]),
+        ("dp-balanced", [6, 6, 4, 6], [[0], [1], [3], [2]]),  # [1, 2] at first
+        ("dp-balanced", [2, 2, 2, 2], [[0, 1, 2], [3]]),
+        ("dp-balanced", [10], [[0], []]),  # where Megatron's own asserts
+        ("ffd", [6, 6, 4, 4], [[0, 2], [1, 3]]),
+        ("ffd", [2, 6, 4, 5], [[1, 2], [3, 0]]),
+    ],
+)
+def test_packed_bins(name: str, lengths: list[int], bins: list[list[int]]) -> None:
+    (step,) = _steps(name, *_world(lengths))
+    assert [step[r][m] for m in range(len(step[0])) for r in range(2)] == bins
+
+
+@pytest.mark.slow
+def test_dp_balanced_is_megatrons() -> None:
+    """Against `DpBalancedScheduler` of a Megatron that has it."""
+    try:
+        module = importlib.import_module("megatron.core.datasets.data_schedule")
+        scheduler = module.DpBalancedScheduler(100, 1, 2, None)
+    except (ImportError, AttributeError) as error:
+        pytest.skip(f"this megatron-core has no DpBalancedScheduler ({error})")
+    lengths = np.random.default_rng(0).integers(1, 60, 400)
+    stream, setting = _world(lengths, token_budget=100, global_batch_size=100)
+    for index, step in enumerate(_steps("dp-balanced", stream, setting)):
+        pairs = list(enumerate(lengths[100 * index : 100 * (index + 1)].tolist()))
+        theirs = scheduler.get_groups_and_subsamples(pairs)
+        expected = [[[100 * index + slot for slot in slots] for slots in row] for row in theirs]
+        assert [[step[r][k] for r in range(2)] for k in range(len(theirs))] == expected
+
+
+def test_odb_beats_the_rivals() -> None:
+    random = np.random.RandomState(0)
+    lengths = np.clip(np.round(random.lognormal(5.9, 0.83, 12000)), 1, 8192).astype(np.int64)
+    for sync in ("step", "microbatch"):
+        stream, setting = _world(
+            lengths, token_budget=8192, num_replicas=4, global_batch_size=400, sync=sync
+        )
+        policies, left_out = compare([*RIVALS, "odb", "bound"], stream, setting)
+        assert left_out == {}
+        found = {name: own["steady"]["fraction_of_bound"] for name, own in policies.items()}
+        assert found.pop("bound") == 1
+        assert found.pop("odb") > max(found.values()), found
+
+
+def test_the_reference_package() -> None:
+    """Its own loop in this process: equal counts, padded groups within the budget."""
+    grouping = pytest.importorskip("odb.grouping", reason="online-dynamic-batching is missing")
+    lengths = np.random.default_rng(0).integers(1, 400, 9000)
+    stream, setting = _world(lengths, token_budget=2000, num_replicas=3, global_batch_size=90)
+    before = grouping.dist
+    schedule = POLICIES["odb-reference"](stream, setting)
+    assert grouping.dist is before
+    assert schedule.is_padded
+    counted = Counter(schedule.positions.tolist())
+    assert set(counted.values()) == {1}
+    assert len(counted) > 0.97 * len(stream)
+    assert not measure(schedule, stream, setting).over_budget.any()
+    for index in range(3):
+        step = schedule.step(index)
+        assert all(all(row) for row in step), "no idle group before the end"
+        assert [{p % 3 for batch in row for p in batch} for row in step] == [{0}, {1}, {2}]
+
+
+def test_without_the_reference_package_there_is_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("odb", "odb.collate"):
+        monkeypatch.setitem(sys.modules, name, None)
+    policies, left_out = compare(["odb-reference", "ffd"], *_world([1, 2, 3, 4]))
+    assert list(policies) == ["ffd"]
+    assert "pip install online-dynamic-batching==0.1.2" in left_out["odb-reference"]
+
+
+# --- what a schedule is charged ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sync", "times"),
+    [
+        # replicas: 8 + 5 = 13 and 5 + 6 = 11; micro-batches: 8 and 6; then 4
+        ("step", [13 + 2 * FIXED, 4 + FIXED]),
+        ("microbatch", [8 + 6 + 2 * FIXED, 4 + FIXED]),
+    ],
+)
+def test_figures_of_packed_steps(sync: str, times: list[int], monkeypatch: Any) -> None:
+    """Replica 0 runs [8], [2, 3], replica 1 runs [5], [5, 1]; then [4] and nothing."""
+    cost = CostModel.from_ratios(quadratic=0, fixed_tokens=FIXED)
+    stream, setting = _world([8, 2, 3, 5, 5, 1, 4], sync=sync, cost=cost, global_batch_size=6)
+    schedule = Schedule.of_steps([[[[0], [1, 2]], [[3], [4, 5]]], [[[6]], [[]]]])
+    assert (measure(schedule, stream, setting).step / COST_UNIT).tolist() == times
+    monkeypatch.setitem(POLICIES, "odb", lambda stream, setting: schedule)
+    figures = compare(["odb"], stream, setting)[0]["odb"]
+    # 28 tokens need 3 micro-batches; two replicas share all evenly
+    assert figures["fraction_of_bound"] == pytest.approx((28 + 3 * FIXED) / 2 / sum(times))
+    assert figures["samples_per_step"] == 3.5
+    assert figures["mean_M"] == 1.5
+    assert figures["num_steps"] == 2
+    assert figures["fill"] == pytest.approx(28 / 60)
+    assert figures["padding_fraction"] == figures["over_budget"] == 0
+    # 2, 3 (read by replicas 1 and 0) ... of lengths 2, 5, 5 were read elsewhere
+    assert figures["bytes_moved_per_step"] == 4 * (2 + 5) / 2
+    # replicas 17 and 15, then 6 and 2 (idle micro-batches have their overhead)
+    assert figures["balance_step"] == pytest.approx((16 / 17 + 4 / 6) / 2)
+    # micro-batches: means (10 + 7) / 2 and (7 + 8) / 2, largest 10 and 8; then 4 of 6
+    assert figures["balance_microbatch"] == pytest.approx((16 / 18 + 4 / 6) / 2)
+    assert "pipeline_efficiency" not in figures
+
+
+def test_figures_of_padded_steps() -> None:
+    cost = CostModel.from_ratios(quadratic=1, fixed_tokens=0)
+    stream, setting = _world([1, 3, 2, 2], token_budget=5, cost=cost)
+    schedule = Schedule.of_steps([[[[0, 1]], [[2, 3]]]], is_padded=True)
+    found = measure(schedule, stream, setting)
+    # [1, 3] is computed as [3, 3]: 6 tokens (over the budget of 5), cost 2 * (3 + 9) = 24
+    assert found.computed.tolist() == [10]
+    assert found.over_budget.tolist() == [1]
+    assert (found.costs / COST_UNIT).tolist() == [24, 12]
+    assert found.bytes_moved.tolist() == [0]
+
+
+def test_figures_of_a_shared_sample() -> None:
+    """Nine tokens on both replicas: five each, as pairs of pieces; costs 8 % more."""
+    stream, setting = _world([9, 1], cost=CostModel(), token_budget=7)
+    schedule = Schedule.of_steps([[[[0], [1]], [[0], []]]], shares={0: 2})
+    found = measure(schedule, stream, setting)
+    assert found.tokens.tolist() == [10]
+    assert found.computed.tolist() == [6 + 6 + 1]
+    assert (found.costs / COST_UNIT).tolist() == pytest.approx([4.86, 1, 4.86, 0], abs=1e-4)
+    assert found.shared.tolist() == [1]
+    assert schedule.step_samples.tolist() == [2]
+
+
+def test_steady_leaves_out_the_first_and_the_last_global_batch() -> None:
+    stream, setting = _world([1] * 23, global_batch_size=4)
+    whole, steady = POLICIES["odb"](stream, setting).spans(stream, setting)
+    assert (whole, steady) == (slice(0, 6), slice(1, 4))
+    _, steady = POLICIES["odb"](*_world([1] * 8)).spans(*_world([1] * 8))
+    assert steady == slice(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "count"), [(1, 1, 5), (4, 1, 8), (4, 2, 8), (4, 4, 4)]
+)
+def test_equal_micro_batches_have_the_known_bubble(stages: int, chunks: int, count: int) -> None:
+    """(M + (P - 1) / V) passes of a stage: Narayanan et al., arXiv 2104.04473, section 2.2."""
+    found = critical_path(np.ones((2, count)), num_stages=stages, num_chunks=chunks)
+    assert found == pytest.approx([(count + (stages - 1) / chunks) / stages] * 2)
+
+
+@pytest.mark.parametrize(
+    ("times", "stages", "end"),
+    [
+        # Forward passes take a third. Stage 1 has [F0 B0 F1 B1]; stage 0 [F0 F1 B0 B1].
+        ([3.0, 6.0], 2, 0.5 + 0.5 + 1 + 1 + 2 + 2),
+        ([6.0, 3.0], 2, 1 + 1 + 2 + 2 + 1),
+    ],
+)
+def test_unequal_micro_batches(times: list[float], stages: int, end: float) -> None:
+    assert critical_path(np.array([times]), num_stages=stages) == pytest.approx([end])
+
+
+def test_the_cost_model_has_the_shares_asked_for() -> None:
+    lengths = np.array([100, 700] * 5)
+    cost = shares_model(lengths, attention=0.3, fixed=0.05, token_budget=4000)
+    total = cost.samples(lengths, np.zeros_like(lengths)).sum()
+    assert total == pytest.approx(lengths.sum() * COST_UNIT / 0.7, rel=1e-6)
+    assert cost.fixed == pytest.approx(0.05 * 10 / 10 * total, rel=1e-6)
+
+
+# --- lengths -----------------------------------------------------------------------------------
+
+
+def test_lognormal_lengths() -> None:
+    about = read_lengths("lognormal:mean=500,cv=0.5,max=100000", token_budget=100000).summary()
+    assert about["num_samples"] == 131072
+    assert about["mean"] == pytest.approx(500, rel=0.01)
+    assert about["cv"] == pytest.approx(0.5, rel=0.02)
+    spec = "lognormal:mean=50,cv=2.0,max=64,n=1000"
+    values = read_lengths(spec, token_budget=64).values
+    assert (values.min(), values.max()) == (1, 64)
+    assert not np.array_equal(values, read_lengths(f"{spec},seed=1", token_budget=64).values)
+
+
+def test_files_are_read_and_put_in_random_order(tmp_path: Path) -> None:
+    lengths = list(range(1, 101))
+    np.save(tmp_path / "a.npy", np.array(lengths, dtype=np.int32))
+    (tmp_path / "a.json").write_text(json.dumps({"other": [1], "mine": {"x": lengths}}))
+    orders = []
+    for name in ("a.npy", "a.json#mine/x"):
+        values = read_lengths(f"file:{tmp_path / name}", token_budget=100).values
+        assert sorted(values.tolist()) == lengths
+        orders.append(values.tolist())
+    assert orders[0] == orders[1] != lengths
+
+
+def test_a_data_file_goes_through_the_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from odb_megatron.data.tokenizer import train_bpe
+
+    texts = ["one two three " * count for count in (1, 2, 40)]
+    folder = train_bpe(texts, vocab_size=300, folder=tmp_path / "tokenizer")
+    data = tmp_path / "data.jsonl"
+    records = [*({"text": text} for text in texts), {"neither": 1}]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = read_lengths(str(data), token_budget=32, tokenizer=str(folder))
+    assert len(found.values) == 3
+    assert found.values.max() == 32
+    assert (found.num_truncated, found.num_left_out) == (1, 1)
+    with pytest.raises(ValueError, match="is text and needs the tokenizer"):
+        read_lengths(str(data), token_budget=32)
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ("lognormal:mean=500,cv=1.0", "lacks max"),
+        ("lognormal:mean=500,cv=1.0,max=10,sd=4", "'sd=4' is not understood; expected NAME=NUMBER"),
+        ("lognormal:mean=5,cv=1.0,max=1.5", "'max=1.5' is not understood"),
+        ("lognormal:mean=5,cv=nan,max=10", "cv=nan must be from 0 to 100"),
+        ("lognormal:mean=5,cv=0,max=20", "a sample of 5 tokens; the token budget is 4"),
+        ("uniform:1,2", "'uniform:1,2' is not understood: expected lognormal:mean"),
+        ("none.jsonl", "there is no file"),
+        ("file:none.npy", "cannot be read (["),
+        ("file:a.txt", "expected file:PATH.npy or file:PATH.json[#key]"),
+        ("file:{}", "names an object with the keys x"),
+        ("file:{}#z", "expected a list of whole numbers"),
+        ("file:{}#x", "length 0 at index 1 is below 1"),
+    ],
+)
+def test_a_wrong_specification(tmp_path: Path, spec: str, text: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"x": [3, 0]}')
+    with pytest.raises(ValueError, match="(?s).*") as caught:
+        read_lengths(spec.format(path), token_budget=4)
+    assert text in str(caught.value)
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+def _run(*flags: str, folder: Path) -> dict[str, Any]:
+    target = folder / "out.json"
+    assert main(["simulate", *FLAGS, *flags, "--json", str(target)]) == 0
+    report: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
+    return report
+
+
+def test_all_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = _run("--epochs", "2", folder=tmp_path)
+    policies = report["policies"]
+    assert {*policies, *report["left_out"]} == set(POLICY_NAMES)
+    for name, figures in policies.items():
+        for part in (figures, figures["steady"]):
+            assert 0 < part["fraction_of_bound"] <= 1, name
+            assert part["samples_per_s_rel"] >= 1 or name == "odb-reference"
+            assert name == "bound" or part["over_budget"] == 0
+    assert policies["odb"]["padding_fraction"] == 0
+    assert policies["odb"]["steady"]["samples_per_step"] == report["config"]["global_batch_size"]
+    assert report["config"]["sync"] == "step"
+    assert report["lengths"]["num_samples"] == 3000
+    assert report["versions"]["odb_megatron"] == __version__
+    out = capsys.readouterr().out
+    assert f"global batch size {report['config']['global_batch_size']} (what M = 8 holds)" in out
+    for name in policies:
+        assert sum(line.split()[:1] == [name] for line in out.splitlines()) == 2
+    for name in report["left_out"]:
+        assert f"{name} is left out: not importable" in out
+
+
+def test_a_batch_size_sync_sharing_and_pipeline(tmp_path: Path, capsys: Any) -> None:
+    flags = ["--policy", "odb,ffd", "--global-batch-size", "64", "--pp", "2", "--vpp", "2"]
+    report = _run(*flags, "--share-long", "64", folder=tmp_path)
+    assert list(report["policies"]) == ["ffd", "odb"]
+    assert report["config"]["sync"] == "microbatch"
+    for figures in report["policies"].values():
+        assert figures["steady"]["samples_per_step"] == 64
+        assert 0 < figures["pipeline_efficiency"] < 1
+        assert figures["pipeline_samples_per_s_rel"] > 0
+    assert report["policies"]["odb"]["shared_per_step"] > 0
+    assert "pipe speed" in capsys.readouterr().out
+    assert _run(*flags, "--share-long", "64", folder=tmp_path) == report
+
+
+def test_json_to_standard_output_and_no_steady_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--policy", "ffd", "--global-batch-size", "2000", "--json", "-"]
+    assert main(["simulate", *FLAGS, *flags]) == 0
+    captured = capsys.readouterr()
+    assert list(json.loads(captured.out)["policies"]) == ["ffd"]
+    assert "warning: no steady steps: 3000 samples are two global batches of 2000" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--policy best", "--policy 'best': expected all, or some of standard-safe,"),
+        ("--policy all,odb", "--policy 'all,odb': expected all, or some of"),
+        ("--tokenizer t", "--tokenizer 't' would do nothing: --lengths 'lognormal:"),
+        ("--json .", "--json . is a folder: name a file in it"),
+        ("--dp 0", "--dp must be at least 1, got 0"),
+        ("--token-budget 500", "tokens; the token budget is 500: raise --token-budget"),
+        ("--epochs 0", "--epochs must be at least 1"),
+        ("--global-batch-size 0", "--global-batch-size must be at least 1"),
+        ("--fixed-cost 1", "--fixed-cost 1.0 is not in [0, 1)"),
+        ("--share-long 3", "--share-long 3 is not a power of two"),
+        ("--vpp 2", "--vpp 2 needs a pipeline"),
+        ("--sync never", "invalid choice: 'never'"),
+        ("--window 8", "unrecognized arguments: --window 8"),
+    ],
+)
+def test_a_wrong_argument(flags: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *FLAGS, *flags.split()])
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
