@@ -99,17 +99,20 @@ byte g_rows[3];   /* what they bring */
 byte g_ended[3];
 bit g_failed[3];
 bit g_closing[3];
-byte g_count;     /* M of the blocks so far */
+byte g_count;     /* most micro-batches of a block so far */
+bit g_differ;     /* not all alike */
 
 /* ---- what all find in a round ---- */
 byte rows;
 byte ends;        /* replicas whose iterators have ended, one bit each */
 bit any_failed;
 bit any_closing;
-byte count;       /* M */
+byte most;        /* micro-batches of the block that has most */
+bit differ;       /* not all blocks have so many */
 
 /* ---- the plan of a block's step, and the sample exchange ---- */
 byte planned[2];  /* steps */
+byte count[2];    /* M; equal in the end */
 SAMPLES part[N];  /* what a replica trains */
 byte need[N];     /* from which replicas it gets samples, one bit each */
 bit blank[N];     /* it has sent blanks, as it has an error */
@@ -155,6 +158,7 @@ hidden byte num, at, each, size;
 #define ERROR_AND_STOP 12
 #define STAYS_OUT 13
 #define PEER_SHUT 14
+#define ONE_MORE 15
 
 #define BIT(x) (1 << (x))
 #define HAS(x, k) (((x) >> (k)) & 1)
@@ -249,7 +253,7 @@ inline find(g, what) {
         rows = g_rows[g]; ends = g_ended[g];
         any_failed = g_failed[g]; any_closing = g_closing[g];
         forget(g)
-    :: what == counts -> count = g_count; g_count = 0
+    :: what == counts -> most = g_count; g_count = 0; differ = g_differ; g_differ = 0
     :: else
     fi
 }
@@ -363,7 +367,7 @@ inline enter_gather(r) {
     enter(BLOCK(r), round)
 }
 
-/* M of a block: any number that is enough, at least 1, rounded up. M of all is the largest. */
+/* M of a block: any number that is enough, at least 1, rounded up. */
 inline count_micro_batches(b) {
     size = 0; each = 0;
     do
@@ -378,8 +382,25 @@ inline count_micro_batches(b) {
 #ifndef MUTATE_COUNT_NOT_MULTIPLE
     num = CEIL(num, MULTIPLE) * MULTIPLE;
 #endif
-    NEVER(MORE_MICRO_BATCHES, g_count > 0 && g_count != num);
-    g_count = MAX2(g_count, num)
+    count[b] = num
+}
+
+/* Planned again with at least as many as the block that has most, it may be one more. */
+inline count_again(b) {
+    if
+    :: count[b] < most ->
+        count[b] = most;
+        if
+        :: most + MULTIPLE <= CEIL(BATCH, FIT) -> count[b] = most + MULTIPLE; NEVER(ONE_MORE, true)
+        :: true
+        fi
+    :: else
+    fi
+}
+
+inline bring_count(b) {
+    g_differ = g_differ || (g_count > 0 && g_count != count[b]);
+    g_count = MAX2(g_count, count[b])
 }
 
 /* Which samples a replica of the block trains, the same on all: whoever comes first chooses. */
@@ -422,7 +443,7 @@ inline give_one(r) {
     fi;
 #endif
     do
-    :: BLOCK(num) == BLOCK(r) && SIZE(part[num]) < count * FIT -> break
+    :: BLOCK(num) == BLOCK(r) && SIZE(part[num]) < count[BLOCK(r)] * FIT -> break
     :: else -> num = (num + 1) % N
     od;
     part[num] = part[num] | BIT(at);
@@ -459,18 +480,14 @@ inline enter_samples(r) {
 #define SAME_CONSUMED(j, r) (committed[j] != committed[r] || consumed[j] == consumed[r])
 
 inline commit(r) {
-#ifdef MUTATE_COUNT_OF_BLOCK
-    planned_m[r] = MAX2(1, CEIL(SIZE(part[r]), FIT));
-#else
-    planned_m[r] = count;
-#endif
+    planned_m[r] = count[BLOCK(r)];
     committed[r]++;
     consumed[r] = consumed[r] + WANTED(r) - missing[r];
 #ifndef MUTATE_STATE_OF_READ
     saved[r] = next[r];
 #endif
     assert(EVERY(SAME_M, r) && EVERY(SAME_CONSUMED, r));
-    assert(count % MULTIPLE == 0 && SIZE(part[r]) <= count * FIT);
+    assert(planned_m[r] % MULTIPLE == 0 && SIZE(part[r]) <= planned_m[r] * FIT);
     assert((emitted & part[r]) == 0); /* no sample twice */
     emitted = emitted | part[r];
     NEVER(IDLE_REPLICA, part[r] == 0);
@@ -592,15 +609,22 @@ gathered:
 #endif
 #if BLOCKS == 1
             if
-            :: planned[0] == committed[r] -> count_micro_batches(0); count = g_count; g_count = 0
+            :: planned[0] == committed[r] -> count_micro_batches(0)
             :: else
             fi;
 #else
             if
+            :: IS_FIRST(r) -> count_micro_batches(BLOCK(r))
+            :: else
+            fi
+        };
+compare_counts:
+        atomic {
+            if
 #ifdef MUTATE_SKIP_COUNTS_AFTER_ERROR
             :: IS_FIRST(r) && error[r] -> goto again
 #endif
-            :: IS_FIRST(r) -> count_micro_batches(BLOCK(r)); enter(FIRSTS, counts)
+            :: IS_FIRST(r) -> bring_count(BLOCK(r)); enter(FIRSTS, counts)
 #ifdef MUTATE_SKIP_HANDED_AFTER_ERROR
             :: !IS_FIRST(r) && error[r] -> goto again
 #endif
@@ -610,7 +634,21 @@ gathered:
         hand_on(r);
         atomic {
             meet(r, BLOCK(r));
-            compute_unless_failed(r); /* plans again, where other blocks need more micro-batches */
+            NEVER(MORE_MICRO_BATCHES, differ);
+#ifndef MUTATE_COUNT_OF_BLOCK
+            if
+            :: differ ->
+                compute_unless_failed(r);
+                if
+                :: IS_FIRST(r) -> count_again(BLOCK(r))
+                :: else
+                fi;
+#ifndef MUTATE_COUNT_AGAIN_ONCE
+                goto compare_counts
+#endif
+            :: else
+            fi;
+#endif
 #endif
             plan_block(r);
 #ifdef MUTATE_SKIP_GATHER_AFTER_ERROR
