@@ -9,14 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from odb_megatron.plan.policy import PolicyName
-from odb_megatron.simulation.drive import run_planners
-from odb_megatron.simulation.rivals.padded import sorted_aligned
-from odb_megatron.simulation.schedule import Schedule, rectangular
-from odb_megatron.simulation.score import steady_steps
-from odb_megatron.simulation.setting import Setting, Stream
+from odb_megatron.simulation.schedules import POLICIES, Schedule, Setting, Stream, steps_like
 
 __all__ = ["ARMS", "ArmSteps", "MicroBatch", "StepBatches", "arm_steps", "num_samples_needed"]
 
@@ -31,10 +24,9 @@ ARMS = {
     "so that the worst case fits the budget",
     "standard_mean": "padded to the longest of the micro-batch; token budget // mean length "
     "samples each, so that a micro-batch may exceed the budget",
-    "sorted": "padded, all lengths known beforehand (an offline oracle): like lengths together, "
-    "longest * number within the budget, neighbours on the replicas",
-    "odb_samples": "ODB, policy samples",
-    "odb_cost": "ODB, policy cost",
+    "sorted": "padded, all lengths known beforehand (an offline oracle): 32 buckets of like "
+    "lengths, longest * number within the budget, one bucket at a time on all replicas",
+    "odb": "ODB",
 }
 
 _SPARE_STEPS = 4
@@ -47,18 +39,15 @@ class ArmSteps:
     Attributes:
         is_padded: each sample is computed at the length of its micro-batch's longest.
         steps: at least as many as were asked for.
-        exchange: what `--odb-exchange auto` chose and why, where it did.
     """
 
     is_padded: bool
     steps: Sequence[StepBatches]
-    exchange: str = ""
 
 
 def num_samples_needed(num_steps: int, setting: Setting) -> int:
     """Return the length of a stream in which every arm has so many steady steps."""
-    depth = setting.window * setting.num_replicas
-    return setting.global_batch_size * (num_steps + _SPARE_STEPS) + 2 * depth
+    return setting.global_batch_size * (num_steps + _SPARE_STEPS)
 
 
 def arm_steps(
@@ -77,46 +66,25 @@ def arm_steps(
         ValueError: the stream is too short for so many steps.
     """
     schedule = _schedule(arm, stream, setting, context)
-    first, last = 0, len(schedule) - 1  # the last step may be a part of one
-    if arm == "odb_cost":
-        first, last = steady_steps(schedule, stream, setting)
-    if last - first < num_steps:
+    if len(schedule) - 1 < num_steps:  # the last step may be a part of one
         raise ValueError(
-            f"arm {arm} has {last - first} steady steps of {len(stream)} samples, {num_steps} are "
-            "wanted: lower --rounds, or --global-batch-size"
+            f"arm {arm} has {len(schedule) - 1} whole steps of {len(stream)} samples, {num_steps} "
+            "are wanted: lower --rounds, or --global-batch-size"
         )
+    steps = (schedule.step(index) for index in range(num_steps))
     return ArmSteps(
         is_padded=schedule.is_padded,
-        steps=_nested(schedule.within(first, first + num_steps)),
-        exchange=schedule.exchange,
+        steps=[tuple(tuple(map(tuple, row)) for row in step) for step in steps],
     )
 
 
 def _schedule(arm: str, stream: Stream, setting: Setting, context: int) -> Schedule:
-    if arm == "sorted":
-        return sorted_aligned(stream, setting)
-    if arm.startswith("odb_"):
-        return run_planners(PolicyName(arm.removeprefix("odb_")), stream, setting)
+    if arm in ("odb", "sorted"):
+        return POLICIES["odb" if arm == "odb" else "sorted-bucketed"](stream, setting)
     typical = context if arm == "standard" else float(stream.lengths.mean())
     size = max(1, int(setting.token_budget // typical))
     positions = range(len(stream) // size * size)
     batches = [positions[start : start + size] for start in range(0, len(positions), size)]
-    steps = rectangular(
-        batches, num_replicas=setting.num_replicas, count=setting.num_micro_batches(size)
-    )
-    return Schedule.build(steps, num_replicas=setting.num_replicas, is_padded=True)
-
-
-def _nested(schedule: Schedule) -> tuple[StepBatches, ...]:
-    parts = [
-        tuple(part.tolist())
-        for part in np.split(schedule.positions, schedule.sample_starts[1:-1].tolist())
-    ]
-    steps, at = [], 0
-    for count in schedule.counts.tolist():
-        replicas = []
-        for _ in range(schedule.num_replicas):
-            replicas.append(tuple(parts[at : at + count]))
-            at += count
-        steps.append(tuple(replicas))
-    return tuple(steps)
+    count = max(1, round(setting.global_batch_size / (setting.num_replicas * size)))
+    steps = steps_like(batches, setting.num_replicas, count=count)
+    return Schedule.of_steps(steps, is_padded=True)

@@ -1,7 +1,4 @@
-"""Measures micro-batches to calibrate the cost model, and checks predictions against times.
-
-Must not plan: the fit is the package's own (`plan.calibration`).
-"""
+"""Measures micro-batches to calibrate the cost model, and checks predictions against times."""
 
 from __future__ import annotations
 
@@ -10,16 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from gpu_arms import MicroBatch
-from gpu_measure import StepMaker, Steps, microbatch_cost, run_step
+from gpu_measure import MicroBatchTime, StepMaker, Steps, microbatch_cost, run_step
 
-from odb_megatron.plan.calibration import (
-    CostFit,
-    MicroBatchTime,
-    calibration_record,
-    fit_cost,
-)
 from odb_megatron.plan.cost import CostModel, ModelShape
-from odb_megatron.plan.records import RecordTable
 
 __all__ = ["CostCheck", "calibrate", "check_cost", "shape_cost", "varied_micro_batches"]
 
@@ -28,7 +18,7 @@ _FIXED_SHARE = 0.05
 
 
 def shape_cost(shape: ModelShape, *, token_budget: int) -> CostModel:
-    """The cost model that follows from the model's shape, as `--odb-cost shape`."""
+    """The cost model that follows from the model's shape, as without `--odb-cost`."""
     return CostModel.from_model_shape(shape, fixed_tokens=_FIXED_SHARE * token_budget)
 
 
@@ -66,19 +56,28 @@ def calibrate(
     *,
     shape: ModelShape,
     token_budget: int,
-) -> tuple[CostFit, list[MicroBatchTime]]:
-    """Train the micro-batches and fit a cost model to their times, as `--odb-cost auto` does.
+) -> tuple[CostModel, str, list[MicroBatchTime]]:
+    """Train the micro-batches; fit a cost model to their times by relative least squares.
 
     The first quarter is warm-up.
+
+    Returns:
+        The model, why it is the shape's where the times do not support one, and the times.
     """
     warm_up = len(batches) // 4
     run_step(trainer, (tuple(batches[:warm_up]),), maker, is_padded=False, shape=shape)
     step = run_step(trainer, (tuple(batches[warm_up:]),), maker, is_padded=False, shape=shape)
     times = list(step.times[0])
-    record = calibration_record(times, token_budget=token_budget, step=0)
-    prior = shape_cost(shape, token_budget=token_budget)
-    table = RecordTable.from_records([record])
-    return fit_cost(table, prior=prior, token_budget=token_budget), times
+    columns = np.array([(one.tokens, one.squares, 1) for one in times], dtype=np.float64)
+    seconds = np.array([one.time_ns for one in times], dtype=np.float64)
+    scale = columns.max(axis=0)
+    design = columns / scale / seconds[:, None]
+    linear, quadratic, fixed = np.linalg.lstsq(design, np.ones(len(times)), rcond=None)[0] / scale
+    if linear <= 0 or quadratic < 0 or fixed < 0:
+        prior = shape_cost(shape, token_budget=token_budget)
+        return prior, "the times do not tell the prices apart: the model's shape", times
+    cost = CostModel.from_ratios(quadratic=quadratic / linear, fixed_tokens=fixed / linear)
+    return cost, "", times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

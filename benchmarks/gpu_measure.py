@@ -22,13 +22,13 @@ from intervals import rate_ratio_interval
 
 from odb_megatron.data.sample import Sample
 from odb_megatron.data.thd import PAD_TOKEN, assemble, assemble_idle
-from odb_megatron.plan.calibration import MicroBatchTime
 from odb_megatron.plan.cost import COST_UNIT, CostModel, ModelShape
-from odb_megatron.simulation.setting import Stream
+from odb_megatron.simulation.schedules import Stream
 
 __all__ = [
     "RATIOS",
     "ArmResult",
+    "MicroBatchTime",
     "StepMaker",
     "Steps",
     "measure_rounds",
@@ -38,15 +38,7 @@ __all__ = [
     "summarize_ratios",
 ]
 
-RATIOS = {
-    "samples_over_standard": ("odb_samples", "standard"),
-    "cost_over_standard": ("odb_cost", "standard"),
-    "samples_over_standard_mean": ("odb_samples", "standard_mean"),
-    "cost_over_standard_mean": ("odb_cost", "standard_mean"),
-    "samples_over_sorted": ("odb_samples", "sorted"),
-    "cost_over_sorted": ("odb_cost", "sorted"),
-    "cost_over_samples": ("odb_cost", "odb_samples"),
-}
+RATIOS = {f"odb_over_{other}": ("odb", other) for other in ("standard", "standard_mean", "sorted")}
 _BACKWARD = 3  # forward and backward pass cost three forward passes
 
 
@@ -63,6 +55,21 @@ class Steps(Protocol):
 
     def end_step(self, sums: torch.Tensor) -> tuple[list[Any], float]:
         """See `Trainer`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchTime:
+    """One measured micro-batch.
+
+    Attributes:
+        tokens: computed.
+        squares: sum of the squared lengths of its samples, as computed.
+        time_ns: forward and backward pass, nanoseconds.
+    """
+
+    tokens: int
+    squares: int
+    time_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpu_cost import CostCheck, check_cost
+from gpu_measure import MicroBatchTime
 
-from odb_megatron.plan.calibration import MicroBatchTime
 from odb_megatron.plan.cost import COST_UNIT, CostModel
 
 __all__ = ["PEAK_TFLOPS", "backend_line", "cost_checks", "cost_json", "peak_flops", "row_text"]

@@ -26,6 +26,7 @@ from gpu_cost import calibrate, shape_cost, varied_micro_batches
 from gpu_lengths import CHAT, LengthChoice, LengthMix, draw_lengths
 from gpu_measure import (
     ArmResult,
+    MicroBatchTime,
     StepMaker,
     measure_rounds,
     microbatch_cost,
@@ -38,10 +39,8 @@ from gpu_report import backend_line, cost_checks, cost_json, peak_flops, row_tex
 from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.attention.needs import Need
 from odb_megatron.megatron.compat import megatron_version
-from odb_megatron.plan.calibration import MicroBatchTime
 from odb_megatron.plan.cost import COST_UNIT, CostModel
-from odb_megatron.plan.policy import ExchangeMode
-from odb_megatron.simulation.setting import Setting, Stream
+from odb_megatron.simulation.schedules import Setting, Stream
 
 __all__ = ["Benchmark"]
 
@@ -127,8 +126,6 @@ class Benchmark:
             "num_replicas": options.replicas,
             "global_batch_size": options.global_batch_size,
             "token_budget": options.token_budget,
-            "window": options.window,
-            "exchange": options.exchange,
             "minutes": options.minutes,
             "seed": options.seed,
             "arms": {name: ARMS[name] for name in options.arms},
@@ -212,22 +209,21 @@ class Benchmark:
             seed=options.seed,
         )
         maker = StepMaker(stream, vocab=size.vocab, seed=options.seed)
-        fit, times = calibrate(
+        cost, note, times = calibrate(
             trainer, maker, batches, shape=size.shape, token_budget=options.token_budget
         )
         self._prior = prior
-        cost = fit.cost
         predicted = sum(microbatch_cost(one, cost) for one in times)
         self._ns_per_unit = sum(one.time_ns for one in times) / predicted
         self._result["calibration"] = {
-            "is_calibrated": fit.linear_ps > 0,
-            "note": fit.note,
+            "is_calibrated": not note,
+            "note": note,
             "linear_us_per_token": self._ns_per_unit * COST_UNIT / 1000,
             "shape": cost_json(prior),
             "in_force": cost_json(cost),
             **cost_checks(times, shape=prior, in_force=cost),
         }
-        print(f"cost model: {cost_json(cost)}; {fit.note or 'calibrated'}", flush=True)
+        print(f"cost model: {cost_json(cost)}; {note or 'calibrated'}", flush=True)
         return cost
 
     def _measure(self, trainer: Trainer, cost: CostModel) -> None:
@@ -329,7 +325,6 @@ class Benchmark:
             "arms": {
                 name: {
                     "description": ARMS[name],
-                    "exchange": arms[name].exchange or None,
                     **summarize_arm(one, mean_length=mean_length, cost=cost, peak_flops=self._peak),
                 }
                 for name, one in results.items()
@@ -346,10 +341,8 @@ class Benchmark:
         return Setting(
             num_replicas=options.replicas,
             token_budget=options.token_budget,
-            window=options.window,
             global_batch_size=options.global_batch_size,
             cost=cost,
-            exchange=ExchangeMode(options.exchange),
             seed=options.seed,
         )
 

@@ -22,9 +22,8 @@ from flags import output_file, whole
 from gpu_packages import HOW_TO_CARRY, MissingPackageError, find_packages
 
 STARTED = time.monotonic()
-ARMS = ("standard", "standard_mean", "sorted", "odb_samples", "odb_cost")
+ARMS = ("standard", "standard_mean", "sorted", "odb")
 ROWS = ("chat", "cv1.0", "cv2.0", "cv0.48", "cv0.29")
-EXCHANGES = ("none", "tokens", "auto")
 POSITIONS = ("auto", "rope", "unfused-rope", "learned")
 DEFAULTS = {
     "layers": 24,
@@ -37,7 +36,6 @@ DEFAULTS = {
     "mean_length": 500,
     "replicas": 4,
     "global_batch_size": 256,
-    "window": 256,
     "min_rounds": 3,
     "rounds": 12,
 }
@@ -52,7 +50,6 @@ TINY = {
     "mean_length": 32,
     "replicas": 2,
     "global_batch_size": 32,
-    "window": 32,
     "min_rounds": 2,
     "rounds": 3,
 }
@@ -148,7 +145,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--arms", nargs="+", choices=ARMS, default=ARMS, help="default: all")
     add("--rows", nargs="+", choices=ROWS, default=ROWS, help="lengths, in order of importance")
     add("--chat-lengths", type=Path, help="JSON of lengths (chat_lengths.py) for the row chat")
-    add("--exchange", choices=EXCHANGES, default="auto", help="--odb-exchange of the ODB arms")
     add("--peak-tflops", type=float, help="of the device, for MFU; known for a few")
     add("--seed", type=whole(0, 2**32 - 1), default=1234)
     meanings = {
@@ -162,7 +158,6 @@ def _parser() -> argparse.ArgumentParser:
         "mean_length": "mean of the lognormal lengths",
         "replicas": "data-parallel replicas, simulated",
         "global_batch_size": "samples per step",
-        "window": "samples each replica looks ahead (cost)",
         "min_rounds": "a row with fewer measured rounds is left out",
         "rounds": "most measured rounds of a row",
     }
