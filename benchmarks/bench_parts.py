@@ -356,9 +356,7 @@ PARTS = (
         full=("-m", "odb_megatron.testing.fuzz", "--worlds", "10000"),
         goals=tuple(
             Goal(what=f"`{name}`", read=_count(name), equals=0)
-            for name in (
-                *("lost", "duplicated", "over_budget", "misaligned"),
-            )
+            for name in (*("lost", "duplicated", "over_budget", "misaligned"),)
         ),
     ),
     Part(

@@ -14,15 +14,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from training_runs import ROOT
 
+from odb_megatron.data.chat_template import ChatRenderer
 from odb_megatron.data.json_records import JsonRecords
+from odb_megatron.data.order import PassOrder
+from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
+from odb_megatron.data.sources import ChatSource
+from odb_megatron.data.stream import SampleStream, SourcePart
+from odb_megatron.data.tokenizer import load_tokenizer
+from odb_megatron.plan.padding import OverlongPolicy
 
 __all__ = [
     "CHAT_MIX_FILES",
     "ChatData",
     "MissingDataError",
     "chat_mix_folder",
+    "chat_stream",
     "mean_length",
     "oasst_conversations",
     "prepare",
@@ -97,14 +106,26 @@ def oasst_conversations(trees: Path) -> Iterator[list[dict[str, str]]]:
 def mean_length(data: ChatData, *, seq_length: int) -> float:
     """Mean tokens of a sample cut to `seq_length`, over up to 1000 evenly spaced records."""
     from odb_megatron.data.chat_record import parse_record
-    from odb_megatron.data.chat_template import ChatRenderer
-    from odb_megatron.data.tokenizer import load_tokenizer
 
     records = JsonRecords(data.path)
     renderer = ChatRenderer(load_tokenizer(data.tokenizer))
     chosen = range(0, len(records), -(-len(records) // _MAX_MEASURED))
     lengths = [len(renderer.render(parse_record(records[index]))[0]) - 1 for index in chosen]
     return sum(min(length, seq_length) for length in lengths) / len(lengths)
+
+
+def chat_stream(data: ChatData, *, context: int, budget: int, num_samples: int) -> SampleStream:
+    """Return a stream over the file; what does not fit is cut, bad records are skipped."""
+    rules = SampleRules(
+        context=context,
+        token_budget=budget,
+        overlong=OverlongPolicy.TRUNCATE,
+        bad_record=BadRecordPolicy.SKIP,
+    )
+    renderer = ChatRenderer(load_tokenizer(data.tokenizer))
+    source = ChatSource(str(data.path), rules=rules, renderer=renderer)
+    order = PassOrder(np.arange(len(source)), seed=1)
+    return SampleStream([SourcePart(source=source, order=order)], num_samples=num_samples)
 
 
 @cache

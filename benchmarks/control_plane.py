@@ -1,30 +1,21 @@
-"""Cost of an exchange of 256-byte records between leaders: real gloo, 4 to 64 processes.
+"""Cost of a step's gathers between source ranks: real gloo, 4 to 64 processes, several blocks.
 
     python benchmarks/control_plane.py --json control_plane.json
 
-Per number of leaders and shape (one ring, or clusters as used above 128 leaders): latency of an
-exchange, bytes that one leader sends (as the kernel counts them for its TCP sockets, gloo's own
-headers and notices included), processor time of one leader, and the file descriptors that a
-control group takes. All processes share this machine's cores, so the latency here grows with the
-work of all of them; on a cluster each leader has a host of its own.
-
-Extrapolated, model: `latency = hops * (busy + network) + bytes / bandwidth`. `hops` is the number
-of messages that follow one another (ring: leaders - 1; clusters: the largest cluster - 1, the
-number of clusters - 1, the depth of the broadcast tree); `busy` is the processor time per message
-that is measured here; `network` (one-way time of a small message) and `bandwidth` are assumed, see
-the flags. `bytes` are those of the records that the busiest leader sends.
+Per number of source ranks and largest block: milliseconds of a round of `gather` (a header and 16
+bytes for each of 32 samples), of `gather_blocks` and of an `exchange` in which each replica sends
+4 KB to the next one of its block; processor time of one rank for all three; and the sockets that a
+source group takes. All processes share this machine's cores, so the times here grow with the work
+of all of them; on a cluster each source rank has a host of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
-import socket
 import statistics
-import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -36,111 +27,63 @@ import torch
 import torch.distributed as dist
 from flags import output_file, whole
 
-from odb_megatron.comm.control import ControlGroup, cluster_size
-from odb_megatron.plan.records import RECORD_BYTES
+from odb_megatron.comm.blocks import SourceGroup
+from odb_megatron.plan.record import HEADER, ROW
 
-LEADERS = (4, 8, 16, 32, 64)
-EXTRAPOLATED = (64, 128, 129, 1024, 8192)
-WARM_UP = 20
-_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in struct tcp_info (linux/tcp.h)
+RANKS = (4, 16, 64)
+BLOCKS = (2, 8, 64)
+ROUNDS = 100
+WARM_UP = 10
+SAMPLES = 32  # of a replica, in a round
+SUMMARY_BYTES = 64
+SENT_BYTES = 4096
 
 
 def main() -> None:
-    """Measure every number of leaders asked for and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    """Measure every number of source ranks asked for and write the rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--json", type=output_file, required=True, metavar="OUT")
-    parser.add_argument("--leaders", type=whole(2), nargs="+", default=LEADERS)
-    parser.add_argument("--exchanges", type=whole(1), default=200, help="exchanges timed per row")
-    parser.add_argument(
-        "--network-us", type=float, default=30.0, help="one-way time of a small message, assumed"
-    )
-    parser.add_argument(
-        "--bandwidth-gbytes", type=float, default=1.0, help="bandwidth of a leader in GB/s, assumed"
-    )
+    parser.add_argument("--ranks", type=whole(2), nargs="+", default=RANKS)
+    parser.add_argument("--blocks", type=whole(2), nargs="+", default=BLOCKS)
+    parser.add_argument("--rounds", type=whole(1), default=ROUNDS, help="rounds timed per row")
     args = parser.parse_args()
-    if args.network_us < 0 or args.bandwidth_gbytes <= 0:
-        parser.error("--network-us must be at least 0 and --bandwidth-gbytes above 0")
-
     rows = []
-    for leaders in args.leaders:
-        for cluster in sorted({leaders, _root(leaders)}, reverse=True):
-            rows.append(measure(leaders, cluster=cluster, exchanges=args.exchanges))
+    for ranks in args.ranks:
+        for block in sorted({min(block, ranks) for block in args.blocks}):
+            rows.append(measure(ranks, block=block, rounds=args.rounds))
             row = rows[-1]
-            print(
-                f"{leaders:5d} leaders  {row['shape']:8s} {row['latency_us']:9.0f} µs  "
-                f"{row['cpu_us']:7.0f} µs processor  {row['bytes_sent']:7d} bytes sent  "
-                f"{row['file_descriptors']:4d} file descriptors",
-                flush=True,
-            )
-    busy = statistics.median(row["cpu_us_per_message"] for row in rows)
-    extrapolated = [
-        _extrapolate(n, hop_us=busy + args.network_us, gbytes=args.bandwidth_gbytes)
-        for n in EXTRAPOLATED
-    ]
-    for row in extrapolated:
-        print(
-            f"{row['leaders']:5d} leaders  {row['shape']:8s} {row['hops']:4d} hops  about "
-            f"{row['latency_us']:7.0f} µs  {row['bytes_sent_most']:8d} bytes sent at most  "
-            f"{row['connections_most']:4d} connections (extrapolated)"
-        )
-    result = {
-        "record_bytes": RECORD_BYTES,
-        "cores": os.cpu_count(),
-        "rows": rows,
-        "model": {
-            "latency": "hops * (busy_us + network_us) + bytes / bandwidth",
-            "busy_us": round(busy, 1),
-            "network_us": args.network_us,
-            "bandwidth_gbytes": args.bandwidth_gbytes,
-        },
-        "extrapolated": extrapolated,
-    }
+            print(*(f"{name} {value}" for name, value in row.items()), sep="  ", flush=True)
+    record_bytes = HEADER.itemsize + SAMPLES * ROW.itemsize
+    result = {"record_bytes": record_bytes, "cores": os.cpu_count(), "rows": rows}
     args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(leaders: int, *, cluster: int, exchanges: int) -> dict[str, Any]:
-    """Time `exchanges` exchanges of so many processes; return a row of medians over the leaders."""
+def measure(ranks: int, *, block: int, rounds: int) -> dict[str, Any]:
+    """Return a row: medians over the ranks, and the most sockets that one has."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["odb_megatron.comm.control"])  # torch is imported once
-    results: Queue[dict[str, Any]] = context.Queue()
+    context.set_forkserver_preload(["odb_megatron.comm.blocks"])  # torch is imported once
+    results: Queue[dict[str, float]] = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         processes = [
             context.Process(
-                target=_leader,
-                args=(results, store, rank, leaders, cluster, exchanges),
-                daemon=True,
+                target=_source_rank, args=(results, store, rank, ranks, block, rounds), daemon=True
             )
-            for rank in range(leaders)
+            for rank in range(ranks)
         ]
         for process in processes:
             process.start()
         found = [results.get(timeout=600) for _ in processes]
         for process in processes:
             process.join()
-    middle = {name: statistics.median(one[name] for one in found) for name in found[0]}
-    hops = _hops(leaders, cluster)
-    return {
-        "leaders": leaders,
-        "shape": "ring" if cluster >= leaders else "clusters",
-        "cluster": cluster,
-        "latency_us": round(middle["latency_us"], 1),
-        "latency_p99_us": round(max(one["latency_p99_us"] for one in found), 1),
-        "cpu_us": round(middle["cpu_us"], 1),
-        "cpu_us_per_message": round(middle["cpu_us"] / hops, 2),
-        "bytes_sent": round(statistics.mean(one["bytes_sent"] for one in found)),
-        "bytes_sent_most": max(one["bytes_sent"] for one in found),
-        "file_descriptors": int(max(one["file_descriptors"] for one in found)),
-    }
+    row: dict[str, Any] = {"source_ranks": ranks, "block": block}
+    for name in found[0]:
+        row[name] = round(statistics.median(one[name] for one in found), 3)
+    return {**row, "sockets": int(max(one["sockets"] for one in found))}
 
 
-def _leader(
-    results: Queue[dict[str, Any]],
-    store: str,
-    rank: int,
-    leaders: int,
-    cluster: int,
-    exchanges: int,
+def _source_rank(
+    results: Queue[dict[str, float]], store: str, rank: int, ranks: int, block: int, rounds: int
 ) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -148,81 +91,44 @@ def _leader(
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
-        world_size=leaders,
+        world_size=ranks,
         timeout=timedelta(seconds=300),
     )
-    before = len(os.listdir("/proc/self/fd"))
-    group = ControlGroup(range(leaders), name="bench", timeout_s=300, cluster=cluster)
-    group.exchange(b"connect")
-    descriptors = len(os.listdir("/proc/self/fd")) - before
-    record = bytes(RECORD_BYTES)
-    for _ in range(WARM_UP):
-        group.exchange(record)
-
-    waits = []
-    sent, spent = _bytes_sent(), time.process_time()
-    for _ in range(exchanges):
-        started = time.perf_counter()
-        group.exchange(record)
-        waits.append(time.perf_counter() - started)
+    before = _num_sockets()
+    group = SourceGroup(range(ranks), name="bench", timeout_s=300, block=block)
+    group.gather_all(b"connect")
+    sockets = _num_sockets() - before
+    record = bytes(HEADER.itemsize + SAMPLES * ROW.itemsize)
+    first, size = group.block.start, len(group.block)
+    following, preceding = (first + (rank - first + by) % size for by in (1, -1))
+    took = {"gather_ms": 0.0, "gather_blocks_ms": 0.0, "exchange_ms": 0.0}
+    spent = 0.0
+    for number in range(WARM_UP + rounds):
+        if number == WARM_UP:
+            took, spent = dict.fromkeys(took, 0.0), time.process_time()
+        at = time.perf_counter()
+        group.gather(record)
+        took["gather_ms"] -= at - (at := time.perf_counter())
+        group.gather_blocks(bytes(SUMMARY_BYTES))
+        took["gather_blocks_ms"] -= at - (at := time.perf_counter())
+        sends, receives = {following: bytes(SENT_BYTES)}, {preceding: SENT_BYTES}
+        group.exchange(number, sends, receives)
+        took["exchange_ms"] -= at - time.perf_counter()
     spent = time.process_time() - spent
-    group.exchange(record)  # all have acknowledged what is counted
-    sent = _bytes_sent() - sent
     results.put(
-        {
-            "latency_us": 1e6 * statistics.mean(waits),
-            "latency_p99_us": 1e6 * sorted(waits)[len(waits) * 99 // 100],
-            "cpu_us": 1e6 * spent / exchanges,
-            "bytes_sent": round(sent / (exchanges + 1)),
-            "file_descriptors": descriptors,
-        }
+        {name: 1e3 * seconds / rounds for name, seconds in {**took, "cpu_ms": spent}.items()}
+        | {"sockets": sockets}
     )
 
 
-def _bytes_sent() -> int:
-    """Return the payload bytes of all TCP sockets of this process that peers have acknowledged."""
-    total = 0
+def _num_sockets() -> int:
+    found = 0
     for name in os.listdir("/proc/self/fd"):
         try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if not target.startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
-        except OSError:
-            continue  # closed meanwhile, or no TCP socket
-        if len(info) >= _BYTES_ACKED + 8:
-            total += int.from_bytes(info[_BYTES_ACKED : _BYTES_ACKED + 8], sys.byteorder)
-    return total
-
-
-def _root(leaders: int) -> int:
-    return max(2, round(math.sqrt(leaders)))
-
-
-def _hops(leaders: int, cluster: int) -> int:
-    if cluster >= leaders:
-        return leaders - 1
-    clusters = -(-leaders // cluster)
-    return (cluster - 1) + (clusters - 1) + (cluster - 1).bit_length()
-
-
-def _extrapolate(leaders: int, *, hop_us: float, gbytes: float) -> dict[str, Any]:
-    cluster = cluster_size(leaders)
-    hops, clusters = _hops(leaders, cluster), -(-leaders // cluster)
-    ring = (cluster - 1) * RECORD_BYTES
-    whole = cluster * clusters * RECORD_BYTES
-    # The first leader of a cluster: its own ring, the ring of the first leaders, the broadcast.
-    depth = (cluster - 1).bit_length()
-    most = ring if clusters == 1 else ring + whole * (clusters - 1) // clusters + depth * whole
-    return {
-        "leaders": leaders,
-        "shape": "ring" if clusters == 1 else "clusters",
-        "hops": hops,
-        "latency_us": round(hops * hop_us + most / (1e3 * gbytes)),
-        "bytes_sent_most": most,
-        "connections_most": cluster - 1 + (clusters - 1 if clusters > 1 else 0),
-    }
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+        except OSError:  # closed meanwhile
+            continue
+    return found
 
 
 if __name__ == "__main__":

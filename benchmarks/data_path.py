@@ -5,7 +5,7 @@
 Real chat data, real tokenization in worker processes, real gloo between replicas; the trainer is a
 sleep of 50 ms per step. Two measurements:
 
-1. Wait. Replicas (processes) train steps of policy `cost`; every `next()` is timed.
+1. Wait. Replicas (processes) train steps; every `next()` is timed.
 2. Throughput. One replica takes steps as fast as they come, in turns with a plain DataLoader over
    the same data set with the same collate function and as many workers, and with the package
    `online-dynamic-batching` where it can be imported.
@@ -29,25 +29,22 @@ import numpy as np
 import torch
 from chat_data import prepare
 
-from odb_megatron.comm.control import ControlGroup
+from odb_megatron.comm.blocks import SourceGroup
 from odb_megatron.data.chat_template import ChatRenderer
-from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.feed import StepFeed, StepHeader
 from odb_megatron.data.order import PassOrder
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
 from odb_megatron.data.sample import Sample
 from odb_megatron.data.sources import ChatSource
-from odb_megatron.data.step_feed import StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.data.thd import MicroBatch, assemble
 from odb_megatron.data.tokenizer import load_tokenizer
-from odb_megatron.data.workers import WorkerStart
-from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.padding import OverlongPolicy
-from odb_megatron.plan.policy import PolicyName
+from odb_megatron.plan.record import PlanConfig
 from odb_megatron.testing.gloo import run_replicas
-from odb_megatron.testing.replicas import thread_exchanges
+from odb_megatron.testing.replicas import thread_channels
 
 CONTEXT = 4096
 BUDGET = 8192
@@ -68,7 +65,6 @@ class Setting:
         warm_up: steps before them.
         step_s: seconds the trainer takes for a step.
         plan_ahead: see `StepFeed`.
-        start: how workers are started.
     """
 
     path: str
@@ -80,7 +76,6 @@ class Setting:
     warm_up: int
     step_s: float
     plan_ahead: int
-    start: str
 
 
 def main() -> None:
@@ -96,9 +91,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="of each throughput, in turns")
     parser.add_argument("--samples", type=int, default=2000, help="of each throughput")
     parser.add_argument("--plan-ahead", type=int, default=2)
-    parser.add_argument(
-        "--worker-start", default="forkserver", choices=[start.value for start in WorkerStart]
-    )
     args = parser.parse_args()
     data = prepare(args.data)
     setting = Setting(
@@ -111,7 +103,6 @@ def main() -> None:
         warm_up=10,
         step_s=0.05,
         plan_ahead=args.plan_ahead,
-        start=args.worker_start,
     )
     result: dict[str, Any] = {"setting": asdict(setting), "sample_ms": sample_ms(setting)}
     result |= measure_wait(setting)
@@ -158,11 +149,11 @@ def _train(rank: int, setting: Setting) -> dict[str, Any]:
     """Take steps as a trainer would; runs in one process per replica."""
     del rank
     replicas = list(range(setting.replicas))
-    control = ControlGroup(replicas, name="train", timeout_s=120.0)
+    group = SourceGroup(replicas, name="train", timeout_s=120.0)
     steps = setting.warm_up + setting.steps
-    feed = _feed(setting, control, num_samples=2 * steps * setting.share * setting.replicas)
+    feed = _feed(setting, group, num_samples=2 * steps * setting.share * setting.replicas)
     next_us: list[list[float]] = []
-    window_bytes, queue_bytes, starts = 0, 0, 0.0
+    queue_bytes, starts = 0, 0.0
     (iterator,) = feed.iterators
     try:
         for step in range(steps):
@@ -176,12 +167,11 @@ def _train(rank: int, setting: Setting) -> dict[str, Any]:
                 time.sleep(setting.step_s / header.totals.num_micro_batches)
             if step >= setting.warm_up:
                 next_us.append([us for _, us in times])
-            window_bytes = max(window_bytes, feed.handed_out.window_bytes)
-            queue_bytes = max(queue_bytes, feed.handed_out.queue_bytes)
+            queue_bytes = max(queue_bytes, feed.delivered.queue_bytes)
         figures = wait_figures(next_us, time.perf_counter() - starts)
     finally:
         feed.close(timeout_s=CLOSE_S)
-    return {**figures, "window_bytes": window_bytes, "queue_bytes": queue_bytes}
+    return {**figures, "queue_bytes": queue_bytes}
 
 
 def _timed(iterator: Iterator[Any]) -> tuple[Any, float]:
@@ -219,7 +209,7 @@ def measure_throughput(setting: Setting, *, repeats: int, num_samples: int) -> d
 
 def whole_path(setting: Setting, *, num_samples: int) -> float:
     """Take steps of one replica as fast as they come."""
-    feed = _feed(setting, thread_exchanges(1)[0], num_samples=2 * num_samples)
+    feed = _feed(setting, thread_channels(1)[0], num_samples=2 * num_samples)
     (iterator,) = feed.iterators
     try:
         counts = (len(item.positions) for item in iterator if isinstance(item, MicroBatch))
@@ -237,7 +227,7 @@ def plain_dataloader(setting: Setting, *, num_samples: int) -> float:
         batch_size=per_batch,
         num_workers=setting.workers,
         collate_fn=_collate,
-        multiprocessing_context=setting.start,
+        multiprocessing_context="forkserver",
     )
     counts = (len(item.positions) for item in loader)
     return _rate(counts, num_samples=num_samples, warm_up=4 * setting.share)
@@ -341,25 +331,17 @@ def sample_ms(setting: Setting) -> float:
     return 1e3 * (time.process_time() - started) / 250
 
 
-def _feed(setting: Setting, exchange: Any, *, num_samples: int) -> StepFeed:
+def _feed(setting: Setting, channel: Any, *, num_samples: int) -> StepFeed:
     stream = _stream(setting, num_samples=num_samples)
     config = PlanConfig(
-        policy=PolicyName.COST,
         total=num_samples,
-        global_batch_size=setting.share * exchange.num_replicas,
-        num_replicas=exchange.num_replicas,
+        global_batch_size=setting.share * channel.num_replicas,
+        num_replicas=channel.num_replicas,
         token_budget=BUDGET,
-        window=4 * setting.share,
         cost=CostModel.from_ratios(quadratic=1 / 8192, fixed_tokens=400),
         data=stream.fingerprint(),
     )
-    loader = StepLoader(
-        stream,
-        config,
-        exchange=exchange,
-        num_workers=setting.workers,
-        worker_start=WorkerStart(setting.start),
-    )
+    loader = StepLoader(stream, config, channel=channel, num_workers=setting.workers)
     return StepFeed(loader, plan_ahead=setting.plan_ahead)
 
 

@@ -23,7 +23,7 @@ class FaultyDataset:
 
     Args:
         size: number of items.
-        fault: `raises`, `killed`, `hangs`, `none`; empty for no fault.
+        fault: `raises`, `killed`, `stopped`, `hangs`, `none`; empty for no fault.
         folder: where the moment of the fault is noted.
     """
 
@@ -40,6 +40,8 @@ class FaultyDataset:
                 raise KeyError("no such image: 4711.png")
             if self._fault == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self._fault == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if self._fault == "hangs":
                 time.sleep(3600)
             return None

@@ -4,8 +4,8 @@ As examples/pretrain_gpt_odb.py on the CPU device layer, with `fault_data` as it
 `killed_in_step` and `killed_planning` (RANK ends by SIGKILL), `device_call` (the same, while the
 others are in a call that no signal or error ends), `leaves_in_step` and `leaves_between` (RANK
 calls sys.exit(0) in a step, or after it), `waits` (RANK notes that it is in a step, for whoever
-stops or signals it), `slow` (RANK takes SLOW_S seconds for its first evaluation, and for its first
-checkpoint), and those of `fault_data`.
+stops or signals it), `armed` (`faulthandler.dump_traceback_later` is running), `slow` (RANK takes
+SLOW_S seconds for its first evaluation, and for its first checkpoint), and those of `fault_data`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def main() -> None:
     kind, victim, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     sys.argv[1:4] = []
     faulthandler.register(signal.SIGUSR1)  # prints where a rank is that does not end
+    if kind == "armed":
+        faulthandler.dump_traceback_later(3600)
     cpu_device.activate()
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, pretrain, training
@@ -51,7 +53,7 @@ def main() -> None:
     data = FaultyDataset(args.train_samples, fault=fault, folder=folder)
     model_config = argument_utils.gpt_config_from_args(args)
     if kind == "killed_planning" and is_victim:
-        _killed_in_exchange(folder)
+        _killed_in_gather(folder)
     if kind == "device_call" and is_victim:
         threading.Thread(target=_killed_once_stuck, args=(folder,), daemon=True).start()
     if kind == "slow" and is_victim:
@@ -90,7 +92,7 @@ def _watched(
                 signal.signal(number, signal.SIG_IGN)
             while True:  # as a collective on the device whose peer is gone
                 ctypes.CDLL(None).sleep(1000)
-        if is_time and kind == "waits" and is_victim:
+        if is_time and kind in ("waits", "armed") and is_victim:
             mark(folder)
         if kind == "waits" and torch.is_grad_enabled():
             time.sleep(0.2)
@@ -109,18 +111,18 @@ def _killed_once_stuck(folder: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _killed_in_exchange(folder: str) -> None:
-    from odb_megatron.comm.control import ControlGroup
+def _killed_in_gather(folder: str) -> None:
+    from odb_megatron.comm.blocks import SourceGroup
 
-    original = ControlGroup.exchange
+    original = SourceGroup.gather
 
-    def exchange(self: ControlGroup, record: bytes) -> list[bytes]:
-        if self.name == "train" and self.num_exchanges == 2 * FAULT_STEP:
+    def gather(self: SourceGroup, record: bytes) -> list[bytes]:
+        if self._gather == "train gather" and self._rounds == FAULT_STEP:
             mark(folder)
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, record)
 
-    ControlGroup.exchange = exchange  # type: ignore[method-assign]
+    SourceGroup.gather = gather  # type: ignore[method-assign]
 
 
 def _leaves_between(training: Any, folder: str) -> None:

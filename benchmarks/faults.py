@@ -44,10 +44,19 @@ def _one_names(pattern: str, run: FaultRun) -> bool:
 
 
 def _saves(run: FaultRun) -> bool:
-    """Whether both the model's and the data's state were saved."""
-    return any("metadata.json" in name for name in run.files) and any(
-        "odb" in name for name in run.files
+    """Whether a checkpoint was saved; the data's state is a part of it."""
+    return any("metadata.json" in name for name in run.files)
+
+
+def _stopped(run: FaultRun) -> bool:
+    """Whether the wait is told of while it lasts, and as the error that ends it."""
+    found = re.search(
+        r"warning: .*the trainer waits for the step loop's process .*"
+        r"the trainer has waited \d+ s \(--odb-timeout-s 20\)",
+        run.outputs[0],
+        re.DOTALL,
     )
+    return found is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +72,7 @@ class Case:
         is_survived: all ranks must end with 0.
         is_dead_peer: the victim is gone; the others have `MOST_S`.
         slow_s: see `fault_script`.
+        num_ranks: replicas; of one the rank itself is the victim.
     """
 
     name: str
@@ -73,6 +83,7 @@ class Case:
     is_survived: bool = False
     is_dead_peer: bool = False
     slow_s: float = 0.0
+    num_ranks: int = 2
 
 
 def _gone(run: FaultRun) -> bool:
@@ -130,6 +141,14 @@ CASES = (
         flags=("--odb-timeout-s", "20"),
     ),
     Case(
+        name="worker_stopped",
+        kind="worker_stopped",
+        names=_stopped,
+        flags=("--odb-timeout-s", "20", "--odb-stall-warn-s", "5"),
+        num_ranks=1,
+    ),
+    Case(name="armed_faulthandler", kind="armed", names=lambda _: True, is_survived=True),
+    Case(
         name="dataset_returns_none",
         kind="worker_none",
         names=lambda run: _one_names(_BAD_RECORD + "item is a NoneType", run),
@@ -175,7 +194,8 @@ def main(argv: Sequence[str]) -> int:
 def _measure(case: Case) -> dict[str, object]:
     run = run_fault(
         case.kind,
-        victim=VICTIM,
+        num_ranks=case.num_ranks,
+        victim=min(VICTIM, case.num_ranks - 1),
         flags=("--num-workers", "1", *case.flags),
         send=case.send,
         limit_s=_LIMIT_S,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_model import ModelSize, attention_config, parameter_dtype
+from gpu_model import Clock, ModelSize, attention_config, parameter_dtype
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -20,7 +20,6 @@ from odb_megatron.data.thd import MicroBatchLayout
 from odb_megatron.megatron.attention.registry import BACKENDS, AttentionBackend
 from odb_megatron.megatron.attention.spec import layer_spec
 from odb_megatron.megatron.compat import packed_seq_params
-from odb_megatron.megatron.step_timer import Clock
 
 __all__ = ["REFERENCE", "BackendCheck", "check_backends"]
 

@@ -1,4 +1,7 @@
-"""Measures micro-batches to calibrate the cost model, and checks predictions against times."""
+"""Measures micro-batches to calibrate the cost model, and checks predictions against times.
+
+Must not plan: the fit is the package's own (`report.cost_fit`).
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ import numpy as np
 from gpu_arms import MicroBatch
 from gpu_measure import MicroBatchTime, StepMaker, Steps, microbatch_cost, run_step
 
-from odb_megatron.plan.cost import CostModel, ModelShape
+from odb_megatron.plan.cost import CostModel, CostPrices, ModelShape
+from odb_megatron.report.cost_fit import fit_times
 
 __all__ = ["CostCheck", "calibrate", "check_cost", "shape_cost", "varied_micro_batches"]
 
 _FIXED_SHARE = 0.05
-"""As `megatron.providers` has it where nothing was measured."""
+"""As `megatron.cost_model` has it where nothing was measured."""
 
 
 def shape_cost(shape: ModelShape, *, token_budget: int) -> CostModel:
@@ -57,27 +61,25 @@ def calibrate(
     shape: ModelShape,
     token_budget: int,
 ) -> tuple[CostModel, str, list[MicroBatchTime]]:
-    """Train the micro-batches; fit a cost model to their times by relative least squares.
+    """Train the micro-batches and fit a cost model to their times, as `--fit-cost` does.
 
     The first quarter is warm-up.
 
     Returns:
-        The model, why it is the shape's where the times do not support one, and the times.
+        The model, why it is the shape's or what of it is (else ""), and the times.
     """
     warm_up = len(batches) // 4
     run_step(trainer, (tuple(batches[:warm_up]),), maker, is_padded=False, shape=shape)
     step = run_step(trainer, (tuple(batches[warm_up:]),), maker, is_padded=False, shape=shape)
     times = list(step.times[0])
-    columns = np.array([(one.tokens, one.squares, 1) for one in times], dtype=np.float64)
-    seconds = np.array([one.time_ns for one in times], dtype=np.float64)
-    scale = columns.max(axis=0)
-    design = columns / scale / seconds[:, None]
-    linear, quadratic, fixed = np.linalg.lstsq(design, np.ones(len(times)), rcond=None)[0] / scale
-    if linear <= 0 or quadratic < 0 or fixed < 0:
-        prior = shape_cost(shape, token_budget=token_budget)
-        return prior, "the times do not tell the prices apart: the model's shape", times
-    cost = CostModel.from_ratios(quadratic=quadratic / linear, fixed_tokens=fixed / linear)
-    return cost, "", times
+    prior = shape_cost(shape, token_budget=token_budget)
+    columns = [(one.tokens, one.squares, 0, 1, 0) for one in times]
+    seconds = np.array([one.time_ns / 1e9 for one in times])
+    try:
+        fit = fit_times(np.array(columns, dtype=float), seconds, prior=CostPrices.of(prior))
+    except ValueError as error:
+        return prior, str(error), times
+    return fit.prices.model(), "; ".join(fit.notes), times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

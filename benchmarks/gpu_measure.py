@@ -38,7 +38,11 @@ __all__ = [
     "summarize_ratios",
 ]
 
-RATIOS = {f"odb_over_{other}": ("odb", other) for other in ("standard", "standard_mean", "sorted")}
+RATIOS = {
+    "odb_over_standard": ("odb", "standard"),
+    "odb_over_standard_mean": ("odb", "standard_mean"),
+    "odb_over_sorted": ("odb", "sorted"),
+}
 _BACKWARD = 3  # forward and backward pass cost three forward passes
 
 
@@ -62,8 +66,8 @@ class MicroBatchTime:
     """One measured micro-batch.
 
     Attributes:
-        tokens: computed.
-        squares: sum of the squared lengths of its samples, as computed.
+        tokens: computed tokens.
+        squares: sum of squared lengths, as computed.
         time_ns: forward and backward pass, nanoseconds.
     """
 

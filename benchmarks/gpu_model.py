@@ -12,10 +12,11 @@ import enum
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -36,10 +37,12 @@ from odb_megatron.data.thd import MicroBatch
 from odb_megatron.megatron.attention.registry import AttentionBackend
 from odb_megatron.megatron.attention.spec import layer_spec
 from odb_megatron.megatron.forward_step import Batch, packed_batch, padded_batch
-from odb_megatron.megatron.step_timer import Clock, CpuClock, CudaClock
 from odb_megatron.plan.cost import ModelShape
 
 __all__ = [
+    "Clock",
+    "CpuClock",
+    "CudaClock",
     "Item",
     "ModelSize",
     "Positions",
@@ -49,6 +52,43 @@ __all__ = [
     "start_device",
     "switch_attention",
 ]
+
+
+class Clock(Protocol):
+    """Marks moments and tells how far apart they are."""
+
+    def mark(self) -> Any:
+        """Return a mark of this moment."""
+
+    def elapsed_ns(self, start: Any, end: Any) -> int:
+        """Return the nanoseconds between two marks."""
+
+
+class CpuClock:
+    """CPU time of this process: the wall clock would measure what else the cores do."""
+
+    def mark(self) -> int:
+        """See `Clock`."""
+        return time.process_time_ns()
+
+    def elapsed_ns(self, start: int, end: int) -> int:
+        """See `Clock`."""
+        return end - start
+
+
+class CudaClock:
+    """Events of the current stream."""
+
+    def mark(self) -> Any:
+        """See `Clock`."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def elapsed_ns(self, start: Any, end: Any) -> int:
+        """See `Clock`; waits for the event."""
+        end.synchronize()
+        return int(start.elapsed_time(end) * 1e6)
 
 
 class Positions(enum.Enum):

@@ -139,7 +139,7 @@ class Benchmark:
                 "each replica after a synchronisation; a step lasts as long as its slowest replica "
                 "and the optimizer",
                 "not in the times: gradient reduction between replicas, reading and tokenizing, "
-                "planning, handing samples to other replicas",
+                "planning, sending samples to other replicas",
                 f"peak: {origin}",
             ],
         }
@@ -216,7 +216,7 @@ class Benchmark:
         predicted = sum(microbatch_cost(one, cost) for one in times)
         self._ns_per_unit = sum(one.time_ns for one in times) / predicted
         self._result["calibration"] = {
-            "is_calibrated": not note,
+            "is_calibrated": cost != prior,
             "note": note,
             "linear_us_per_token": self._ns_per_unit * COST_UNIT / 1000,
             "shape": cost_json(prior),

@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: fp32, to try the script")
     add("--tiny", action="store_true", help="tiny model, few rounds: measures nothing")
     add("--megatron-wheel", type=Path, help="megatron-core's wheel; see below")
-    add("--attention", default="auto", help="backend of the packed arms, as --odb-attention")
+    add("--attention", default="auto", help="backend of the packed arm, as --odb-attention")
     add("--positions", choices=POSITIONS, default="auto", help="auto: rope if its kernel is here")
     add("--arms", nargs="+", choices=ARMS, default=ARMS, help="default: all")
     add("--rows", nargs="+", choices=ROWS, default=ROWS, help="lengths, in order of importance")

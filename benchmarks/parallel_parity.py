@@ -318,7 +318,8 @@ def main() -> int:
             tempfile.TemporaryDirectory(prefix="odb-parity-")
         )
         runs = Runs(Path(folder), options)
-        runs.run([runs.checkpoint(model) for model in {CASES[name].model for name in options.cases}])
+        models = {CASES[name].model for name in options.cases}
+        runs.run([runs.checkpoint(model) for model in sorted(models)])
         cases = {name: runs.case(name, CASES[name]) for name in options.cases}
         runs.run(list(cases.values()))
         references = {name: runs.reference(name, CASES[name]) for name in options.cases}

@@ -3,7 +3,7 @@
 Prepares data and tokenizer once (kept in `.cache/`), then launches examples/pretrain_gpt_odb.py.
 Flags behind the ones below go to that script; a flag given twice counts the second time.
 
-    python examples/train_chat.py --nproc-per-node 2 --odb-policy cost --train-samples 4000
+    python examples/train_chat.py --nproc-per-node 2 --odb-overlong drop --train-samples 4000
 """
 
 from __future__ import annotations

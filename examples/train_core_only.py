@@ -5,7 +5,7 @@ loops of your own. Data, plans and packed attention are those of pretrain_gpt_od
 and evaluation are left out. One line is printed per step: its samples, M and the loss.
 
     torchrun --nproc-per-node 2 examples/train_core_only.py --data-path chat.jsonl \
-        --tokenizer-model /path/to/hf-tokenizer --train-samples 512 --odb-policy cost
+        --tokenizer-model /path/to/hf-tokenizer --train-samples 512
 
 Without a GPU put `odb-megatron launch --device cpu --nproc-per-node 2 --` in the place of torchrun.
 """
@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from odb_megatron.data.chat_template import ChatRenderer
-from odb_megatron.data.finished_step import StepHeader
+from odb_megatron.data.feed import StepHeader
 from odb_megatron.data.megatron_dataset import (
     SampleDatasetConfig,
     build_datasets,
@@ -48,7 +48,7 @@ from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.attention.spec import layer_spec
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.forward_step import packed_batch
-from odb_megatron.megatron.providers import build_loader, control_group
+from odb_megatron.megatron.providers import build_loader, source_group
 from odb_megatron.megatron.replica_data import ReplicaData
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.topology import padding_multiple
@@ -67,7 +67,7 @@ def main() -> None:
     args = parse_args()
     start_processes(args)
     with usage_errors():
-        config = OdbConfig.from_args(args, num_replicas=args.data_parallel_size)
+        config = OdbConfig.from_args(args)
         tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_model, args.tokenizer_cache))
         args.padded_vocab_size = -(-len(tokenizer) // 128) * 128
         refuse_unsupported(args, config)
@@ -104,8 +104,6 @@ def parse_args() -> argparse.Namespace:
     for name in LEFT_OUT:
         if getattr(args, f"odb_{name}") is not None:
             parser.error(f"this loop does not have --odb-{name.replace('_', '-')}: drop it")
-    if args.odb_cost == "auto":
-        parser.error("this loop does not time its micro-batches: use --odb-cost shape, or prices")
     args.odb = True
     fixed = {
         "calculate_per_token_loss": True,
@@ -197,7 +195,7 @@ def build_data(args: argparse.Namespace, config: OdbConfig, renderer: ChatRender
         num_samples=[args.train_samples, 0, 0],
         is_built_on_rank=lambda: place.is_source,
     )
-    exchange = control_group(args, name="train", has_payloads=True)
+    group = source_group(args, name="train")
 
     def make_loaders() -> list[StepLoader | None]:
         order = build_order(
@@ -207,7 +205,7 @@ def build_data(args: argparse.Namespace, config: OdbConfig, renderer: ChatRender
             data_sharding=True,
         )
         stream = stream_from_dataset(dataset, num_samples=args.train_samples, order=order)
-        loader = build_loader(args, config, stream, split=Split.train, exchange=exchange)
+        loader = build_loader(args, config, stream, split=Split.train, group=group)
         return [loader, None, None]
 
     replica = ReplicaData(args, place, plan_ahead=config.plan_ahead)

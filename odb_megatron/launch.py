@@ -16,12 +16,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from odb_megatron.comm.elastic import PARENT
+from odb_megatron.elastic import PARENT
 
 __all__ = ["build_command", "build_environment", "main", "planned_command", "pretrain"]
 
 _RUNNER = "odb_megatron.testing.run_script"
-_ELASTIC = "odb_megatron.comm.elastic"
+_ELASTIC = "odb_megatron.elastic"
 _PRETRAIN = "odb_megatron.megatron.pretrain"
 
 MISSING = 1

@@ -66,8 +66,6 @@ class Case:
             micro-batch is NaN, in the first attempt or in every one.
         stage: script of examples/modelopt to run instead of `pretrain()`.
         out_of_memory_in: micro-batch of this process, counted from 1, that runs out of memory.
-        save_fails: ("before" or "after", iteration): Megatron's own save of that iteration raises
-            before it has begun, or after it has ended.
         has_images: samples may have images.
     """
 
@@ -78,7 +76,6 @@ class Case:
     merged_on: tuple[int, ...] = ()
     killed_in: int | None = None
     terminated_in: int | None = None
-    save_fails: tuple[str, int] | None = None
     nan_in: tuple[str, int] | None = None
     stage: str = ""
     out_of_memory_in: int | None = None
@@ -214,7 +211,7 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
     if case.has_images:
         refuse(args)
     datasets = None if case.items is None else _datasets(case.items)
-    with _observed(training, outcome, save_fails=case.save_fails):
+    with _observed(training, outcome):
         before = _replaced_names(training)
         try:
             with kind(args, datasets=datasets) as run:
@@ -259,9 +256,7 @@ def _datasets(items: Sequence[list[dict[str, Any]] | None]) -> Callable[..., lis
 
 
 @contextlib.contextmanager
-def _observed(
-    training: Any, outcome: Outcome, *, save_fails: tuple[str, int] | None
-) -> Iterator[None]:
+def _observed(training: Any, outcome: Outcome) -> Iterator[None]:
     """Note what Megatron hands to its own functions while a case runs."""
 
     def num_floating_point_operations(original: Any) -> Any:
@@ -294,20 +289,7 @@ def _observed(
 
         return observed
 
-    def save_checkpoint(original: Any) -> Any:
-        @functools.wraps(original)
-        def observed(iteration: int, *arguments: Any, **named: Any) -> Any:
-            if save_fails == ("before", iteration):
-                raise OSError("stopped before the save")
-            result = original(iteration, *arguments, **named)
-            if save_fails == ("after", iteration):
-                raise OSError("stopped after the save")
-            return result
-
-        return observed
-
     observers = {
-        "save_checkpoint": save_checkpoint,
         "num_floating_point_operations": num_floating_point_operations,
         "compute_throughputs_and_append_to_progress_log": progress,
         "training_log": training_log,

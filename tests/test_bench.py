@@ -172,18 +172,10 @@ def test_values(value: Any, text: str) -> None:
 
 def _report(tmp_path: Path) -> dict[str, Any]:
     """A report with both charts, a part that failed and one that was not run."""
-    policies = (
-        "cost",
-        "samples",
-        "odb-reference",
-        "dp-balanced",
-        "ffd",
-        "sorted-bucketed",
-        "sorted",
-    )
+    policies = ("odb", "odb-reference", "dp-balanced", "ffd", "sorted-bucketed")
     rows = [
         {
-            "name": f"stream/dp8/w1024/cv{spread}",
+            "name": f"step/dp8/share1/cv{spread}",
             "policies": {
                 name: {"steady": {"fraction_of_bound": 0.99 - 0.03 * number * (1 + at)}}
                 for number, name in enumerate(policies)
@@ -198,9 +190,7 @@ def _report(tmp_path: Path) -> dict[str, Any]:
             "speedup_vs_standard": ratio,
             "padding_fraction": 0.1 * at,
         }
-        for at, name in enumerate(
-            ("standard", "standard_mean", "sorted", "odb_samples", "odb_cost")
-        )
+        for at, name in enumerate(("standard", "standard_mean", "sorted", "odb"))
     }
     good = BENCH.run_part(_part(_WRITE), tmp_path, full=False)
     bad = BENCH.run_part(_part("raise SystemExit('broken')"), tmp_path, full=False)

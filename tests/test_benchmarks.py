@@ -9,7 +9,6 @@ import random
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,17 +61,14 @@ def _run(script: str, *flags: str, folder: Path) -> tuple[dict[str, Any], str]:
         ("planner", "--steps x", "argument --steps: 'x' is not a whole number of at least 1"),
         ("planner", "--json .", "argument --json: '.' is a folder: name a file in it"),
         ("planner", "--json /dev/null/a", "argument --json: '/dev/null/a' cannot be written: "),
-        ("control_plane", "--leaders 1", "--leaders: '1' is not a whole number of at least 2"),
-        ("control_plane", "--exchanges 0", "--exchanges: '0' is not a whole number of at least 1"),
-        ("control_plane", "--bandwidth-gbytes 0", "--bandwidth-gbytes above 0"),
+        ("control_plane", "--ranks 1", "--ranks: '1' is not a whole number of at least 2"),
+        ("control_plane", "--rounds 0", "--rounds: '0' is not a whole number of at least 1"),
         ("simulate_table", "--seed -1", "'-1' is not a whole number from 0 to 4294967295"),
-        ("simulate_table", "--only none", "--only 'none' matches no row; rows are like stream/dp8"),
+        ("simulate_table", "--only none", "--only 'none' matches no row; rows are like step/dp8"),
         ("simulate_table", "--policy best", "--policy best: there is no policy 'best'"),
         ("loss_parity", "--steps 0", "argument --steps: '0' is not a whole number of at least 1"),
         ("loss_parity", "--dp 0", "argument --dp: '0' is not a whole number of at least 1"),
         ("loss_parity", "--data none", "'none' is neither chitchat nor chat-mix nor a file"),
-        ("quality", "--seeds 0", "argument --seeds: '0' is not a whole number of at least 1"),
-        ("quality", "--dp 3", "--global-batch-size 32 is no multiple of the 3 replicas (--dp)"),
         ("train_throughput", "--repeats 0", "--repeats: '0' is not a whole number of at least 1"),
         ("train_throughput", "--token-budget 0", "--token-budget: '0' is not a whole number of"),
         ("train_throughput", "--json .", "argument --json: '.' is a folder: name a file in it"),
@@ -94,17 +90,13 @@ def test_wrong_flags_are_refused_before_anything_runs(
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", ["loss_parity", "quality"])
 def test_data_that_is_not_here_is_said(
-    script: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ODB_CHAT_DATA", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", [script, "--data", "chat-mix"])
-    assert _module(script).main() == 2
-    assert f"{script}.py: error: the chat mix needs oasst" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["loss_parity", "--data", "chat-mix"])
+    assert _module("loss_parity").main() == 2
+    assert "loss_parity.py: error: the chat mix needs oasst" in capsys.readouterr().err
 
 
 # --- intervals ---------------------------------------------------------------------------------
@@ -152,54 +144,18 @@ def test_the_interval_of_known_differences() -> None:
         _module("intervals").difference_interval([])
 
 
-# --- quality -----------------------------------------------------------------------------------
-
-
-def test_the_last_validation_loss_is_read() -> None:
-    training_runs = _module("training_runs")
-    run = training_runs.TrainingRun(
-        name="cost", command=(), wall_s=0.0, load_average=0.0, steps=(), output=(
-            " validation loss at iteration 4 on validation set | lm loss value: 7.5E+00 | lm\n"
-            " validation loss at iteration 9 on validation set | lm loss value: 6.25E+00 | lm\n"
-            " validation loss at iteration 9 on test set | lm loss value: 1.0E+00 | lm\n"
-        ),
-    )  # fmt: skip
-    assert _module("quality").final_loss(run) == 6.25
-    with pytest.raises(ValueError, match="printed no validation loss"):
-        _module("quality").final_loss(replace(run, output=""))
-
-
-def test_gradient_variance_of_random_and_of_sorted_steps() -> None:
-    compare = _module("gradient_variance").variance_against_random
-    generator = np.random.RandomState(0)
-    sketches = generator.normal(size=(320, 8))
-    tokens = generator.randint(1, 40, size=320).astype(float)
-    order = generator.permutation(320)
-    steps = [list(part) for part in np.array_split(order, 17)]  # of unequal sizes
-    assert compare(sketches, tokens, steps, seed=1) == pytest.approx(1.0, abs=0.2)
-    alike = np.argsort(sketches[:, 0] / tokens)
-    steps = [list(part) for part in np.array_split(alike, 17)]
-    assert compare(sketches, tokens, steps, seed=1) > 1.5
-
-
 # --- control plane -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_control_plane(tmp_path: Path) -> None:
-    flags = ("--leaders", "4", "--exchanges", "5")
+    flags = ("--ranks", "4", "--blocks", "2", "64", "--rounds", "5")
     result, _ = _run("control_plane.py", *flags, folder=tmp_path)
-    ring, clusters = result["rows"]
-    assert (ring["shape"], clusters["shape"]) == ("ring", "clusters")
-    for row in result["rows"]:
-        assert row["latency_us"] > 0
-        assert row["cpu_us"] > 0
-        assert row["file_descriptors"] >= 2
-    assert ring["bytes_sent"] >= 3 * result["record_bytes"]
-    by_leaders = {row["leaders"]: row for row in result["extrapolated"]}
-    assert by_leaders[128]["hops"] == 127
-    assert by_leaders[8192]["hops"] < 200
-    assert by_leaders[8192]["connections_most"] < 200
+    rows = {row["block"]: row for row in result["rows"]}
+    assert [row["source_ranks"] for row in rows.values()] == [4, 4]
+    for row in rows.values():
+        assert min(row["gather_ms"], row["exchange_ms"], row["cpu_ms"], row["sockets"]) > 0
+    assert rows[2]["gather_blocks_ms"] > rows[4]["gather_blocks_ms"]  # one block has none
 
 
 # --- data path ---------------------------------------------------------------------------------
@@ -226,7 +182,7 @@ def test_data_path(tmp_path: Path) -> None:
     assert 0 < result["p50_next_us"] <= result["p99_next_us"] <= result["worst_step_wait_us"]
     assert 0 < result["wait_fraction"] < 1
     assert result["step_ms"] >= 50
-    assert result["window_bytes"] > 0
+    assert result["queue_bytes"] >= 0
     rates = result["samples_per_s"]
     ratio = rates["whole_path"] / rates["dataloader"]
     assert result["relative_to_dataloader"] == pytest.approx(ratio)
@@ -380,7 +336,7 @@ def test_the_throughput_benchmark_measures_every_variant(tmp_path: Path) -> None
     flags = ("--quick", "--dp", "1", "--data", "chitchat")
     result, output = _run("train_throughput.py", *flags, folder=tmp_path)
     variants = result["variants"]
-    assert list(variants) == ["standard", "standard_mean", "sorted", "odb_samples", "odb_cost"]
+    assert list(variants) == ["standard", "standard_mean", "sorted", "odb"]
     assert result["same_samples"] is True
     budget = result["setting"]["batching"]["token_budget"]
     for name, variant in variants.items():
@@ -392,12 +348,12 @@ def test_the_throughput_benchmark_measures_every_variant(tmp_path: Path) -> None
         if name != "standard_mean":
             assert variant["max_micro_batch_tokens"] <= budget
         assert name in output
-    assert variants["odb_samples"]["padding_fraction"] < 0.01
+    assert variants["odb"]["padding_fraction"] < 0.01
     assert variants["standard"]["padding_fraction"] > variants["sorted"]["padding_fraction"]
     batch = result["setting"]["batching"]["global_batch_size"]
-    for name in ("standard", "standard_mean", "odb_samples"):
+    for name in ("standard", "standard_mean", "odb"):
         assert variants[name]["samples_per_step"] == batch
-    assert {"cost_over_samples", "samples_over_sorted", "cost_over_sorted"} <= set(result["ratios"])
+    assert set(result["ratios"]) == {"odb_over_sorted", "odb_over_standard_mean"}
 
 
 # --- every parallelism -------------------------------------------------------------------------
@@ -407,8 +363,8 @@ def _step(**values: Any) -> StepRecord:
     shared: dict[str, Any] = {
         "iteration": 1, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-3,
         "consumed_samples": 2, "samples": 2, "left_out": 0, "tokens": 5, "computed_tokens": 5,
-        "loss_tokens": 5, "num_micro_batches": 2, "idle": 1, "split": 0, "fill": 1.0,
-        "balance": 1.0, "balance_before": None, "moved": 0, "bytes_moved": 0, "wait_s": 0.0,
+        "loss_tokens": 5, "num_micro_batches": 2, "idle": 1, "fill": 1.0,
+        "balance": 1.0, "moved": 0, "bytes_moved": 0, "wait_s": 0.0,
         "step_s": 0.1, "ids": (("0:1@0",), ("0:2@0",)), "lengths": ((2,), (3,)),
         "collectives": 2, "bytes_delivered": 100,
     }  # fmt: skip
@@ -517,69 +473,61 @@ def test_every_promised_topology_is_a_case() -> None:
 @pytest.mark.megatron
 @pytest.mark.slow
 def test_a_topology_trains_as_one_process(tmp_path: Path) -> None:
-    flags = ("--cases", "tp2", "--policies", "cost")
-    result, output = _run("parallel_parity.py", *flags, folder=tmp_path)
-    ((name, policies),) = result["cases"].items()
-    assert (name, list(policies)) == ("tp2", ["cost"])
-    case = policies["cost"]
+    result, output = _run("parallel_parity.py", "--cases", "tp2", folder=tmp_path)
+    ((name, case),) = result["cases"].items()
+    assert name == "tp2"
     assert case["max_abs_loss_diff"] <= 1e-5
     assert case["max_rel_grad_diff"] <= 1e-4
     assert case["max_rel_grad_norm_diff"] <= 1e-4
     assert case["ids_equal"] is True
     assert case["collectives_per_step"] == 2
+    assert "tp2: loss" in output
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_a_step_is_replayed_in_one_process(tmp_path: Path) -> None:
+    result, _ = _run("parallel_parity.py", "--cases", "mtp", folder=tmp_path)
+    case = result["cases"]["mtp"]
+    assert case["max_abs_loss_diff"] <= 1e-5
+    assert case["max_rel_grad_diff"] <= 1e-4
     assert "--replay" in case["reference_command"]
-    assert "tp2, cost: loss" in output
 
 
 # --- the simulator's table ---------------------------------------------------------------------
 
 
 def test_the_table_covers_what_is_promised() -> None:
-    table = _module("simulate_table")
-    names = [row.name for row in table.rows()]
-    assert len(set(names)) == len(names)
-    kinds = {kind: sum(name.startswith(f"{kind}/") for name in names) for kind in _KINDS}
-    assert kinds == _KINDS
-    assert "epoch/dp1024/w256/cv1.0" in names
-    targets = {row.name: row.target for row in table.rows()}
-    assert targets["stream/dp64/w256/cv2.0"] == 0.985
-    assert targets["epoch/dp8/w1024/cv1.0"] == 0.985
-    assert targets["epoch/dp64/w256/cv1.0"] == 0.98
-
-
-_KINDS = {"stream": 16, "epoch": 13, "microbatch": 8, "small": 48}
-
-
-def _report(**figures: float) -> dict[str, Any]:
-    own = {"fraction_of_bound": 0.995, "padding_fraction": 0, "over_budget": 0}
-    own |= {"max_delay_steps": 8} | figures
-    return {"policies": {"cost": own, "ffd": {"fraction_of_bound": 0.99}}}
+    rows = _module("simulate_table").rows()
+    targets = {row.name: row.target for row in rows}
+    assert len(targets) == len(rows) == 27
+    assert targets["step/dp64/share1/cv2.0"] == 0.994
+    assert targets["microbatch/dp8/share64/cv1.0"] == 0.985
+    assert targets["small/dp256/gbs2048/cv1.0"] == 0.92
+    assert targets["blocks/dp1024/cv1.0"] == 0.95
 
 
 @pytest.mark.parametrize(
     ("figures", "missed"),
     [
         ({}, []),
-        ({"fraction_of_bound": 0.9915}, ["cost: fraction_of_bound 0.9915 < 0.992"]),
-        ({"fraction_of_bound": 0.99}, ["cost: fraction_of_bound 0.9900 < 0.992", "ffd is better"]),
-        (
-            {"padding_fraction": 0.1, "over_budget": 2},
-            ["cost: padding_fraction 0.1", "cost: over_budget 2"],
-        ),
-        ({"max_delay_steps": 9}, ["cost: max_delay_steps 9"]),
+        ({"fraction_of_bound": 0.9915}, ["0.9915 < 0.992"]),
+        ({"fraction_of_bound": 0.99}, ["0.9900 < 0.992", "ffd is better"]),
+        ({"over_budget": 2}, ["2 micro-batches over the budget"]),
     ],
 )
 def test_what_misses_a_target(figures: dict[str, float], missed: list[str]) -> None:
     table = _module("simulate_table")
-    row = table.Row(name="a", flags=(), part="whole", target=0.992)
-    assert table.judge(row, _report(**figures))["missed"] == missed
+    row = table.Row(name="a", flags=(), target=0.992)
+    own = {"fraction_of_bound": 0.995, "over_budget": 0} | figures
+    policies = {"odb": {"steady": own}, "ffd": {"steady": {"fraction_of_bound": 0.99}}}
+    assert table.judge(row, {"policies": policies})["missed"] == missed
 
 
 def test_a_row_of_the_table(tmp_path: Path) -> None:
-    flags = ("--only", "small/dp8/gbs256/cv0.29/none", "--policy", "samples,bound")
+    flags = ("--only", "step/dp8/share1/cv0.29", "--policy", "odb,bound")
     result, output = _run("simulate_table.py", *flags, folder=tmp_path)
     (row,) = result["rows"]
-    assert row["name"] == "small/dp8/gbs256/cv0.29/none"
-    assert row["policies"]["samples"]["samples_per_step"] == 256
-    assert "samples 0." in output
+    assert row["name"] == "step/dp8/share1/cv0.29"
+    assert "odb 0." in output
     assert "1 rows, 0 with a target missed: -" in output

@@ -310,7 +310,7 @@ def launches(page: Path) -> list[list[str]]:
         for words in found
         if words[:1] in (["torchrun"], ["sbatch"], ["srun"])
         or (words[:1] == ["odb-megatron"] and words[1] in own)
-        or "odb_megatron.comm.elastic" in words
+        or "odb_megatron.elastic" in words
     ]
 
 

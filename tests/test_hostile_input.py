@@ -21,15 +21,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odb_megatron.comm.control import ControlError
-from odb_megatron.comm.payload import check_frame
 from odb_megatron.data import json_records
 from odb_megatron.data.chat_record import parse_record
 from odb_megatron.data.chat_template import CHATML_TEMPLATE, ChatRenderer, ChatTemplateError
 from odb_megatron.data.index_check import check_index
 from odb_megatron.data.json_records import JsonRecords
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules, check_ids
-from odb_megatron.data.sample import BadRecordError, DataFileError, Skipped, Sample
+from odb_megatron.data.sample import BadRecordError, DataFileError, Sample, Skipped
 from odb_megatron.data.sample_wire import SampleWireError, decode_sample, encode_sample
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.sources import ChatSource, MapSource
@@ -652,12 +650,6 @@ def test_every_entry_of_a_step_header_is_checked(at: tuple[Any, ...]) -> None:
 def test_random_step_headers(data: bytes) -> None:
     with pytest.raises(StepWireError):
         decode_header(data)
-
-
-@given(st.binary(max_size=60))
-def test_random_frames(data: bytes) -> None:
-    with pytest.raises(ControlError):
-        check_frame(memoryview(data), step=3, replica=0, peer=1)
 
 
 # --- nothing is unpickled or evaluated -------------------------------------------------------

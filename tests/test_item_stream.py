@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from iterables import BASE, Lines, MakeLines, Stateless
 from made_up_data import rules
 
-from odb_megatron.comm.control import ControlError
+from odb_megatron.comm.blocks import ControlError
 from odb_megatron.data.finished_step import FinishedStep
 from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.iterable import (

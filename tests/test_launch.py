@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from odb_megatron import launch
-from odb_megatron.comm import elastic
+from odb_megatron import elastic, launch
 from odb_megatron.launch import build_command, build_environment
 from odb_megatron.testing import run_script
 
@@ -81,7 +80,7 @@ def test_command(device: str, torchrun_args: list[str], expected: list[str]) -> 
     command = build_command(
         ["s.py", "--x"], device=device, num_processes=2, torchrun_args=torchrun_args
     )
-    assert command == [sys.executable, "-m", "odb_megatron.comm.elastic", *expected]
+    assert command == [sys.executable, "-m", "odb_megatron.elastic", *expected]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def test_two_processes_all_reduce_on_the_cpu(tmp_path: Path) -> None:
 
 FAILURES = """
 import atexit, os, signal, sys, time
-from odb_megatron.comm.elastic import leave_reason
+from odb_megatron.elastic import leave_reason
 from odb_megatron.megatron.usage import usage_errors
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 if how == "code":
@@ -195,7 +194,7 @@ if how == "usage":
     else:
         time.sleep(1.5)
     with usage_errors():
-        raise ValueError("--odb-window 2 is too small: raise it")
+        raise ValueError("--odb-token-budget 2 is too small: raise it")
 if rank == 1:
     leave_reason("BadRecordError: chats.jsonl:7: not JSON")
     leave_reason("and a consequence of it")
@@ -225,7 +224,7 @@ raise RuntimeError("replica 1 failed")
             3,
             "rank 0 ended with exit code 3 and left no reason: see what it printed above",
         ),
-        ("usage", 2, r"error: --odb-window 2 is too small: raise it"),
+        ("usage", 2, r"error: --odb-token-budget 2 is too small: raise it"),
         (
             "told",
             1,
@@ -339,7 +338,7 @@ def test_pretrain_is_the_packages_module(monkeypatch: pytest.MonkeyPatch) -> Non
     """Options of the launcher may stand between Megatron's; behind `--` all are Megatron's."""
     commands: list[list[str]] = []
     monkeypatch.setattr(launch, "_run", lambda command, _: commands.append(command) or 7)
-    flags = ["--odb", "--data-path", "a b.jsonl", "--odb-window=4"]
+    flags = ["--odb", "--data-path", "a b.jsonl", "--odb-plan-ahead=4"]
     assert launch.pretrain([*flags, "--nproc-per-node", "2", "--lr", "-1", "--", "--device"]) == 7
     ours = ["-m", "odb_megatron.megatron.pretrain"]
     assert commands[0][4:] == ["--nproc-per-node=2", *ours, *flags, "--lr", "-1", "--device"]

@@ -158,7 +158,7 @@ for name in ("plan", "simulation", "doctor"):
     package = importlib.import_module(f"odb_megatron.{name}")
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-import odb_megatron.launch, odb_megatron.patching.command, odb_megatron.comm.elastic
+import odb_megatron.launch, odb_megatron.patching.command, odb_megatron.elastic
 print(sys.version_info[:2], "torch" in sys.modules)
 """
 
@@ -275,6 +275,8 @@ def test_plan_imports_without_torch() -> None:
 
 TORCH_DISTRIBUTED = "torch.distributed"
 CPU_DEVICE = "odb_megatron.testing.cpu_device"
+MAY_USE_TORCH_DISTRIBUTED = ("odb_megatron.doctor.torch_facts", "odb_megatron.elastic")
+"""A process of its own that tries gloo, since that can end it; and torch's launcher."""
 
 # What a layer must not name, with the reason a failure shows.
 FORBIDDEN: dict[str, dict[str, str]] = {
@@ -359,6 +361,8 @@ def layer_violations(package_root: Path) -> list[str]:
         module = module_name(path, package_root)
         layer = module.split(".")[1] if "." in module else ""
         source = path.read_text(encoding="utf-8")
+        if module in MAY_USE_TORCH_DISTRIBUTED:
+            continue
         for line, name in names_used(source, module, is_package=path.name == "__init__.py"):
             reason = _why_forbidden(layer, name)
             if reason:
@@ -421,7 +425,7 @@ def test_layers() -> None:
         ("data/a.py", "from megatron.training import get_args", "megatron.training.get_args"),
         ("data/a.py", "import odb_megatron.megatron.flags", "odb_megatron.megatron.flags"),
         ("simulation/a.py", "def f():\n    import torch", "torch"),
-        ("simulation/a.py", "from odb_megatron.comm import control", "odb_megatron.comm.control"),
+        ("simulation/a.py", "from odb_megatron.comm import blocks", "odb_megatron.comm.blocks"),
         ("simulation/a.py", "import odb_megatron.testing.worlds", "odb_megatron.testing.worlds"),
     ],
 )

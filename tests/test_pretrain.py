@@ -22,7 +22,6 @@ from odb_megatron.megatron.compat_metrics import counts_real_flops
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.megatron
 
-POLICIES = ("samples", "cost")
 NUM_SAMPLES = 41  # five steps of 8 and one of 1, in which a replica idles; odd, too
 WARMUP = 10
 
@@ -32,15 +31,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("saved")
 
 
-@pytest.fixture(scope="module", params=POLICIES)
-def run(
-    request: pytest.FixtureRequest, megatron: Megatron, data_flags: tuple[str, ...], saved: Path
-) -> Run:
-    """A run of 41 samples under each policy, with a save every second step."""
+@pytest.fixture(scope="module")
+def run(megatron: Megatron, data_flags: tuple[str, ...], saved: Path) -> Run:
+    """A run of 41 samples, with a save every second step."""
     return megatron.train(
-        *("--odb", "--odb-policy", request.param, "--train-samples", NUM_SAMPLES, *data_flags),
+        *("--odb", "--train-samples", NUM_SAMPLES, *data_flags),
         *("--lr-warmup-samples", WARMUP, "--log-progress", "--ckpt-format", "torch"),
-        *("--save", saved / request.param, "--save-interval", 2, "--log-throughput"),
+        *("--save", saved, "--save-interval", 2, "--log-throughput"),
     )
 
 
@@ -72,9 +69,8 @@ def test_the_loop_ends_with_the_last_sample(run: Run, saved: Path) -> None:
     assert run.evaluations == [
         (f"iteration {last} on validation set", pytest.approx(run.losses[-1], abs=2.0))
     ]
-    policy = "cost" if "--odb-policy cost" in run.replicas[0].output else "samples"
-    assert (saved / policy / "latest_checkpointed_iteration.txt").read_text() == str(last)
-    assert (saved / policy / f"iter_{last:07d}" / "mp_rank_00").is_dir()
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(last)
+    assert (saved / f"iter_{last:07d}" / "mp_rank_00").is_dir()
 
 
 def test_learning_rate_is_the_schedulers_at_the_consumed_samples(run: Run) -> None:
@@ -95,11 +91,18 @@ def test_flops_count_real_tokens(run: Run, chats: ChatFile) -> None:
             assert calls == [(size, tokens, squared)] * 2
 
 
-def test_a_replica_idles_in_the_last_step_of_samples(run: Run) -> None:
+def test_a_replica_idles_in_the_last_step(run: Run) -> None:
     last = run.steps[-1]
-    if "--odb-policy samples" in run.replicas[0].output:
-        assert [len(ids) for ids in last.ids] == [1, 0]
-        assert last.record["idle"] == 1
+    assert sorted(len(ids) for ids in last.ids) == [0, 1]
+    assert last.record["idle"] == 1
+
+
+def test_samples_move_to_even_out_the_replicas(run: Run) -> None:
+    moved = sum(step.record["moved"] for step in run.steps)
+    assert moved > 0
+    assert sum(step.record["bytes_moved"] for step in run.steps) > 32 * moved
+    assert all(step.record["balance"] > 0.8 for step in run.steps[:-1])
+    assert f"  samples moved       {moved} of {NUM_SAMPLES} " in run.summary
 
 
 def test_tokens_of_steps_and_progress_log_are_real(run: Run, chats: ChatFile, saved: Path) -> None:
@@ -134,28 +137,22 @@ def test_losses_are_logged_alike_and_fall(run: Run) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_two_epochs(
-    megatron: Megatron, data_flags: tuple[str, ...], chats: ChatFile, policy: str
-) -> None:
-    run = megatron.train("--odb", "--odb-policy", policy, "--odb-epochs", 2, *data_flags)
+def test_two_epochs(megatron: Megatron, data_flags: tuple[str, ...], chats: ChatFile) -> None:
+    run = megatron.train("--odb", "--odb-epochs", 2, *data_flags)
     wanted = Counter(f"0:{record}@{epoch}" for record in range(len(chats)) for epoch in (0, 1))
     assert Counter(run.all_ids) == wanted
-    if policy == "samples":
-        epochs = [[int(name[-1]) for name in step.all_ids] for step in run.steps]
-        assert all(max(one) <= min(next_) for one, next_ in pairwise(epochs))
+    epochs = [[int(name[-1]) for name in step.all_ids] for step in run.steps]
+    assert all(max(one) <= min(next_) for one, next_ in pairwise(epochs))
     assert run.replicas[0].learning_rates[len(run.steps)] == pytest.approx(1e-3)
 
 
 def test_length_in_iterations_is_iterations_of_the_batch_size(
     megatron: Megatron, data_flags: tuple[str, ...]
 ) -> None:
-    """The samples of cost vary, so it may need other than 5 steps for them."""
-    for policy in POLICIES:
-        run = megatron.train("--odb", "--odb-policy", policy, "--train-iters", 5, *data_flags)
-        assert len(set(run.all_ids)) == 5 * GLOBAL_BATCH_SIZE
-        assert run.replicas[0].learning_rates[len(run.steps)] == pytest.approx(1e-3)
-        assert policy == "cost" or len(run.steps) == 5
+    run = megatron.train("--odb", "--train-iters", 5, *data_flags)
+    assert len(set(run.all_ids)) == 5 * GLOBAL_BATCH_SIZE
+    assert run.replicas[0].learning_rates[5] == pytest.approx(1e-3)
+    assert len(run.steps) == 5
 
 
 def test_fewer_samples_than_a_batch(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
@@ -214,7 +211,7 @@ def test_overlapped_distributed_optimizer_in_bf16(
     megatron: Megatron, data_flags: tuple[str, ...]
 ) -> None:
     run = megatron.train(
-        *("--odb", "--odb-policy", "cost", "--train-samples", NUM_SAMPLES, *data_flags),
+        *("--odb", "--train-samples", NUM_SAMPLES, *data_flags),
         *("--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce"),
         *("--overlap-param-gather", "--num-layers", 2, "--eval-interval", 2),
     )
@@ -229,9 +226,8 @@ def test_beside_other_flags_of_megatrons(
     megatron: Megatron, data_flags: tuple[str, ...], run: Run, tmp_path: Path
 ) -> None:
     """Logging, timing, recomputation, checks: they see whole batch sizes and change no loss."""
-    policy = "cost" if "--odb-policy cost" in run.replicas[0].output else "samples"
     other = megatron.train(
-        *("--odb", "--odb-policy", policy, "--train-samples", NUM_SAMPLES, *data_flags),
+        *("--odb", "--train-samples", NUM_SAMPLES, *data_flags),
         *("--lr-warmup-samples", WARMUP, "--log-interval", 2, "--tensorboard-dir", tmp_path),
         *("--log-timers-to-tensorboard", "--timing-log-level", 2, "--log-params-norm"),
         *("--log-num-zeros-in-grad", "--recompute-granularity", "full", "--manual-gc"),
@@ -271,7 +267,7 @@ def _item(length: int) -> dict[str, Any]:
 
 
 def test_without_megatrons_own_gloo_groups(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
-    flags = ("--odb", "--odb-policy", "cost", "--train-samples", 24, *data_flags)
+    flags = ("--odb", "--train-samples", 24, *data_flags)
     plain, without = (megatron.train(*flags, *m) for m in ((), ("--disable-gloo-process-groups",)))
     assert [step.ids for step in without.steps] == [step.ids for step in plain.steps]
     assert without.losses == plain.losses

@@ -198,7 +198,7 @@ if __name__ == "__main__":
 
 def test_nothing_grows_over_epochs(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
     """As `benchmarks/long_run.py`, on few samples; the first quarter is not judged."""
-    flags = ("--odb", "--odb-policy", "cost", "--odb-epochs", 10, "--num-workers", 1)
+    flags = ("--odb", "--odb-epochs", 10, "--num-workers", 1)
     run = megatron.train(*flags, *data_flags, "--eval-interval", 5)
     for replica in run.replicas:
         steps = len(replica.usage)

@@ -45,7 +45,7 @@ def test_experts(megatron: Megatron, data_flags: tuple[str, ...], topology: str)
     shares = [step.record["idle_router_share"] for step in run.steps]
     assert 0 < max(shares) < 0.1
     assert f"at most {max(shares):.2%}" in run.summary
-    assert "odb: balance scope microbatch: expert parallelism" in run.replicas[0].output
+    assert "odb: replicas are balanced in each microbatch: expert" in run.replicas[0].output
     assert "nan" not in run.replicas[-1].output.replace("nan iterations", "")
 
 

@@ -19,7 +19,6 @@ pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.megatron
 
 ROOT = Path(__file__).resolve().parents[1]
-POLICIES = ("samples", "cost")
 BUDGET = 32
 
 
@@ -51,20 +50,18 @@ def bad(chats: ChatFile) -> BadFile:
     return BadFile(path=str(path), lines=tuple(order[p] + 1 for p in places), places=places)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_bad_record_ends_every_replica(megatron: Megatron, bad: BadFile, policy: str) -> None:
+def test_a_bad_record_ends_every_replica(megatron: Megatron, bad: BadFile) -> None:
     """The replica that met it names file and line, the other one names the replica."""
-    run = megatron.run("--odb", "--odb-policy", policy, *_training(bad.path, 40))
+    run = megatron.run("--odb", *_training(bad.path, 40))
     errors = [replica.error for replica in run.replicas]
     _assert_failed_together(errors, "BadRecordError")
     own = [error for error in errors if error.startswith("BadRecordError")]
     named = rf"BadRecordError: {re.escape(bad.path)}:({'|'.join(map(str, bad.lines))}): .*skip"
     assert all(re.match(named, error) for error in own)
     assert all(replica.seconds < 15 for replica in run.replicas)
-    if policy == "samples":
-        assert f"{bad.path}:{bad.lines[0]}: " in errors[1]
-        assert len(run.steps) == 1
-        assert "not reached         32 requested samples" in run.summary
+    assert f"{bad.path}:{bad.lines[0]}: " in errors[1]
+    assert len(run.steps) == 1
+    assert "not reached         32 requested samples" in run.summary
     assert "this replica only: the run did not end cleanly" in run.summary
 
 
@@ -100,11 +97,11 @@ def test_the_real_script_refuses_before_training(megatron: Megatron, chats: Chat
 @pytest.mark.slow
 def test_the_real_script_refuses_a_wrong_flag_once(megatron: Megatron, chats: ChatFile) -> None:
     flags = [str(flag) for flag in megatron.command_line("--odb", *_training(chats.path, 40))]
-    done = _script([*flags, "--odb-polcy", "cost"], num_processes=2)
+    done = _script([*flags, "--odb-cots", "linear=1"], num_processes=2)
     assert done.returncode == 2
-    text = "unrecognized arguments: --odb-polcy cost: did you mean --odb-policy? "
+    text = "unrecognized arguments: --odb-cots linear=1: did you mean --odb-cost? "
     assert done.stderr.splitlines()[-1] == f"odb: error: {text}(--help lists all flags)"
-    assert (done.stdout + done.stderr).count("--odb-polcy") == 1
+    assert (done.stdout + done.stderr).count("--odb-cots") == 1
     assert "usage:" not in done.stdout + done.stderr
 
 
@@ -117,7 +114,7 @@ def test_the_real_script_prints_its_flags() -> None:
     assert "--num-layers" in done.stdout
 
 
-@pytest.mark.parametrize("odb", [("--odb",), ("--odb", "--odb-policy", "cost"), ()], ids=" ".join)
+@pytest.mark.parametrize("odb", [("--odb",), ()], ids=" ".join)
 def test_skipped_records_are_counted(
     megatron: Megatron, bad: BadFile, odb: tuple[str, ...]
 ) -> None:
@@ -171,11 +168,10 @@ def test_what_evaluation_leaves_out_is_said(
     assert len(run.evaluations) == 1
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_overlong_error_names_the_sample(megatron: Megatron, chats: ChatFile, policy: str) -> None:
+def test_overlong_error_names_the_sample(megatron: Megatron, chats: ChatFile) -> None:
     """40 tokens are the context here, and some records are longer."""
     flags = ("--seq-length", 40, "--odb-token-budget", 80, *_training(chats.path, 61))
-    errors = megatron.refused("--odb", "--odb-policy", policy, *flags)
+    errors = megatron.refused("--odb", *flags)
     _assert_failed_together(errors, "OverlongError")
     for error in errors:
         if error.startswith("OverlongError"):
@@ -185,9 +181,8 @@ def test_overlong_error_names_the_sample(megatron: Megatron, chats: ChatFile, po
             assert "--odb-overlong truncate" in error
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_overlong_truncate(megatron: Megatron, chats: ChatFile, policy: str) -> None:
-    run = _overlong_run(megatron, chats, "truncate", policy)
+def test_overlong_truncate(megatron: Megatron, chats: ChatFile) -> None:
+    run = _overlong_run(megatron, chats, "truncate")
     longer = sum(length > BUDGET for length in chats.lengths)
     assert longer > 5
     assert len(set(run.all_ids)) == len(chats)
@@ -197,9 +192,8 @@ def test_overlong_truncate(megatron: Megatron, chats: ChatFile, policy: str) -> 
         assert length == min(BUDGET, chats.lengths[_record(name)])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_overlong_drop(megatron: Megatron, chats: ChatFile, policy: str) -> None:
-    run = _overlong_run(megatron, chats, "drop", policy)
+def test_overlong_drop(megatron: Megatron, chats: ChatFile) -> None:
+    run = _overlong_run(megatron, chats, "drop")
     longer = sum(length > BUDGET for length in chats.lengths)
     assert _emitted_and_left_out(run) == (len(chats) - longer, longer)
     assert {_record(name) for name in run.all_ids} == {
@@ -208,9 +202,8 @@ def test_overlong_drop(megatron: Megatron, chats: ChatFile, policy: str) -> None
     assert f"left out: 0 bad records, {longer} overlong; truncated: 0" in run.summary
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_overlong_solo(megatron: Megatron, chats: ChatFile, policy: str) -> None:
-    run = _overlong_run(megatron, chats, "solo", policy)
+def test_overlong_solo(megatron: Megatron, chats: ChatFile) -> None:
+    run = _overlong_run(megatron, chats, "solo")
     assert len(set(run.all_ids)) == len(chats)
     alone = 0
     longer = sum(length > BUDGET for length in chats.lengths)
@@ -251,11 +244,11 @@ def _training(path: str, num_samples: int) -> tuple[Any, ...]:
     return "--train-data-path", path, "--eval-iters", 0, "--train-samples", num_samples
 
 
-def _overlong_run(megatron: Megatron, chats: ChatFile, overlong: str, policy: str) -> Run:
+def _overlong_run(megatron: Megatron, chats: ChatFile, overlong: str) -> Run:
     """One epoch under a budget that some records exceed."""
     return megatron.train(
-        *("--odb", "--odb-policy", policy, "--odb-token-budget", BUDGET),
-        *("--odb-overlong", overlong, *_training(chats.path, len(chats))),
+        *("--odb", "--odb-token-budget", BUDGET, "--odb-overlong", overlong),
+        *_training(chats.path, len(chats)),
     )
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from odb_megatron.comm.control import ControlError
+from odb_megatron.comm.blocks import ControlError
 from odb_megatron.testing.replicas import ThreadExchange, run_in_threads, thread_exchanges
 
 

@@ -91,7 +91,7 @@ def test_what_the_script_ends_with_is_kept(tmp_path: Path) -> None:
         ([], "usage: python -m odb_megatron.run SCRIPT"),
         (["--odb", "train.py"], "usage: python -m odb_megatron.run SCRIPT"),
         (["nowhere.py", "--odb"], "no such script: nowhere.py"),
-        (["train.py", "--odb-window", "4"], "--odb-window would do nothing without --odb"),
+        (["train.py", "--odb-cost", "linear=1"], "--odb-cost would do nothing without --odb"),
         (["train.py", "--odb"], "train.py ended without a call of megatron.training.pretrain()"),
     ],
 )
@@ -169,7 +169,7 @@ except SystemExit as end:
         ([], False),
         (["--lr", "1"], False),
         (["--odb"], True),
-        (["--odb", "--odb-window", "4"], True),
+        (["--odb", "--odb-cost", "linear=1"], True),
         (["--odbx"], False),
     ],
 )
@@ -177,12 +177,12 @@ def test_wants_odb(flags: list[str], wanted: bool) -> None:
     assert wants_odb(flags) is wanted
 
 
-@pytest.mark.parametrize("flag", ["--odb-policy", "--odb-policy=cost", "--no-odb-resume-strict"])
+@pytest.mark.parametrize("flag", ["--odb-cost", "--odb-cost=linear=1", "--no-odb-resume-strict"])
 def test_flags_without_odb_are_refused(flag: str) -> None:
     with pytest.raises(
         ValueError, match=f"^{flag.partition('=')[0]} would do nothing without --odb"
     ):
-        wants_odb(["--lr", "1", flag, "cost"])
+        wants_odb(["--lr", "1", flag, "linear=1"])
 
 
 def test_with_odb_gives_back_what_it_got(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,11 +212,11 @@ def test_with_odb_leaves_what_was_replaced_before(monkeypatch: pytest.MonkeyPatc
 def test_with_odb_refuses_flags_that_do_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--odb-policy", "cost"])
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--odb-cost", "linear=1"])
     with pytest.raises(SystemExit) as ended:
         with_odb(_config_form, _parse)
     assert ended.value.code == 2
-    assert "--odb-policy would do nothing without --odb" in capsys.readouterr().err
+    assert "--odb-cost would do nothing without --odb" in capsys.readouterr().err
 
 
 # --- the call of pretrain() ------------------------------------------------------------------

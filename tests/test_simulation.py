@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from odb_megatron import __version__
 from odb_megatron.cli import main
 from odb_megatron.plan.cost import COST_UNIT, CostModel
-from odb_megatron.plan.record import block_of
+from odb_megatron.plan.blocks import block_of
 from odb_megatron.simulation.compare import POLICY_NAMES, compare
 from odb_megatron.simulation.lengths import read_lengths
 from odb_megatron.simulation.schedules import (

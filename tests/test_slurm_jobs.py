@@ -44,7 +44,7 @@ pytestmark = [
 
 NUM_STEPS = 120
 FLAGS = shlex.split(f"""
-    --odb --odb-policy cost --micro-batch-size 1 --calculate-per-token-loss --global-batch-size 8
+    --odb --micro-batch-size 1 --calculate-per-token-loss --global-batch-size 8
     --train-samples {8 * NUM_STEPS} --num-layers 1 --hidden-size 32 --num-attention-heads 2
     --ffn-hidden-size 64 --swiglu --normalization RMSNorm --disable-bias-linear
     --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0

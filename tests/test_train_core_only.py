@@ -76,8 +76,7 @@ def train(data: list[str], *flags: str, code: int = 0) -> tuple[list[Step], str]
     return found, printed
 
 
-def test_samples(data: list[str]) -> None:
-    """Steps have the batch size, and their losses do not depend on the packing."""
+def test_losses_do_not_depend_on_the_packing(data: list[str]) -> None:
     small, _ = train(data, "--odb-token-budget", "64")
     large, _ = train(data, "--odb-token-budget", "256")
     assert [step.num_samples for step in small] == [8, 8, 8, 8, 8, 5]
@@ -85,15 +84,6 @@ def test_samples(data: list[str]) -> None:
     assert {step.num_micro_batches for step in large} == {1}
     assert [step.loss for step in small] == pytest.approx([step.loss for step in large], abs=1e-5)
     assert small[-1].loss < small[0].loss - 0.1
-
-
-def test_cost(data: list[str]) -> None:
-    """Steps vary in size; every sample is trained once."""
-    steps, _ = train(data, "--odb-policy", "cost", "--odb-window", "16")
-    sizes = [step.num_samples for step in steps]
-    assert sum(sizes) == NUM_RECORDS
-    assert len(set(sizes[:-1])) > 1
-    assert steps[-1].loss < steps[0].loss - 0.1
 
 
 def test_pipeline(data: list[str]) -> None:
@@ -114,7 +104,6 @@ def test_what_does_not_fit_is_named(data: list[str]) -> None:
     [
         (("--odb-epochs", "1"), "this loop does not have --odb-epochs"),
         (("--no-odb-resume-strict",), "this loop does not have --odb-resume-strict"),
-        (("--odb-cost", "auto"), "use --odb-cost shape"),
     ],
 )
 def test_a_flag_that_would_do_nothing(

@@ -16,7 +16,6 @@ from odb_megatron.data.worst_case import WorstCase
 from odb_megatron.megatron.device_memory import MemoryUse
 from odb_megatron.megatron.warmup import WarmUp, num_in_flight, optimizer_bytes, run_cases
 from odb_megatron.plan.padding import OverlongPolicy, SizeRule
-from odb_megatron.plan.policy import PolicyName
 
 
 @pytest.mark.parametrize(
@@ -42,8 +41,6 @@ def _config(**values: Any) -> Any:
         "token_budget": 64,
         "context": 64,
         "overlong": OverlongPolicy.ERROR,
-        "policy": PolicyName.SAMPLES,
-        "window": 40,
         "size_rule": lambda multiple: SizeRule(multiple=multiple),
     }
     return SimpleNamespace(**{**defaults, **values})
@@ -53,8 +50,6 @@ def _config(**values: Any) -> Any:
     ("config", "long", "most"),
     [
         (_config(), (64,), 8),
-        (_config(policy=PolicyName.COST), (64,), 40),
-        (_config(policy=PolicyName.COST, window=2), (64,), 8),
         (_config(token_budget=96), (64, 32), 8),
         (_config(context=96), (64,), 8),
         (_config(context=96, overlong=OverlongPolicy.SOLO), (96,), 8),

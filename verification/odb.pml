@@ -1,78 +1,58 @@
 /*
- * The protocol that aligns the steps of N replicas, for SPIN; docs/dgap.md explains it.
+ * The step loop of N replicas, for SPIN; docs/dgap.md explains it.
  *
- * Per replica a planner (two exchanges per step or three, ahead of the trainer) and a trainer (takes a
- * planned step from a queue, then meets the other trainers in the step's device collective).
- * Here: state, processes, faults. rules.pml: what a planner decides. world.pml: the worlds that are
- * tried and what must hold at the end.
+ * Per replica a loop (reads, agrees, plans, delivers and packs steps, ahead of the trainer) and a
+ * trainer (takes a step from a queue, then meets the other trainers in the step's device collective).
+ * From top to bottom: state, groups, what a loop does, loop, trainer, worlds.
  *
  * Time is left open: each process may be slow, and a deadline runs out only when a peer is gone or
- * hangs. What the policy selects is left open too: any selection that keeps the progress rule.
+ * hangs. What the planner chooses is left open too: any M that is enough, any samples to any replica.
  *
  * Macros, set by run.py:
- *   N          replicas, 2 or 3
+ *   N          replicas, 2 to 4
+ *   BLOCKS     1 or 2
  *   AHEAD      plan_ahead
- *   DRAW       FIXED: shards | ONLINE: assigned online | BATCH: the policy `samples` |
- *              QUOTA: endless shards, a given number of samples
- *   RULE       EACH replica that holds samples emits one | SOME replica does
- *   DRAIN      defined: a deadline ends the drain, as in odb_megatron/plan/termination.py
+ *   OPEN       defined: iterators of unknown length; else the number of samples is known beforehand
  *   FAULT      see below
  *   STOPS      defined: besides, any replicas may ask to stop, at any moment
- *   MOST       largest shard (FIXED)
- *   LEAST      fewest samples of all replicas (draws other than FIXED)
- *   TOTAL      most samples of all replicas
- *   WINDOW     largest window
+ *   AT_ONCE    defined: the heartbeat ends trainers as soon as any loop has an error
+ *   LEAST      fewest samples of the run
+ *   TOTAL      most samples of the run
+ *   BATCH      largest global batch size
  *   FIT        samples that fit a micro-batch
- *   MULTIPLE   the micro-batch count is a multiple of this
- *   HOLES      defined: any drawn position may turn out to emit nothing (FIXED)
- *   THIRD      defined: any step that emits may have a third exchange, of sample lists
- *   PUT_AFTER  defined: back-pressure after a step is planned instead of before
- *   REPLAY     defined: one given world and its selections (tests/test_verification.py)
+ *   MULTIPLE   the number of micro-batches is a multiple of this
+ *   KEPT       defined: no sample is trained elsewhere than where it was read
  *   MUTATE_*   defined: one rule is broken, to see that the check notices
  *   OCCURS     a case that is claimed not to happen, to see that it does
  */
 
-#define FIXED 0
-#define ONLINE 1
-#define BATCH 2
-#define QUOTA 3
-
-#define EACH 0
-#define SOME 1
-
 #define NONE 0
-#define LEAVE 1 /* all trainers leave after the same step, unknown to the planners, and close() */
-#define ERROR 2 /* one planner meets an error while it builds a record */
-#define HANG 3  /* one planner never finishes building a record */
+#define LEAVE 1 /* all trainers leave after the same step, unknown to the loops, and close() */
+#define ERROR 2 /* loops meet an error, any replicas, at any point, each once */
+#define HANG 3  /* one loop hangs, at any point */
 #define CRASH 4 /* the process of one replica dies, at any moment */
 #define RAISE 5 /* the trainer of one replica raises, at any moment, and close()s */
 
 #ifndef N
 #define N 2
 #endif
+#ifndef BLOCKS
+#define BLOCKS 1
+#endif
 #ifndef AHEAD
-#define AHEAD 2
-#endif
-#ifndef DRAW
-#define DRAW FIXED
-#endif
-#ifndef RULE
-#define RULE EACH
+#define AHEAD 1
 #endif
 #ifndef FAULT
 #define FAULT NONE
 #endif
-#ifndef MOST
-#define MOST 2
-#endif
-#ifndef TOTAL
-#define TOTAL (N * MOST)
-#endif
 #ifndef LEAST
 #define LEAST 0
 #endif
-#ifndef WINDOW
-#define WINDOW 2
+#ifndef TOTAL
+#define TOTAL 4
+#endif
+#ifndef BATCH
+#define BATCH 2
 #endif
 #ifndef FIT
 #define FIT 1
@@ -81,46 +61,56 @@
 #define MULTIPLE 1
 #endif
 
-#define SAMPLES short /* a set of at most 12 samples, one bit each */
+#define SAMPLES byte /* a set of at most 8, one bit each */
 
-mtype = { planning, finished, stopped, failed };
+mtype = { running, finished, stopped, failed };
+mtype = { round, sums, texts, handed }; /* what is exchanged */
 
 /* ---- the world, chosen by init ---- */
-byte window;      /* most samples a replica holds */
-byte total;       /* samples of the run */
-byte batch;       /* BATCH, DRAIN: samples per step */
+byte total;       /* samples of the run; nobody knows it if OPEN */
+byte batch;       /* global batch size */
+byte first[N];    /* OPEN: first sample of the replica's iterator */
+byte last[N];     /* OPEN: and the end of it */
 byte leave_after; /* LEAVE: steps that are trained */
-byte victim;      /* ERROR, HANG, CRASH, RAISE: which replica */
-short max_steps;  /* the stated bound */
-short max_drain;  /* the same, from the first drained replica on; 0: none is drained yet */
+byte victim;      /* HANG, CRASH, RAISE: which replica */
 
-/* ---- a replica's own state ---- */
-byte next[N];     /* FIXED: first sample not drawn; other draws: its copy of the consumed count */
-byte last[N];     /* FIXED: end of its shard */
-SAMPLES held[N];  /* its window */
-byte committed[N]; /* steps planned */
-byte last_step[N]; /* DRAIN: steps in all, fixed when the first replica is drained; 0: not yet */
-mtype result[N] = planning;
+/* ---- what a loop knows ---- */
+byte consumed[N];
+byte missing[N];  /* samples that the step still lacks */
+byte live[N];     /* replicas whose iterators have not ended, one bit each */
+byte next[N];     /* OPEN: next sample of its iterator */
+byte saved[N];    /* OPEN: the same after its last finished step, for a checkpoint */
+SAMPLES read[N];  /* what it has read for this step */
+byte committed[N]; /* finished steps */
+bit error[N];     /* it has failed, and tells it in the next gather */
+mtype result[N] = running;
 
-/* ---- what it sends: window record, plan record ---- */
-byte entered[N];  /* exchanges entered */
-byte w_held[N];
-byte w_undrawn[N];
-bit w_closing[N];
-bit w_failed[N];
-byte p_need[N];   /* micro-batches its selection needs */
-byte p_samples[N];
-byte p_remaining[N]; /* not emitted after this step */
-bit p_closing[N];
-bit p_failed[N];
-#ifdef THIRD
-byte third;       /* of this step, equal for all: UNDECIDED | NO_THIRD | HAS_THIRD */
-bit listed[N];    /* has entered this step's third exchange */
-bit l_failed[N];
-#endif
+/* ---- groups: the blocks 0 and 1, and their first ranks ---- */
+#define FIRSTS 2
+byte waiting[3];  /* members in the exchange */
+bit turn[3];      /* flips when all have entered */
+mtype kind[3];
+byte g_rows[3];   /* what they bring */
+byte g_ended[3];
+bit g_failed[3];
+bit g_closing[3];
+byte g_count[3];
 
-/* ---- between planner and trainer ---- */
-chan steps[N] = [AHEAD] of { byte, bit }; /* M, whether it is the final step */
+/* ---- what all find in a round ---- */
+byte rows;
+byte ends;        /* replicas whose iterators have ended, one bit each */
+bit any_failed;
+bit any_closing;
+byte count;       /* M */
+
+/* ---- the plan of a block's step, and the sample exchange ---- */
+byte planned[2];  /* steps */
+SAMPLES part[N];  /* what a replica trains */
+byte need[N];     /* from which replicas it gets samples, one bit each */
+byte posted[N];   /* steps whose sends are posted */
+
+/* ---- between loop and trainer ---- */
+chan steps[N] = [AHEAD] of { byte }; /* M */
 bit asked[N];     /* stop asked: train on up to the common last step */
 bit closed[N];    /* close() called: no further step is taken */
 
@@ -129,61 +119,70 @@ byte in_step[N];  /* steps entered: the device collective of step k waits for al
 byte trained[N];
 bit ended[N];     /* the trainer has returned */
 bit gone[N];      /* the process is dead */
-bit struck;       /* ERROR, HANG, RAISE: it has happened */
+bit struck[N];    /* its fault has happened */
 bit done;
 
 /* ---- for assertions ---- */
 SAMPLES emitted;
-SAMPLES left_out;
-byte num_emitted; /* QUOTA */
+byte extra;       /* rounds beyond one per step */
 byte planned_m[N];
 byte trained_m[N];
 byte asked_at[N];
-byte closing_at = 255; /* exchange that was the first to carry a closing bit */
 
-hidden byte num, rest, cursor, at, each, common;
+hidden byte num, at, each, size;
 
 #ifdef OCCURS
 #define NEVER(case, condition) assert(OCCURS != case || !(condition))
 #else
 #define NEVER(case, condition) skip
 #endif
-#define IDLE_MICRO_BATCH 1
-#define DRAINED_EARLY 2
-#define FULL_WHEN_CLOSED 3
-#define CLOSING_IN_PLAN_RECORD 4
-#define PEERS_DEADLINE 5
-#define WATCHDOG_NEEDED 6
-#define LATEST_STOP 7
-#define LATEST_END 8
-#define ALL_IDLE_STEP 9
-#define EMPTY_LIST 10
-#define FAILED_LIST 11
-#define ASKED_IN_THIRD 12
+#define IDLE_REPLICA 1
+#define FULL_WHEN_CLOSED 2
+#define PEERS_DEADLINE 3
+#define HEARTBEAT_NEEDED 4
+#define LATEST_STOP 5
+#define MOST_ROUNDS 6
+#define MORE_MICRO_BATCHES 7
+#define PEER_CLOSED 8
+#define ERROR_IN_LAST_STEP 9
+#define ERROR_ALONE 10
+#define ALL_FAIL 11
+#define ENDED_UNNOTICED 12
+#define ERROR_AND_STOP 13
+#define MOVED 14
 
 #define BIT(x) (1 << (x))
 #define HAS(x, k) (((x) >> (k)) & 1)
-#define SIZE4(x, k) (HAS(x, k) + HAS(x, k + 1) + HAS(x, k + 2) + HAS(x, k + 3))
-#define SIZE(x) (SIZE4(x, 0) + SIZE4(x, 4) + SIZE4(x, 8))
+#define SIZE4(x) (HAS(x, 0) + HAS(x, 1) + HAS(x, 2) + HAS(x, 3))
+#define SIZE(x) (SIZE4(x) + SIZE4((x) >> 4))
 #define MAX2(x, y) ((x) > (y) -> (x) : (y))
 #define MIN2(x, y) ((x) < (y) -> (x) : (y))
 #define CEIL(x, y) (((x) + (y) - 1) / (y))
 
-/* Over replicas 0, 1 and N-1: with two replicas the last two are one. */
-#define ANY(x) (x[0] || x[1] || x[N-1])
-#define SUM(x) (x[0] + x[1] + (N - 2) * x[N-1])
-#define MAX(x) MAX2(x[0], MAX2(x[1], x[N-1]))
-#define MIN(x) MIN2(x[0], MIN2(x[1], x[N-1]))
-#define EQUAL(x) (x[0] == x[1] && x[0] == x[N-1])
-#define NONE_BEHIND(x, r) (x[0] >= x[r] && x[1] >= x[r] && x[N-1] >= x[r])
+/* Over replicas 0, 1, N-2 and N-1: these are all. */
+#define ANY(x) (x[0] || x[1] || x[N-2] || x[N-1])
+#define ALL_ARE(x, y) (x[0] == y && x[1] == y && x[N-2] == y && x[N-1] == y)
+#define EQUAL(x) ALL_ARE(x, x[0])
+#define MIN(x) MIN2(MIN2(x[0], x[1]), MIN2(x[N-2], x[N-1]))
+#define ANY_OF(f, r) (f(0, r) || f(1, r) || f(N-2, r) || f(N-1, r))
+#define EVERY(f, r) (f(0, r) && f(1, r) && f(N-2, r) && f(N-1, r))
 
-/* All have entered the exchange that r waits in; they are never more than one apart. */
-#define MET(r) NONE_BEHIND(entered, r)
+#if BLOCKS == 1
+#define BLOCK(r) 0
+#define MEMBERS(g) N
+#define IS_FIRST(r) false
+#else /* as even as can be */
+#define BLOCK(r) ((r) >= N / 2)
+#define MEMBERS(g) ((g) == FIRSTS -> 2 : ((g) == 0 -> N / 2 : N - N / 2))
+#define IS_FIRST(r) ((r) == 0 || (r) == N / 2)
+#endif
 
-#define UNDECIDED 0
-#define NO_THIRD 1
-#define HAS_THIRD 2
-#define ALL_LISTED (listed[0] && listed[1] && listed[N-1])
+#define CLOSING(r) (asked[r] || closed[r])
+#ifdef MUTATE_NOT_WOKEN
+#define WOKEN(r) false
+#else
+#define WOKEN(r) closed[r]
+#endif
 
 /* An exchange with a dead process may complete or not: gloo promises neither. With a process that
    lives and does not answer, the deadline runs while the own trainer waits for a step. */
@@ -191,163 +190,499 @@ hidden byte num, rest, cursor, at, each, common;
 #ifdef MUTATE_NO_DEADLINE
 #define DEADLINE(r, is_met) false
 #else
-#define DEADLINE(r, is_met) (ANY(gone) || (FAULT == HANG && struck && !(is_met) && WAITS(r)))
+#define DEADLINE(r, is_met) (ANY(gone) || (FAULT == HANG && ANY(struck) && !(is_met) && WAITS(r)))
 #endif
 
-/* The watchdog ends a process whose trainer waits in a collective for a trainer that has left. */
-#define ABSENT(j, r) ((gone[j] || ended[j]) && in_step[j] < in_step[r])
-#ifdef MUTATE_NO_WATCHDOG
-#define WATCHDOG(r) false
+/* The heartbeat ends a process whose trainer waits in a collective for a trainer that has left. */
+#define IS_ABSENT(j, r) ((gone[j] || ended[j]) && in_step[j] < in_step[r])
+#ifdef AT_ONCE
+#define IS_TOLD(r) (ANY(gone) || ANY(error))
 #else
-#define WATCHDOG(r) (ABSENT(0, r) || ABSENT(1, r) || ABSENT(N-1, r))
+#define IS_TOLD(r) (ANY(gone) || result[r] == failed)
 #endif
-
-#ifdef MUTATE_NOT_WOKEN
-#define WOKEN(r) false
+#ifdef MUTATE_NO_HEARTBEAT
+#define HEARTBEAT(r) false
 #else
-#define WOKEN(r) closed[r]
+#define HEARTBEAT(r) (IS_TOLD(r) && ANY_OF(IS_ABSENT, r))
 #endif
 
-#define CLOSING(r) (asked[r] || closed[r])
+/* ---- exchanges: complete when all members have entered, and all are in the same one ---- */
 
-#include "rules.pml"
-#include "world.pml"
+inline enter(g, what) {
+    my = turn[g];
+    assert(waiting[g] == 0 || kind[g] == what);
+    kind[g] = what;
+    waiting[g]++;
+    if
+    :: waiting[g] == MEMBERS(g) ->
+        waiting[g] = 0; kind[g] = 0; turn[g] = 1 - turn[g];
+        if
+        :: what == round && (BLOCKS == 1 || g == FIRSTS) -> find(g)
+        :: else
+        fi
+    :: else
+    fi
+}
+
+#define LEAVE_AS(r, how) result[r] = how; goto out
+
+inline meet(r, g) {
+    if
+    :: turn[g] != my
+    :: DEADLINE(r, turn[g] != my) -> NEVER(PEERS_DEADLINE, true); LEAVE_AS(r, failed)
+    fi
+}
+
+/* The last to enter: from the records of all. */
+inline find(g) {
+#if BLOCKS == 1
+    count_micro_batches(0, g);
+#endif
+    rows = g_rows[g]; ends = g_ended[g]; any_failed = g_failed[g]; any_closing = g_closing[g];
+    count = g_count[g];
+    forget(g)
+}
+
+inline forget(g) {
+    g_rows[g] = 0; g_ended[g] = 0; g_failed[g] = 0; g_closing[g] = 0; g_count[g] = 0
+}
+
+/* The first rank of a block brings what its members have brought. */
+inline bring(r) {
+    g_rows[FIRSTS] = g_rows[FIRSTS] + g_rows[BLOCK(r)];
+    g_ended[FIRSTS] = g_ended[FIRSTS] | g_ended[BLOCK(r)];
+    g_failed[FIRSTS] = g_failed[FIRSTS] || g_failed[BLOCK(r)] || error[r];
+    g_closing[FIRSTS] = g_closing[FIRSTS] || g_closing[BLOCK(r)];
+    forget(BLOCK(r));
+    count_micro_batches(BLOCK(r), FIRSTS)
+}
+
+/* M of a block: any number that is enough, at least 1, rounded up. M of all is the largest. */
+inline count_micro_batches(b, g) {
+    size = 0; each = 0;
+    do
+    :: each < N -> size = size + (BLOCK(each) == b -> SIZE(read[each]) : 0); each++
+    :: else -> break
+    od;
+    num = CEIL(size, MEMBERS(b) * FIT); num = MAX2(1, num);
+    do
+    :: num < CEIL(size, FIT) -> num++
+    :: break
+    od;
+#ifndef MUTATE_COUNT_NOT_MULTIPLE
+    num = CEIL(num, MULTIPLE) * MULTIPLE;
+#endif
+#ifdef MUTATE_COUNT_OF_BLOCK
+    planned_m[b] = num;
+#endif
+    NEVER(MORE_MICRO_BATCHES, g_count[g] > 0 && g_count[g] != num);
+    g_count[g] = MAX2(g_count[g], num)
+}
+
+/* ---- what a loop does ---- */
+
+/* Whatever it computes may meet an error, or never end. */
+inline compute(r) {
+#if FAULT == ERROR
+    if
+    :: !struck[r] -> struck[r] = 1; error[r] = 1
+    :: true
+    fi
+#elif FAULT == HANG
+    if
+    :: r == victim && !struck[r] -> struck[r] = 1; goto out
+    :: true
+    fi
+#else
+    skip
+#endif
+}
+
+#ifdef OPEN
+#define WANTED(r) batch
+#elif defined(MUTATE_QUOTA_OFF_BY_ONE)
+#define WANTED(r) (consumed[r] < total -> MIN2(batch, total - consumed[r] + 1) : 0)
+#else
+#define WANTED(r) MIN2(batch, total - consumed[r])
+#endif
+
+/* Its share: what is missing is read by those whose iterators go on, in replica order. */
+inline read_share(r) {
+    size = SIZE4(live[r]);
+    each = SIZE4(live[r] & (BIT(r) - 1)); /* of them before r */
+    num = 0; at = 0;
+    if
+    :: HAS(live[r], r) ->
+        num = missing[r] / size + (each < missing[r] % size);
+#ifndef MUTATE_SHARES_OVERLAP
+        at = each * (missing[r] / size) + MIN2(each, missing[r] % size)
+#endif
+    :: else
+    fi;
+#ifdef OPEN
+    size = MIN2(num, last[r] - next[r]);
+    read[r] = read[r] | ((BIT(size) - 1) << next[r]);
+    next[r] = next[r] + size;
+#ifdef MUTATE_STATE_OF_READ
+    saved[r] = next[r];
+#endif
+    g_rows[BLOCK(r)] = g_rows[BLOCK(r)] + size;
+    if
+    :: next[r] == last[r] -> g_ended[BLOCK(r)] = g_ended[BLOCK(r)] | BIT(r)
+    :: next[r] == last[r] && num == size -> NEVER(ENDED_UNNOTICED, true) /* unless it reads ahead */
+    :: next[r] < last[r]
+    fi
+#else
+    read[r] = (BIT(num) - 1) << (consumed[r] + at);
+    g_rows[BLOCK(r)] = g_rows[BLOCK(r)] + num
+#endif
+}
+
+/* Its record. With an error there is nothing else to tell. */
+inline enter_gather(r) {
+    if
+    :: !error[r] -> compute(r)
+    :: else
+    fi;
+    if
+    :: !error[r] -> read_share(r)
+    :: else ->
+#ifndef MUTATE_ERROR_UNTOLD
+        g_failed[BLOCK(r)] = 1;
+#endif
+        NEVER(ERROR_IN_LAST_STEP, consumed[r] < total && (consumed[0] == total || consumed[1] == total));
+        NEVER(ERROR_AND_STOP, CLOSING(r))
+    fi;
+#ifdef MUTATE_SKIP_CLOSING_GATHER
+    if
+    :: CLOSING(r) -> LEAVE_AS(r, stopped)
+    :: else
+    fi;
+#endif
+    if
+    :: CLOSING(r) -> g_closing[BLOCK(r)] = 1
+    :: else
+    fi;
+    assert(!any_closing); /* nobody enters another after the one that carried the bit */
+    enter(BLOCK(r), round)
+}
+
+/* The block's plan is the same on all: whoever comes first chooses it. */
+inline plan_block(r) {
+    if
+    :: planned[BLOCK(r)] == committed[r] ->
+        planned[BLOCK(r)]++;
+        at = 0;
+        do
+        :: at < 8 ->
+            each = 0; /* who has read it */
+            do
+            :: each < N && !HAS(read[each], at) -> each++
+            :: else -> break
+            od;
+            if
+            :: each < N && BLOCK(each) == BLOCK(r) -> give_one(r)
+            :: else
+            fi;
+            at++
+        :: else -> break
+        od
+    :: else
+    fi
+}
+
+/* Sample `at`, which replica `each` has read, to a replica of the block with room. */
+inline give_one(r) {
+    num = each;
+#ifndef KEPT
+    if
+    :: num = 0
+    :: num = 1
+#if N > 2
+    :: num = N - 1
+#endif
+#if N > 3
+    :: num = N - 2
+#endif
+    fi;
+#endif
+    do
+    :: BLOCK(num) == BLOCK(r) && SIZE(part[num]) < count * FIT -> break
+    :: else -> num = (num + 1) % N
+    od;
+    part[num] = part[num] | BIT(at);
+    if
+    :: num != each -> need[num] = need[num] | BIT(each); NEVER(MOVED, true)
+    :: else
+    fi
+}
+
+#define NEEDS(s, r) HAS(need[r], s)
+#define HAS_ARRIVED(s, r) (!NEEDS(s, r) || posted[s] > committed[r])
+#ifdef MUTATE_NOT_CLOSED
+#define IS_LOST(s, r) false
+#else
+#define IS_LOST(s, r) (NEEDS(s, r) && (error[s] || result[s] == failed))
+#endif
+
+inline receive(r) {
+    if
+    :: error[r] /* waits for nothing */
+    :: !error[r] && EVERY(HAS_ARRIVED, r)
+    :: !error[r] && ANY_OF(IS_LOST, r) -> error[r] = 1; NEVER(PEER_CLOSED, !struck[r])
+    :: !error[r] && DEADLINE(r, EVERY(HAS_ARRIVED, r)) -> error[r] = 1
+    fi
+}
+
+#define HAS_ROWS(j, r) (BLOCK(j) == BLOCK(r) && read[j] != 0)
+#define SAME_M(j, r) (committed[j] != committed[r] || planned_m[j] == planned_m[r])
+#define SAME_CONSUMED(j, r) (committed[j] != committed[r] || consumed[j] == consumed[r])
+
+inline commit(r) {
+#ifndef MUTATE_COUNT_OF_BLOCK
+    planned_m[r] = count;
+#endif
+    committed[r]++;
+    consumed[r] = consumed[r] + WANTED(r) - missing[r];
+#ifndef MUTATE_STATE_OF_READ
+    saved[r] = next[r];
+#endif
+    assert(EVERY(SAME_M, r) && EVERY(SAME_CONSUMED, r));
+    assert(count % MULTIPLE == 0 && SIZE(part[r]) <= count * FIT);
+    assert((emitted & part[r]) == 0); /* no sample twice */
+    emitted = emitted | part[r];
+    NEVER(IDLE_REPLICA, part[r] == 0);
+    assert(committed[r] <= CEIL(total, batch));
+    part[r] = 0; need[r] = 0; read[r] = 0
+}
 
 /* Each wait is one blocking statement; what follows it touches only what the replica itself
    writes, and what its peers do not write before it enters its next exchange. So atomic blocks
    hide no interleaving that matters. */
-proctype planner(byte r) {
-    SAMPLES chosen;
-    byte put_m;
-    bit is_final;
+proctype loop(byte r) {
+    bit my;    /* of the exchange it is in: not complete while turn is this */
+    bit ends_with_texts;
 again:
     {
         atomic {
-#ifndef PUT_AFTER
-            nfull(steps[r]) || WOKEN(r);
-#endif
+#ifdef MUTATE_END_EARLY
             if
-            :: full(steps[r]) -> NEVER(FULL_WHEN_CLOSED, true)
-            :: nfull(steps[r])
+            :: r == 0 && consumed[r] > 0 && consumed[r] + batch >= total -> LEAVE_AS(r, finished)
+            :: else
             fi;
-            enter_window_exchange(r)
-        };
-        atomic {
-            leave_unless_met(r, MET(r), ANY(w_failed), ANY(w_closing));
-            forget(p_need[r], p_samples[r], p_remaining[r]);
-#ifdef THIRD
-            listed[r] = 0; third = UNDECIDED;
 #endif
-            assert(ANY_LEFT); /* no step is planned past the final one */
-            select_samples(r);
-            enter_plan_exchange(r)
+            missing[r] = WANTED(r)
         };
+another_round:
+        atomic { enter_gather(r) };
+gathered:
         atomic {
-#ifdef MUTATE_PLAN_BIT_UNSEEN
-            leave_unless_met(r, MET(r), ANY(p_failed), p_closing[r]);
-#else
-            leave_unless_met(r, MET(r), ANY(p_failed), ANY(p_closing));
-#endif
-#ifdef THIRD
-            decide_third(r);
+            meet(r, BLOCK(r));
+            if /* plan, if the block has anything */
+            :: !error[r] && !ends_with_texts && ANY_OF(HAS_ROWS, r) -> compute(r)
+            :: else
+            fi;
+#if BLOCKS == 2
             if
-            :: IN_THIRD(r) -> enter_third_exchange(r)
+            :: IS_FIRST(r) && ends_with_texts -> enter(FIRSTS, texts)
+            :: IS_FIRST(r) && !ends_with_texts -> bring(r); enter(FIRSTS, round)
+#ifdef MUTATE_SKIP_HANDED
+            :: !IS_FIRST(r) && error[r] && !ends_with_texts -> goto again
+#endif
+#ifdef MUTATE_DECIDE_IN_BLOCK
+            :: !IS_FIRST(r) && g_closing[BLOCK(r)] -> LEAVE_AS(r, stopped)
+#endif
             :: else
             fi
         };
         atomic {
             if
-            :: !IN_THIRD(r)
-            :: IN_THIRD(r) && (ALL_LISTED || DEADLINE(r, ALL_LISTED)) ->
-                leave_unless_met(r, ALL_LISTED, ANY(l_failed), false)
+            :: IS_FIRST(r) -> meet(r, FIRSTS)
+            :: else
+            fi;
+            enter(BLOCK(r), handed)
+        };
+        atomic {
+            meet(r, BLOCK(r));
+#endif
+            if
+            :: ends_with_texts -> LEAVE_AS(r, failed)
+#ifdef MUTATE_FAILED_BY_OWN
+            :: !ends_with_texts && (any_failed || error[r]) ->
+#else
+            :: !ends_with_texts && any_failed ->
+#endif
+                NEVER(ALL_FAIL, ALL_ARE(struck, 1));
+                NEVER(ERROR_ALONE, in_step[r] > MIN(committed));
+                ends_with_texts = 1; enter(BLOCK(r), texts);
+                goto gathered
+            :: !ends_with_texts && !any_failed && any_closing -> LEAVE_AS(r, stopped)
+            :: else
+            fi;
+#ifndef MUTATE_ENDED_READ_ON
+            live[r] = live[r] & (BIT(N) - 1 - ends);
+#endif
+            missing[r] = missing[r] - rows;
+#ifdef OPEN
+            if
+#ifndef MUTATE_ROUND_TOO_FEW
+#ifdef MUTATE_ROUND_BY_OWN_END
+            :: missing[r] > 0 && HAS(live[r], r) ->
+#else
+            :: missing[r] > 0 && live[r] != 0 ->
+#endif
+                if
+                :: r == 0 -> extra++; assert(extra < N); NEVER(MOST_ROUNDS, extra == N - 1)
+                :: else
+                fi;
+                goto another_round
+#endif
+            :: else
+            fi;
+#else
+            assert(missing[r] == 0);
+#endif
+            if
+#ifndef MUTATE_PLAN_PAST_END
+            :: missing[r] == WANTED(r) -> LEAVE_AS(r, finished) /* nothing was left to read */
+#endif
+            :: else
+            fi;
+            assert(missing[r] < WANTED(r));
+            plan_block(r);
+#if BLOCKS == 2
+            if /* plan again, where other blocks need more micro-batches */
+            :: !error[r] -> compute(r)
+            :: else
+            fi;
+            if
+#ifdef MUTATE_SKIP_SUMS
+            :: IS_FIRST(r) && error[r] -> goto again
+#endif
+            :: IS_FIRST(r) -> enter(FIRSTS, sums)
+            :: else
+            fi
+        };
+        atomic {
+            if
+            :: IS_FIRST(r) -> meet(r, FIRSTS)
+            :: else
+            fi;
+            enter(BLOCK(r), handed)
+        };
+        atomic {
+            meet(r, BLOCK(r));
+#endif
+#ifdef MUTATE_SKIP_GATHER_AFTER_ERROR
+            if
+            :: error[r] -> LEAVE_AS(r, failed)
+            :: else
             fi;
 #endif
-            common_count(r);
-            commit(r);
-            forget(w_held[r], w_undrawn[r], chosen);
-#ifdef PUT_AFTER
-            put_m = common; is_final = (rest == 0)
+#ifdef MUTATE_RECEIVE_FIRST
+            receive(r);
+#endif
+#ifndef MUTATE_NO_SENDS
+            if
+            :: !error[r] -> posted[r] = committed[r] + 1
+            :: else
+            fi
+#endif
+        };
+        atomic {
+            receive(r);
+            if
+            :: !error[r] -> compute(r)
+            :: else
+            fi;
+            if
+            :: error[r] -> goto again /* tells it */
+            :: else -> commit(r)
+            fi
         };
         atomic {
             nfull(steps[r]) || WOKEN(r);
-#else
-            put_m = common; is_final = (rest == 0);
-#endif
             if
-            :: full(steps[r]) -> assert(closed[r]) /* nobody takes this step */
-#ifdef MUTATE_NO_IDLE_STEP
-            :: nfull(steps[r]) && p_samples[r] == 0 -> skip
-#endif
-            :: nfull(steps[r]) -> steps[r]!put_m,is_final
+            :: full(steps[r]) -> NEVER(FULL_WHEN_CLOSED, true) /* nobody takes this step */
+            :: nfull(steps[r]) -> steps[r]!planned_m[r]
             fi;
-            put_m = 0;
-#ifdef MUTATE_PLAN_PAST_FINAL
-            is_final = 0;
-#endif
+#ifdef MUTATE_NO_LAST_GATHER
             if
-            :: is_final -> result[r] = finished
-            :: else -> goto again
-            fi
+            :: consumed[r] == total -> LEAVE_AS(r, finished)
+            :: else
+            fi;
+#endif
+            goto again
         }
     } unless { gone[r] };
 out:
     skip
 }
 
+/* ---- trainer ---- */
+
 #define END_TRAINER(r) ended[r] = 1; goto out
 #define LEAVE_TRAINER(r) closed[r] = 1; goto close
+#define SAME_STEP(j, r) (in_step[j] != in_step[r] || trained_m[j] == trained_m[r])
+#define NOT_BEHIND(j, r) (in_step[j] >= in_step[r])
+
+/* A stop request is met within plan_ahead steps, the one in progress and the one put last. */
+#define MAX_STEPS_TO_STOP (AHEAD + 2)
 
 proctype trainer(byte r) {
     byte m;
-    bit is_final;
 take:
     {
         atomic {
             if
             :: FAULT == LEAVE && trained[r] == leave_after -> LEAVE_TRAINER(r)
-            :: FAULT == RAISE && r == victim && struck -> LEAVE_TRAINER(r)
-            :: FAULT == RAISE && r == victim && struck && nempty(steps[r]) ->
-                steps[r]?m,is_final; m = 0; is_final = 0;
-                goto forward_raises
+            :: FAULT == RAISE && r == victim && struck[r] -> LEAVE_TRAINER(r)
+            :: FAULT == RAISE && r == victim && struck[r] && nempty(steps[r]) ->
+                steps[r]?m; m = 0;
+                goto raises
 #ifdef MUTATE_STOP_AT_ONCE
             :: asked[r] -> LEAVE_TRAINER(r)
 #endif
+            :: FAULT == ERROR && error[r] -> END_TRAINER(r) /* or trains what is queued first */
             :: nempty(steps[r]) && !(FAULT == LEAVE && trained[r] == leave_after) ->
-                steps[r]?m,is_final;
-                enter_step(r)
-            :: empty(steps[r]) && result[r] != planning -> END_TRAINER(r)
-            :: FAULT == HANG && r == victim && struck && WAITS(r) && result[r] == planning ->
-                result[r] = failed; /* its own deadline */
-                END_TRAINER(r)
+                steps[r]?m;
+                trained_m[r] = m; m = 0;
+                in_step[r]++;
+                assert(EVERY(SAME_STEP, r)) /* equal M */
+            :: empty(steps[r]) && result[r] != running -> END_TRAINER(r)
+            :: FAULT == HANG && r == victim && struck[r] && WAITS(r) && result[r] == running ->
+                result[r] = failed; gone[r] = 1 /* its own deadline */
             fi
         };
         atomic {
             if
-            :: NONE_BEHIND(in_step, r) -> leave_step(r)
-            :: WATCHDOG(r) -> NEVER(WATCHDOG_NEEDED, true);
-                result[r] = failed; gone[r] = 1; goto out
-            fi;
-            if
-            :: is_final -> END_TRAINER(r)
-            :: else -> goto take
+            :: EVERY(NOT_BEHIND, r) ->
+                trained[r]++;
+                NEVER(LATEST_STOP, asked[r] && trained[r] - asked_at[r] == MAX_STEPS_TO_STOP);
+                assert(!asked[r] || trained[r] - asked_at[r] <= MAX_STEPS_TO_STOP);
+                goto take
+            :: HEARTBEAT(r) -> NEVER(HEARTBEAT_NEEDED, true); result[r] = failed; gone[r] = 1
             fi
         };
-forward_raises:
+raises:
         atomic { LEAVE_TRAINER(r) };
 close:
-        atomic { /* the planner was woken: wait for its last exchange */
+        atomic { /* the loop was woken: wait for its last exchange */
             if
-            :: result[r] != planning
+            :: result[r] != running
 #ifndef MUTATE_CLOSE_WAITS_FOREVER
-            :: FAULT == RAISE -> gone[r] = 1 /* the deadline of close(): at any moment */
+            :: FAULT == RAISE /* the deadline of close(): at any moment */
 #endif
             fi;
+            gone[r] = (FAULT == RAISE); /* its process ends with the error */
             END_TRAINER(r)
         }
     } unless { gone[r] };
 out:
     skip
 }
+
+/* ---- worlds ---- */
 
 #define ASK(r) atomic { !asked[r] && !ended[r] -> asked[r] = 1; asked_at[r] = trained[r] }
 
@@ -357,47 +692,123 @@ proctype outside() {
     do
     :: ASK(0)
     :: ASK(1)
-#if N == 3
-    :: ASK(2)
+#if N > 2
+    :: ASK(N - 1)
 #endif
     :: break
     od;
 #endif
     if
     :: FAULT == CRASH -> gone[victim] = 1
-    :: FAULT == RAISE -> struck = 1
+    :: FAULT == RAISE -> struck[victim] = 1
     :: true
     fi
 }
 
-/* Trainer and planner of r, or all of its process. */
-#define RETURNED(r) (gone[r] || (ended[r] && (result[r] != planning || (struck && r == victim))))
+inline choose(variable, least, most) {
+    variable = least;
+    do
+    :: variable < most -> variable++
+    :: break
+    od
+}
+
+inline choose_world() {
+    choose(batch, 1, BATCH);
+    choose(total, LEAST, TOTAL);
+    size = 0; each = 0;
+    do
+    :: each < N ->
+        live[each] = BIT(N) - 1;
+#ifdef OPEN
+        num = total - size;
+        at = num;
+        if
+        :: each < N - 1 -> choose(num, 0, at)
+        :: else
+        fi;
+        first[each] = size; next[each] = size; saved[each] = size;
+        size = size + num;
+        last[each] = size;
+#endif
+        each++
+    :: else -> break
+    od;
+#if FAULT == LEAVE
+    choose(leave_after, 0, 3);
+#elif FAULT != NONE && FAULT != ERROR
+    choose(victim, 0, N - 1);
+#endif
+    printf("world total %d batch %d\n", total, batch)
+}
+
+#define IS_EXCUSED(j, r) (gone[j] || result[j] == failed || trained[j] == committed[j] || \
+    (FAULT == RAISE && j == victim))
+#define SAVED(r) ((1 << saved[r]) - (1 << first[r]))
+
+inline check_end() {
+#if FAULT == CRASH || FAULT == RAISE
+    /* Who is not told of the fault has trained all that was planned. */
+    assert(EVERY(IS_EXCUSED, 0));
+#else
+    assert(ALL_ARE(result, finished) || ALL_ARE(result, stopped) || ALL_ARE(result, failed));
+    assert(EQUAL(trained)); /* a common last step */
+#if FAULT == ERROR || FAULT == HANG
+    /* An error in planning a step that a stop request drops is dropped with it. */
+    assert(ALL_ARE(result, failed) == ANY(struck) || (any_closing && ALL_ARE(result, stopped)));
+    assert(!ANY(gone) || ANY(struck));
+    assert(trained[0] <= MIN(committed));
+#else
+    assert(!ANY(gone) && !ALL_ARE(result, failed)); /* neither heartbeat nor deadline was needed */
+    assert(EQUAL(committed));
+    assert(trained[0] == (FAULT == LEAVE -> MIN2(leave_after, committed[0]) : committed[0]));
+#ifndef STOPS
+    assert(ALL_ARE(result, finished) || FAULT == LEAVE);
+#endif
+#endif
+#endif
+    if
+    :: ALL_ARE(result, finished) ->
+        assert(emitted == BIT(total) - 1); /* coverage; quota */
+        assert(committed[0] == CEIL(total, batch))
+    :: ALL_ARE(result, stopped) ->
+        /* What was trained is what a checkpoint says: a resumed run trains the rest. */
+#ifdef OPEN
+        assert(emitted == (SAVED(0) | SAVED(1) | SAVED(N-2) | SAVED(N-1)))
+#else
+        assert(emitted == BIT(consumed[0]) - 1)
+#endif
+    :: else
+    fi
+}
+
+/* Trainer and loop of r, or all of its process. */
+#define HAS_RETURNED(j, r) (gone[j] || (ended[j] && (result[j] != running || (FAULT == HANG && struck[j]))))
 
 init {
     atomic {
         choose_world();
-        /* Without samples there is no step, and all know it. */
-        if
-        :: total == 0 ->
-            result[0] = finished; result[1] = finished; result[N-1] = finished
-        :: else ->
-            run planner(0); run planner(1);
-#if N == 3
-            run planner(2);
+        run loop(0); run loop(1);
+#if N > 2
+        run loop(2);
 #endif
-            skip
-        fi;
+#if N > 3
+        run loop(3);
+#endif
         run trainer(0); run trainer(1);
-#if N == 3
+#if N > 2
         run trainer(2);
+#endif
+#if N > 3
+        run trainer(3);
 #endif
         run outside()
     };
     atomic {
-        RETURNED(0) && RETURNED(1) && RETURNED(N-1);
+        EVERY(HAS_RETURNED, 0);
         check_end();
         done = 1
     }
 }
 
-ltl ends { <> done }
+ltl ends_always { <> done }

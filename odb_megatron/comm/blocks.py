@@ -19,19 +19,10 @@ from odb_megatron.comm.gloo_group import Channel, ControlError, numbered
 if TYPE_CHECKING:
     from odb_megatron.comm.deadline import Deadline
 
-__all__ = ["ControlError", "PeerFailedError", "SourceGroup"]
+__all__ = ["ControlError", "SourceGroup"]
 
 _HEADER = struct.Struct("<qqq")
 """Before the samples that a replica sends another: step, replica, bytes that follow."""
-
-_FAILED = -1
-"""In place of those bytes."""
-
-_TEXT_BYTES = 1024
-
-
-class PeerFailedError(ControlError):
-    """Another replica says that it failed."""
 
 
 class SourceGroup(Channel):
@@ -72,13 +63,8 @@ class SourceGroup(Channel):
         self._blocks = list(map(range, bounds, bounds[1:]))
         self._heads: SourceGroup | None = None
         self._rounds = self._block_rounds = 0
-        super().__init__(
-            name,
-            who=f"replica {self.replica}",
-            ranks=ranks,
-            timeout_s=timeout_s,
-            deadline=deadline,
-        )
+        who = f"replica {self.replica}"
+        super().__init__(ranks, who=who, timeout_s=timeout_s, deadline=deadline)
         if self.replica < 0:
             return
         at = int(np.searchsorted(bounds, self.replica, side="right")) - 1
@@ -142,48 +128,37 @@ class SourceGroup(Channel):
         ]
 
     def exchange(
-        self,
-        step: int,
-        sends: Mapping[int, bytes],
-        receives: Mapping[int, int],
-        *,
-        error: str = "",
+        self, step: int, sends: Mapping[int, bytes], receives: Mapping[int, int]
     ) -> dict[int, memoryview]:
         """Send samples to other replicas of the block, and return what they send.
+
+        All of the block call it in a step in which one of them sends something.
 
         Args:
             step: equal on all.
             sends: bytes for each replica.
             receives: number of bytes that each replica is going to send.
-            error: this replica has failed in the step: the others raise it, and nothing is sent.
-
-        Raises:
-            PeerFailedError: a replica has failed; with its `error`, on all but those who failed.
         """
         assert {*sends, *receives} <= {*self.block}, "samples stay within a block"
         if len(self.block) < 2:
             return {}
+        parts = [sends.get(peer, b"") for peer in self.block]
+        sizes = [receives.get(peer, 0) for peer in self.block]
         with self._operation(self._exchange, step):
-            sizes = [_FAILED if error else len(sends.get(peer, b"")) for peer in self.block]
-            headers = [_HEADER.pack(step, self.replica, size) for size in sizes]
+            headers = [_HEADER.pack(step, self.replica, len(part)) for part in parts]
             # First sizes alone: gloo ends the process where more bytes arrive than are expected.
             heads = self._group.all_to_all(headers, [_HEADER.size] * len(headers))
-            found = [_HEADER.unpack(head) for head in heads]
-            if any(size == _FAILED for _, _, size in found):
-                self._raise_failures(step, error)
-                return {}
-            for peer, header in zip(self.block, found, strict=True):
-                expected = step, peer, receives.get(peer, 0)
-                if header != expected and peer != self.replica:
+            for peer, size, head in zip(self.block, sizes, heads, strict=True):
+                there, by, announced = _HEADER.unpack(head)
+                if (there, by, announced) != (step, peer, size) and peer != self.replica:
                     raise ControlError(
-                        _other_header(self._exchange, self.replica, expected, header)
+                        f"{self._who}: {self._exchange}: expected {size} bytes of step {step} from "
+                        f"replica {peer}; {announced} bytes of step {there} from replica {by} were "
+                        "announced. Start every rank with the same flags, data and code version"
                     )
-            parts = self._group.all_to_all(
-                [sends.get(peer, b"") for peer in self.block],
-                [receives.get(peer, 0) for peer in self.block],
-            )
+            found = self._group.all_to_all(parts, sizes)
         return {
-            peer: part for peer, part in zip(self.block, parts, strict=True) if peer in receives
+            peer: data for peer, data in zip(self.block, found, strict=True) if peer in receives
         }
 
     def close(self) -> None:
@@ -191,22 +166,3 @@ class SourceGroup(Channel):
         super().close()
         if self._heads is not None:
             self._heads.close()
-
-    def _raise_failures(self, step: int, error: str) -> None:
-        text = error.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        texts = [
-            part.rstrip(b"\0").decode("utf-8", "ignore") for part in self._group.all_gather(text)
-        ]
-        failed = [f"replica {r} failed: {t}" for r, t in zip(self.block, texts, strict=True) if t]
-        if not error:
-            raise PeerFailedError(f"in step {step} {'; '.join(failed)}")
-
-
-def _other_header(
-    what: str, replica: int, expected: tuple[int, ...], header: tuple[int, ...]
-) -> str:
-    return (
-        f"replica {replica}: {what}: expected {expected[2]} bytes of step {expected[0]} from "
-        f"replica {expected[1]}; {header[2]} bytes of step {header[0]} from replica {header[1]} "
-        "were announced. Start every rank with the same flags, data and code version"
-    )

@@ -23,12 +23,12 @@ class Deadline:
     trainer, which waits in a collective or has finished steps left: no deadline runs then.
 
     Args:
-        heartbeat: of the rank; None in a world of one.
+        heartbeat: of the rank.
         timeout_s: seconds that the trainer waits for one exchange before it is an error.
         warn_s: seconds before those who are missing are named in a warning.
     """
 
-    def __init__(self, heartbeat: Heartbeat | None, *, timeout_s: float, warn_s: float) -> None:
+    def __init__(self, heartbeat: Heartbeat, *, timeout_s: float, warn_s: float) -> None:
         self._heartbeat = heartbeat
         self._timeout_s, self._warn_s = timeout_s, warn_s
         self._trainer_since: float | None = None
@@ -47,15 +47,13 @@ class Deadline:
 
     def expect(self, what: str) -> None:
         """This rank will take part in exchanges called `what`; it has come to none yet."""
-        if self._heartbeat is not None:
-            self._heartbeat.note(what, -1)
+        self._heartbeat.note(what, -1)
 
     def begin(self, what: str, number: int) -> None:
         """This rank enters exchange `number` of `what`."""
         self._what, self._number, self._since = what, number, time.monotonic()
         self._asked, self._has_warned = None, False
-        if self._heartbeat is not None:
-            self._heartbeat.note(what, number)
+        self._heartbeat.note(what, number)
 
     def check(self) -> None:
         """Go on waiting.
@@ -63,44 +61,41 @@ class Deadline:
         Raises:
             PeerError: a peer is gone, or the deadline is over; names who is missing.
         """
-        if self._heartbeat is not None and self._heartbeat.gone:
-            raise PeerError(self._heartbeat.diagnosis())
+        if self._heartbeat.gone:
+            raise PeerError(f"{self._what} {self._number}: {self._heartbeat.diagnosis()}")
         trainer = self._trainer_since
         if trainer is None:
             return
         now = time.monotonic()
         waited_s = now - max(trainer, self._since)
         if waited_s > min(self._warn_s, max(0.0, self._timeout_s - _ANSWER_S)):
-            self._ask(now)
+            self._warn(now)
         if waited_s > self._timeout_s:
             raise PeerError(
-                f"the trainer has waited {waited_s:.0f} s (--odb-timeout-s {self._timeout_s:g}). "
-                + (self._missing() or "No rank says that it is late")
+                f"{self._what} {self._number}: the trainer has waited {waited_s:.0f} s "
+                f"(--odb-timeout-s {self._timeout_s:g}). {self._missing()}"
             )
 
     def explain(self) -> str:
         """Return who is missing after an exchange has failed; news may take a moment."""
-        if self._heartbeat is None:
-            return ""
         self._heartbeat.wait_for_loss(_ANSWER_S)
-        return self._missing()
+        return self._heartbeat.diagnosis(self._what)
 
     def _missing(self) -> str:
-        return "" if self._heartbeat is None else self._heartbeat.diagnosis(self._what)
+        return self._heartbeat.diagnosis(self._what) or "No rank says that it is late"
 
-    def _ask(self, now: float) -> None:
+    def _warn(self, now: float) -> None:
+        """Ask who is late; say what they have answered."""
         if self._asked is None:
             self._asked = now
-            if self._heartbeat is not None:
-                self._heartbeat.ask(self._what, self._number)
+            self._heartbeat.ask(self._what, self._number)
         elif not self._has_warned and now > self._asked + _ANSWER_S:
             self._has_warned = True
-            where = "" if self._heartbeat is None else f"{self._heartbeat.who}: "
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - self._since)))
             print(
-                f"odb: warning: {where}the trainer waits for {self._what} {self._number} since "
-                f"{since}. {self._missing() or 'No rank says that it is late'}. It is an error "
-                f"after {self._timeout_s:g} s",
+                f"odb: warning: {self._heartbeat.who}: the trainer waits for {self._what} "
+                f"{self._number} since {since}. {self._missing()}. It is an error after "
+                f"{self._timeout_s:g} s",
                 file=sys.stderr,
                 flush=True,
             )

@@ -6,9 +6,7 @@ and a payload to those that use it; steps with images have a second payload, the
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +17,7 @@ from odb_megatron.comm.gloo_group import Bytes, Channel, ControlError, GlooGroup
 if TYPE_CHECKING:
     from odb_megatron.comm.deadline import Deadline
 
-__all__ = ["ControlError", "ReplicaGroup", "differences"]
+__all__ = ["ControlError", "ReplicaGroup"]
 
 _LENGTH_BYTES = 8
 _FIRST_CAPACITY = 4096
@@ -63,8 +61,7 @@ class ReplicaGroup(Channel):
         for chosen in (payload_ranks, attachment_ranks):
             assert not chosen or (chosen[0] == ranks[0] and set(chosen) <= set(ranks)), chosen
         rank = dist.get_rank()
-        who = f"rank {rank}"
-        super().__init__(name, who=who, ranks=ranks, timeout_s=timeout_s, deadline=deadline)
+        super().__init__(ranks, who=f"rank {rank}", timeout_s=timeout_s, deadline=deadline)
         own_name = numbered(f"{name} delivery", ranks)
         self._headers = self._join(ranks, f"{own_name}/headers")
         self._payloads = self._attachments = None
@@ -136,45 +133,6 @@ class ReplicaGroup(Channel):
             self.num_collectives += 1
             self.num_bytes += data.nbytes
         return data
-
-
-def differences(
-    values: Mapping[str, str], *, ranks: Sequence[int], name: str, timeout_s: float
-) -> list[str]:
-    """Return what differs from the source rank's values, one text for each rank that differs.
-
-    Every rank of the replica must call it; all get the same texts. Equal ranks pay one all-gather.
-
-    Args:
-        values: this rank's.
-        ranks: global ranks, the source rank first.
-        name: see `GlooGroup`; not yet numbered.
-        timeout_s: seconds that each exchange may take.
-
-    Raises:
-        RuntimeError: a rank is gone or did not come in time.
-    """
-    group = GlooGroup(ranks, name=numbered(name, ranks), timeout_s=timeout_s)
-    try:
-        own = json.dumps(dict(values), sort_keys=True).encode()
-        digest = hashlib.blake2b(own, digest_size=32).digest()
-        found = group.all_gather(digest + len(own).to_bytes(8, "little"))
-        if found == found[:1] * len(found):
-            return []
-        most = max(int.from_bytes(one[32:], "little") for one in found)
-        first, *others = map(json.loads, group.all_gather(own.ljust(most)))
-    finally:
-        group.close()
-    return [
-        "; ".join(
-            f"{name} is {there.get(name, 'absent')} on rank {rank} and "
-            f"{first.get(name, 'absent')} on rank {ranks[0]}"
-            for name in sorted({*there, *first})
-            if there.get(name, "") != first.get(name, "")
-        )
-        for rank, there in zip(ranks[1:], others, strict=True)
-        if there != first
-    ]
 
 
 def _buffer(data: bytes, size: int) -> Bytes:

@@ -51,7 +51,7 @@ class ControlError(RuntimeError):
     """An operation between ranks did not complete: one is gone, stuck, or sent something else."""
 
 
-class PeerError(RuntimeError):
+class PeerError(ControlError):
     """A peer is gone, or has not come before the deadline (see `Deadline`)."""
 
 
@@ -182,23 +182,16 @@ class Channel:
     """The groups of one loader on one rank, which fail together.
 
     Args:
-        name: the loader's, such as "train".
-        who: this rank in errors.
         ranks: of the peers, for errors.
+        who: this rank in errors.
         timeout_s: seconds that an operation may take.
         deadline: ends operations in place of the time-out, and names who is missing.
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        who: str,
-        ranks: Sequence[int],
-        timeout_s: float,
-        deadline: Deadline | None,
+        self, ranks: Sequence[int], *, who: str, timeout_s: float, deadline: Deadline | None
     ) -> None:
-        self._name, self._who, self._ranks = name, who, list(ranks)
+        self._who, self._ranks = who, list(ranks)
         self._timeout_s, self._deadline = timeout_s, deadline
         self._groups: list[GlooGroup] = []
         self.is_closed = False
@@ -237,12 +230,9 @@ class Channel:
             self.close()
             if isinstance(error, ControlError):
                 raise
-            raise ControlError(f"{self._who}: {what} {number} {self._why(error)}") from error
-
-    def _why(self, error: RuntimeError) -> str:
-        if isinstance(error, PeerError):
-            return f"ended: {error}"
-        limit = f" after at most {self._timeout_s:.0f} s" if self._deadline is None else ""
-        missing = "" if self._deadline is None else self._deadline.explain()
-        peers = f"A rank of {self._ranks} has stopped or is stuck; its own output says why"
-        return f"failed{limit} ({error}). {missing or peers}"
+            missing = self._deadline.explain() if self._deadline else ""
+            limit = "" if self._deadline else f" after at most {self._timeout_s:.0f} s"
+            peers = f"A rank of {self._ranks} has stopped or is stuck; its own output says why"
+            raise ControlError(
+                f"{self._who}: {what} {number} failed{limit} ({error}). {missing or peers}"
+            ) from error

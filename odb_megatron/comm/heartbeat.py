@@ -17,12 +17,11 @@ process keeps them and no longer answers. Nothing is sent per step. Messages are
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
-import queue
 import secrets
-import selectors
 import socket
 import sys
 import threading
@@ -39,11 +38,14 @@ from odb_megatron.comm.gloo_group import numbered
 
 __all__ = ["Heartbeat", "parent_of"]
 
+_c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
+
 _FAN_OUT = 64
 """Connections of a rank to those below it, at most: a rank is three hops from any of 8192."""
 
 _PING_S = 2.0
 _TICK_S = 0.25
+_BYE_S = 1.0
 _MAX_BYTES = 1 << 20
 """Of one message; more is no message of ours."""
 
@@ -60,13 +62,11 @@ def parent_of(rank: int) -> int | None:
 class _Link:
     """A connection to a rank of the tree."""
 
-    sock: socket.socket
+    writer: asyncio.StreamWriter
     rank: int = -1  # not known before its hello
     who: str = ""
-    received: bytes = b""
     heard: float = field(default_factory=time.monotonic)
     says_bye: bool = False
-    is_mute: bool = False  # its buffer is full: it does not read
 
 
 class Heartbeat:
@@ -98,20 +98,18 @@ class Heartbeat:
         self._steps = 0  # that the trainer has begun
         self._left: dict[str, Any] = {"steps": sys.maxsize}  # message of the rank that left first
         self._has_loss = threading.Event()
-        self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._is_closing = False
         self._links: list[_Link] = []
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
-        for end in (self._wake, self._woken):
-            end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, self._woken.recv)
-        self._listener: socket.socket | None = None
         self._token = secrets.token_hex(16)
         self._ticked = self._pinged = time.monotonic()
-        self._connect(size, timeout_s)
-        self._thread = threading.Thread(target=self._run, name="the heartbeat", daemon=True)
-        self._thread.start()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        if size > 1:
+            has_begun = threading.Event()
+            main = self._main(*self._meet(size, timeout_s), has_begun.set)
+            self._thread = threading.Thread(
+                target=asyncio.run, args=(main,), name="the heartbeat", daemon=True
+            )
+            self._thread.start()
+            has_begun.wait(timeout_s)
 
     # --- for other threads ---------------------------------------------------------------------
 
@@ -159,27 +157,30 @@ class Heartbeat:
 
     def close(self) -> None:
         """Leave as one should: the others are told."""
-        if not self._is_closing:
-            self._is_closing = True
-            self._order({"kind": "bye"})
+        self._order({"kind": "end"})
+        if self._loop is not None:
             self._thread.join(2.0)
 
-    # --- the thread ----------------------------------------------------------------------------
+    def _order(self, message: dict[str, Any]) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the thread has ended
+                self._loop.call_soon_threadsafe(self._handle, message, None)
 
-    def _connect(self, size: int, timeout_s: float) -> None:
-        c10d: Any = dist
-        prefix = f"odb_megatron/{numbered('heartbeat', range(size))}"
-        store = c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    def _meet(
+        self, size: int, timeout_s: float
+    ) -> tuple[socket.socket | None, socket.socket | None, dict[str, Any]]:
+        """Return where ranks below connect to, the connection to the parent, and who that is."""
+        store = _c10d.PrefixStore(
+            f"odb_megatron/{numbered('heartbeat', range(size))}", _c10d._get_default_store()
+        )
+        listener, parent = None, parent_of(self._rank)
         if self._rank * _FAN_OUT + 1 < size:
             address = _own_address()
-            self._listener = socket.create_server((address, 0), backlog=_FAN_OUT)
-            self._listener.setblocking(False)
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-            port = self._listener.getsockname()[1]
+            listener = socket.create_server((address, 0), backlog=_FAN_OUT)
+            port = listener.getsockname()[1]
             store.set(str(self._rank), json.dumps([address, port, self._token, self.who]))
-        parent = parent_of(self._rank)
         if parent is None:
-            return
+            return listener, None, {}
         store.wait([str(parent)], timedelta(seconds=timeout_s))
         address, port, token, who = json.loads(store.get(str(parent)))
         try:
@@ -189,76 +190,81 @@ class Heartbeat:
                 f"{self.who} cannot reach {who} at {address}:{port} ({error}): ranks need TCP "
                 "connections to each other; see the firewall, and GLOO_SOCKET_IFNAME"
             ) from error
-        link = self._add(sock)
-        link.rank, link.who = parent, who
-        self._send(link, {"kind": "hello", "rank": self._rank, "who": self.who, "token": token})
+        return listener, sock, {"rank": parent, "who": who, "token": token}
 
-    def _order(self, message: dict[str, Any]) -> None:
-        self._orders.put(message)
-        with contextlib.suppress(OSError):
-            self._wake.send(b".")
+    # --- the thread ----------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while True:
-            for key, _ in self._selector.select(_TICK_S):
-                with contextlib.suppress(OSError):
-                    key.data(4096)
-            while not self._orders.empty():
-                message = self._orders.get()
-                if message["kind"] == "bye":
-                    self._pass_on(message, None)
-                    for link in list(self._links):
-                        self._forget(link)
-                    for own in (self._listener, self._selector, self._woken, self._wake):
-                        if own is not None:
-                            own.close()
-                    return
-                self._handle(message, None)
+    async def _main(
+        self,
+        listener: socket.socket | None,
+        sock: socket.socket | None,
+        parent: dict[str, Any],
+        begun: Callable[[], None],
+    ) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        server = None
+        if listener is not None:
+            server = await asyncio.start_server(self._read, sock=listener, limit=_MAX_BYTES)
+        if sock is not None:
+            reader, writer = await asyncio.open_connection(sock=sock, limit=_MAX_BYTES)
+            token = parent.pop("token")
+            hello = {"kind": "hello", "rank": self._rank, "who": self.who, "token": token}
+            writer.write(json.dumps(hello).encode() + b"\n")
+            self._reading = asyncio.create_task(self._read(reader, writer, **parent))
+        begun()
+        while not self._end.is_set():
             self._tick()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._end.wait(), _TICK_S)
+        self._pass_on({"kind": "bye"}, None)
+        if server is not None:
+            server.close()
+        # Closing with something unread would be a reset, which can overtake the bye.
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others, timeout=_BYE_S)
 
-    def _accept(self, _size: int) -> None:
-        assert self._listener is not None
-        self._add(self._listener.accept()[0])
-
-    def _add(self, sock: socket.socket) -> _Link:
-        sock.settimeout(0.5)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    async def _read(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        rank: int = -1,
+        who: str = "",
+    ) -> None:
+        """Read from a connection until its other end is closed."""
+        sock = writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        link = _Link(sock)
+        link = _Link(writer, rank, who)
         self._links.append(link)
-        self._selector.register(sock, selectors.EVENT_READ, partial(self._receive, link))
-        return link
-
-    def _receive(self, link: _Link, size: int) -> None:
+        is_ours = True
         try:
-            data = link.sock.recv(size)
-        except TimeoutError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._drop(link)
-            return
-        link.heard = time.monotonic()
-        *lines, link.received = (link.received + data).split(b"\n")
-        try:
-            for message in map(json.loads, lines):
+            while not link.says_bye and (line := await reader.readline()).endswith(b"\n"):
+                link.heard = time.monotonic()
+                message = json.loads(line)
                 if link.rank >= 0:
                     self._handle(message, link)
                 elif secrets.compare_digest(str(message["token"]), self._token):
                     link.rank, link.who = int(message["rank"]), str(message["who"])
                 else:
                     raise ValueError("not one of this run's ranks")
-            if len(link.received) > _MAX_BYTES:
-                raise ValueError("a message without an end")
+        except OSError:
+            pass
         except (ValueError, KeyError, TypeError, RecursionError):
-            self._forget(link)  # none of ours
+            is_ours = False
+        finally:
+            self._links.remove(link)
+            writer.close()
+        if is_ours and link.rank >= 0 and not link.says_bye and not self._end.is_set():
+            store = " (it hosted the rendezvous store)" if link.rank == 0 else ""
+            text = f"{link.who} is gone, noticed at {_clock(time.time())}{store}"
+            self._handle({"kind": "gone", "rank": link.rank, "text": text}, None)
 
     def _handle(self, message: dict[str, Any], source: _Link | None) -> None:
-        if message["kind"] == "bye" and source is not None:
+        if source is None and message["kind"] == "end":
+            self._end.set()
+        elif source is not None and message["kind"] == "bye":
             source.says_bye = True
         elif message["kind"] != "ping" and self._take_in(message["kind"], message):
             self._pass_on(message, source)
@@ -306,19 +312,12 @@ class Heartbeat:
         return f"{self.who} answers but is late; it has come to {', '.join(points)}"
 
     def _pass_on(self, message: dict[str, Any], source: _Link | None) -> None:
-        for link in list(self._links):
-            if link is not source and link.rank >= 0:
-                self._send(link, message)
-
-    def _send(self, link: _Link, message: dict[str, Any]) -> None:
-        if link.is_mute:
-            return
-        try:
-            link.sock.sendall(json.dumps(message).encode() + b"\n")
-        except TimeoutError:
-            link.is_mute = True
-        except OSError:
-            pass  # reading from it will say so
+        for link in self._links:
+            has_room = (
+                link.writer.transport.get_write_buffer_size() < _MAX_BYTES
+            )  # else it is stuck
+            if link is not source and link.rank >= 0 and has_room:
+                link.writer.write(json.dumps(message).encode() + b"\n")
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -342,21 +341,6 @@ class Heartbeat:
             elif away_s < _PING_S and is_silent:
                 self._tell(f"odb: {link.who} answers again")
                 self._handle({"kind": "back", "rank": link.rank}, None)
-
-    def _drop(self, link: _Link) -> None:
-        """Its end of the connection is closed."""
-        self._forget(link)
-        if link.rank >= 0 and not link.says_bye:
-            store = " (it hosted the rendezvous store)" if link.rank == 0 else ""
-            text = f"{link.who} is gone, noticed at {_clock(time.time())}{store}"
-            self._handle({"kind": "gone", "rank": link.rank, "text": text}, None)
-
-    def _forget(self, link: _Link) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link.sock)
-        link.sock.close()
-        if link in self._links:
-            self._links.remove(link)
 
 
 def _own_address() -> str:

@@ -1,8 +1,7 @@
 """Ends a process whose peer is gone and whose trainer does not notice.
 
 The trainer may sit in a collective on the device that never returns. A thread of its own names who
-is missing, gives the process a few seconds to end by itself, and ends it. Must not decide who is
-missing (`heartbeat` does), and must not raise in the trainer.
+is missing, gives the process a few seconds to end by itself, and ends it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import traceback
 from collections.abc import Callable
 from enum import Enum
 
-from odb_megatron.comm.elastic import leave_reason
 from odb_megatron.comm.heartbeat import Heartbeat
 
 __all__ = ["PEER_LOST", "OnPeerFailure", "Watchdog", "limit_end"]
@@ -56,6 +54,7 @@ class Watchdog:
         grace_s: seconds that the process has to end by itself.
         is_saving: whether a checkpoint is being written: the process is not ended then.
         longest_save_s: most seconds that a checkpoint is waited for.
+        leave_reason: is given the reason before the process is ended.
     """
 
     def __init__(
@@ -66,12 +65,11 @@ class Watchdog:
         grace_s: float,
         is_saving: Callable[[], bool],
         longest_save_s: float,
+        leave_reason: Callable[[str], object],
     ) -> None:
-        self._heartbeat = heartbeat
-        self._action = action
-        self._grace_s = grace_s
-        self._is_saving = is_saving
-        self._longest_save_s = longest_save_s
+        self._heartbeat, self._leave_reason = heartbeat, leave_reason
+        self._ends, self._grace_s = action is OnPeerFailure.EXIT, grace_s
+        self._is_saving, self._longest_save_s = is_saving, longest_save_s
         self._stopped = threading.Event()
         self._trainer = threading.get_ident()
         threading.Thread(target=self._run, name="the watchdog", daemon=True).start()
@@ -84,32 +82,28 @@ class Watchdog:
         """
         if not self._heartbeat.gone:
             self._stopped.set()
-        elif self._action is OnPeerFailure.EXIT:
+        elif self._ends:
             limit_shutdown(min(self._grace_s, _SHUTDOWN_S))
 
     def _run(self) -> None:
         while not self._heartbeat.wait_for_loss(_LOOK_S):
             if self._stopped.is_set():
                 return
-        since = time.monotonic()
-        ends = self._action is OnPeerFailure.EXIT
-        text = self._heartbeat.diagnosis()
-        then = f"this process ends within {self._grace_s:.0f} s" if ends else "nothing is done"
+        since, text = time.monotonic(), self._heartbeat.diagnosis()
+        then = (
+            f"this process ends within {self._grace_s:.0f} s" if self._ends else "nothing is done"
+        )
         _print(f"odb: {self._heartbeat.who}: {text}; {then} (--odb-on-peer-failure)")
-        while ends and not self._is_time(since):
+        if not self._ends:
+            return
+        longest_s = max(self._grace_s, self._longest_save_s)
+        while time.monotonic() < since + (longest_s if self._is_saving() else self._grace_s):
             if self._stopped.wait(_LOOK_S):
                 return
-        if not ends:
-            return
         text = self._heartbeat.diagnosis()  # others may be gone by now
-        leave_reason(text, is_told=True)
+        self._leave_reason(text)
         _print(f"odb: {self._heartbeat.who} is ended: {text}. The trainer was in {self._where()}")
         end_process(PEER_LOST)
-
-    def _is_time(self, since: float) -> bool:
-        waited_s = time.monotonic() - since
-        longest_s = max(self._grace_s, self._longest_save_s)
-        return waited_s > (longest_s if self._is_saving() else self._grace_s)
 
     def _where(self) -> str:
         frame = sys._current_frames().get(self._trainer)

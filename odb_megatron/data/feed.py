@@ -302,6 +302,11 @@ class _Queue:
         """Whether the thread is alive."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def num_ready(self) -> int:
+        """Steps that wait."""
+        return len(self._waiting)
+
     def take(self) -> _Step:
         """Return the next step, waiting for it.
 
@@ -465,6 +470,11 @@ class StepFeed:
     def is_running(self) -> bool:
         """Whether steps are being made ahead."""
         return self._queue.is_running
+
+    @property
+    def num_ready(self) -> int:
+        """Finished steps that wait for the trainer."""
+        return self._queue.num_ready
 
     def restart(self, *, timeout_s: float = 600.0) -> None:
         """Begin the loader's stream again (Megatron's full validation).

@@ -18,6 +18,7 @@ from odb_megatron.data.item_feed import (
     snapshot_values,
 )
 from odb_megatron.data.iterable import IterableShards, SourceError, has_own_workers
+from odb_megatron.data.loop import HEAD_ITEMS
 from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.sample import Sample, Skipped
 from odb_megatron.data.stream import Location
@@ -28,7 +29,6 @@ __all__ = ["ItemReader", "ItemStream"]
 
 _STATE_VERSION = 2
 _STATE_KEYS = {"version", "passes", "has_state", "next", "from"}
-_HEAD_ITEMS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class ItemReader:
         while len(items) < count and self._feed.has_next():
             number, item = self._feed.take()
             items.append((number * shard.num_replicas + shard.replica, item))
-            if self._num_head < _HEAD_ITEMS:
+            if self._num_head < HEAD_ITEMS:
                 self._num_head += 1
                 if isinstance(item, Sample):
                     data = item.tokens.tobytes() + item.labels.tobytes()

@@ -22,6 +22,7 @@ from odb_megatron.data.sample import Sample, Skipped
 from odb_megatron.data.sample_wire import SampleWireError, decode_sample, encode_sample, wire_size
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.step_wire import encode_header, pack_step
+from odb_megatron.plan.blocks import blocks_of, even_blocks, offered
 from odb_megatron.plan.record import (
     HEADER,
     ROW,
@@ -33,12 +34,12 @@ from odb_megatron.plan.record import (
     ReplicaFailedError,
     SkipReason,
     StepTotals,
-    block_of,
     config_differences,
 )
 from odb_megatron.plan.step_planner import StepPlan, plan_step
 
 __all__ = [
+    "HEAD_ITEMS",
     "Exchange",
     "Failure",
     "Gather",
@@ -53,6 +54,18 @@ __all__ = [
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
+
+HEAD_ITEMS = 8
+"""Items of an iterator that tell it from others."""
+
+_ID = struct.Struct("<q")
+_MAX_ERROR = 2000
+_CONSEQUENCE = "SampleLostError"
+_CLOSED = "a replica has closed its loader: no further step is made"
+
+
+class SampleLostError(RuntimeError):
+    """Another replica's sample did not arrive whole: it has failed, or the connection is bad."""
 
 
 class Reader(Protocol):
@@ -157,36 +170,35 @@ class Failure:
 Request = Gather | GatherBlocks | GatherAll | Exchange | PackedStep | Failure
 Requests = Generator[Request, Any, T]
 
-_ID = struct.Struct("<q")
-_MAX_ERROR = 2000
-_CLOSED = "a replica has closed its loader: no further step is made"
-
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The samples of a step that the replicas of the block have read.
+    """The samples of a step that the replicas of the block have read, or that came to it.
 
     Attributes:
         rows: `ROW` [n], skipped ones included.
-        owner: int [n], the replica that has read it, counted in the block.
+        owner: int [n], the replica that has read it, counted in the block; -1 for another block's.
+        here: bool [n], whether it is still the block's.
         wait_us: longest wait for data of one of them.
     """
 
     rows: Array
     owner: Array
+    here: Array
     wait_us: int = 0
 
     @property
     def trained(self) -> Array:
-        """Which are not skipped, bool [n]."""
-        trained: Array = self.rows["tokens"] > 0
+        """Which the block trains, bool [n]."""
+        trained: Array = (self.rows["tokens"] > 0) & self.here
         return trained
 
     @classmethod
-    def merged(cls, tables: Sequence[_Table], *, wait_us: int) -> _Table:
-        """Return the samples of several rounds."""
-        rows = np.concatenate([one.rows for one in tables])
-        return cls(rows, np.concatenate([one.owner for one in tables]), wait_us)
+    def merged(cls, rounds: Sequence[tuple[Array, Array]], *, wait_us: int) -> _Table:
+        """Return the samples of several rounds: rows and owners of each."""
+        rows = np.concatenate([one for one, _ in rounds])
+        owner = np.concatenate([one for _, one in rounds])
+        return cls(rows, owner, np.ones(len(rows), dtype=bool), wait_us)
 
 
 class StepLoop:
@@ -212,25 +224,24 @@ class StepLoop:
         start = start or Progress(consumed=0)
         self._reader, self._config, self._replica = reader, config, replica
         self._rule, self._digest = config.size_rule, config.digest()
-        self._block = block_of(replica, config.num_replicas, config.block)
-        starts = sorted(
-            {block_of(r, config.num_replicas, config.block) for r in range(config.num_replicas)},
-            key=lambda b: b.start,
-        )
-        self._block_number = starts.index(self._block)
-        self._num_live = [
-            len(block) for block in starts
-        ]  # replicas whose iterators go on, by block
+        self._all_blocks = blocks_of(config.num_replicas, config.block)
+        self._num_blocks = len(self._all_blocks)
+        self._block = next(one for one in self._all_blocks if replica in one)
+        self._block_number = self._all_blocks.index(self._block)
+        self._num_live = [len(one) for one in self._all_blocks]  # iterators that go on, by block
         self._ended = np.zeros(len(self._block), dtype=bool)
-        self._knows_ends = not config.has_unknown_end  # else a first round tells, also at a resume
+        # A first round, of headers alone, tells which iterators have ended (also at a resume), and
+        # whether configurations differ, from which the size of later records follows.
+        self._knows_ends = False
         self._has_read = start.source is not None  # a resumed run's iterators were compared
         self._step, self._consumed, self._num_consumed = 0, start.consumed, 0
-        self._count = 1
-        self._plan: StepPlan | None = None
-        self._items: list[tuple[int, Sample | Skipped]] = []  # read and not yet delivered
+        self._blocks = np.zeros(1, dtype=SUMMARY)  # of this step
+        self._items: list[tuple[int, Sample | Skipped]] = []  # read in this step
+        self._held: dict[int, tuple[int, Sample]] = {}  # the same by place in the table
+        self._arrived: dict[int, bytes] = {}  # from other blocks, by place in the table
         self._counts = [SourceCounts() for _ in range(num_sources)]
         self._bad = BadRecords(config.max_bad_records, num=start.num_bad)
-        self._wait_us = 0
+        self._wait_us, self._began = 0, 0.0
         self._closing = False
         self._error: Exception | None = None
 
@@ -258,10 +269,15 @@ class StepLoop:
         """
         try:
             while True:
+                self._began = time.perf_counter()
                 table = yield from self._agree()
                 if table is None:
                     return
-                plan, totals = yield from self._align(table)
+                self._held = self._own_samples(table)
+                if self._num_blocks > 1:
+                    table = yield from self._even_out(table)
+                plan = yield from self._plan(table)
+                totals = yield from self._add_up(table, plan)
                 samples = yield from self._deliver(table, plan)
                 step = self._attempt(self._pack, plan, totals, samples)
                 self._step += 1
@@ -280,20 +296,19 @@ class StepLoop:
     def _agree(self) -> Requests[_Table | None]:
         """Read the next global batch with all replicas; None where there is none.
 
-        One round, but where an iterator ends inside its share: what is missing is read in another,
-        by those that have not ended.
+        One round, but before the first step, and where an iterator ends inside its share: what is
+        missing is read in another, by those that have not ended.
         """
         config = self._config
         wanted = min(config.global_batch_size, config.total - self._consumed)
-        missing, waits, tables = wanted, [0], []
+        missing, waits, rounds = wanted, [0], []
         while True:
             shares = self._shares(missing if self._knows_ends else 0)
             own = self._attempt(self._read, shares[self._replica - self._block.start])
-            headers, table = yield from self._gather(own, most=max(shares))
-            tables.append(table)
+            headers, found = yield from self._gather(own, most=max(shares))
+            rounds.append(found)
             waits.append(int(headers["wait_us"].max()))
-            merged = _Table.merged(tables, wait_us=max(waits))
-            self._plan = self._attempt(self._planned, merged, 1)
+            merged = _Table.merged(rounds, wait_us=max(waits))
             blocks = yield from self._summaries(headers, merged)
             if blocks["failed"].any() or blocks["differs"].any():
                 yield from self._fail()
@@ -303,11 +318,9 @@ class StepLoop:
             self._num_live = blocks["live"].tolist()
             is_asked, self._knows_ends = self._knows_ends, True
             missing = wanted - int(blocks["rows"].sum())
-            if config.has_iterators and is_asked and not self._has_read:
-                yield from self._compare_heads()
             if is_asked and (missing == 0 or not any(self._num_live)):
-                self._num_consumed = wanted - missing
-                self._count = int(blocks["count"].max())
+                self._num_consumed, self._blocks = wanted - missing, blocks
+                yield from self._compare_heads()
                 return merged if self._num_consumed else None
 
     def _shares(self, missing: int) -> list[int]:
@@ -332,14 +345,16 @@ class StepLoop:
                 self._counts[item.source].add_skipped(item.reason, item.message)
                 self._bad.note(item)
             else:
-                size = _ID.size + wire_size(item) if len(self._block) > 1 else 0
+                size = _ID.size + wire_size(item) if self._config.num_replicas > 1 else 0
                 patches = item.num_patches | (TRUNCATED if item.truncated else 0)
                 row["tokens"], row["loss_tokens"] = len(item), item.num_loss_tokens
                 row["patches"], row["bytes"] = patches, size
         self._items += items
         return rows
 
-    def _gather(self, own: Array | None, *, most: int) -> Requests[tuple[Array, _Table]]:
+    def _gather(
+        self, own: Array | None, *, most: int
+    ) -> Requests[tuple[Array, tuple[Array, Array]]]:
         """Send this replica's record of a round; return the headers and rows of the block."""
         header = np.zeros((), dtype=HEADER)
         header["config"], header["step"], header["consumed"] = (
@@ -361,7 +376,7 @@ class StepLoop:
             np.frombuffer(one, ROW, count, HEADER.itemsize)
             for one, count in zip(records, counts, strict=True)
         ]
-        return headers, _Table(np.concatenate(read), np.repeat(np.arange(len(read)), counts))
+        return headers, (np.concatenate(read), np.repeat(np.arange(len(read)), counts))
 
     def _summaries(self, headers: Array, table: _Table) -> Requests[Array]:
         """Return a `SUMMARY` of each block."""
@@ -372,9 +387,17 @@ class StepLoop:
         own["config"], own["consumed"] = self._digest, self._consumed
         own["rows"] = len(table.rows)
         own["live"] = int((~self._ended & (headers["ended"] == 0)).sum())
-        own["count"] = self._plan.num_micro_batches if self._plan else 0
-        if self._config.num_blocks == 1:
+        if self._num_blocks == 1:
             return own
+        costs = self._costs(table.rows)
+        offers = offered(costs)
+        own["cost"] = costs.sum()
+        for name, values in (
+            ("row", table.rows),
+            ("cost", costs),
+            ("index", np.arange(len(costs))),
+        ):
+            own["offers"][0][name][: len(offers)] = values[offers]
         found = yield GatherBlocks(own.tobytes())
         blocks = np.frombuffer(b"".join(found), dtype=SUMMARY).copy()
         differs = (blocks["config"] != self._digest) | (blocks["consumed"] != self._consumed)
@@ -382,7 +405,11 @@ class StepLoop:
         return blocks
 
     def _compare_heads(self) -> Requests[None]:
-        """Notice replicas that read the same samples, once."""
+        """Notice replicas that read the same samples: once, when each has read enough to tell."""
+        config, num_read = self._config, self._consumed + self._num_consumed
+        is_enough = num_read >= HEAD_ITEMS * config.num_replicas or not any(self._num_live)
+        if self._has_read or not config.has_iterators or not is_enough:
+            return
         self._has_read = True
         heads = yield GatherAll(self._reader.head())
         self._reader.check_heads(heads)
@@ -392,13 +419,71 @@ class StepLoop:
         error = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
         text = f"{error[:_MAX_ERROR]}\0{self._config.to_text()}".encode()
         texts = yield GatherAll(text[:TEXT_BYTES].ljust(TEXT_BYTES))
-        if self._error is not None:
-            raise self._error
         parts = [one.decode("utf-8", "replace").rstrip().partition("\0") for one in texts]
-        errors = [f"replica {at} failed: {text}" for at, (text, _, _) in enumerate(parts) if text]
-        raise ReplicaFailedError("; ".join(errors) or config_differences([p[2] for p in parts]))
+        failed = {at: text for at, (text, _, _) in enumerate(parts) if text}
+        causes = {at: text for at, text in failed.items() if not text.startswith(_CONSEQUENCE)}
+        if self._error is not None and (self._replica in causes or not causes):
+            raise self._error
+        named = [f"replica {at} failed: {text}" for at, text in (causes or failed).items()]
+        raise ReplicaFailedError("; ".join(named) or config_differences([p[2] for p in parts]))
 
     # --- plan ----------------------------------------------------------------------------------
+
+    def _even_out(self, table: _Table) -> Requests[_Table]:
+        """Move whole samples from heavy to light blocks; they pass through the first replicas."""
+        offers, own = self._blocks["offers"], self._block_number
+        sizes = [len(block) for block in self._all_blocks]
+        costs = [one[one > 0].tolist() for one in offers["cost"]]
+        moves = even_blocks(self._blocks["cost"].tolist(), sizes, costs)
+        if not moves:
+            return table
+        leaving = [int(offers[own][number]["index"]) for by, number, _ in moves if by == own]
+        here = table.here.copy()
+        here[leaving] = False
+        data = yield from self._gathered(table, leaving)
+        room = [
+            sum(int(offers[by][n]["row"]["bytes"]) for b, n, _ in moves if b == by)
+            for by in range(len(sizes))
+        ]
+        found = yield GatherBlocks(data.ljust(max(room), b"\0"))
+        at = [0] * len(sizes)
+        arrived = []
+        for by, number, to in moves:
+            row = offers[by][number]["row"]
+            part = found[by][at[by] : at[by] + int(row["bytes"])]
+            at[by] += len(part)
+            if to == own:
+                arrived.append((row, part))
+        first = len(table.rows)
+        self._arrived = {first + n: part for n, (_, part) in enumerate(arrived)}
+        rows = np.concatenate([table.rows, np.array([row for row, _ in arrived], dtype=ROW)])
+        owner = np.concatenate([table.owner, np.full(len(arrived), -1)])
+        here = np.concatenate([here, np.ones(len(arrived), dtype=bool)])
+        return _Table(rows, owner, here, table.wait_us)
+
+    def _gathered(self, table: _Table, leaving: Sequence[int]) -> Requests[bytes]:
+        """Return the samples that leave the block, on its first replica."""
+        first = self._block.start
+        owners = table.owner[leaving].tolist()
+        mine = [at for at, by in zip(leaving, owners, strict=True) if by == self._replica - first]
+        sizes = dict(zip(leaving, table.rows["bytes"][leaving].tolist(), strict=True))
+        own = self._attempt(self._encoded, mine, sizes) or bytes(sum(sizes[at] for at in mine))
+        if not any(owners):
+            return own
+        sends = {first: own} if mine and self._replica != first else {}
+        receives: dict[int, int] = {}
+        for at, by in zip(leaving, owners, strict=True):
+            if by and self._replica == first:
+                receives[first + by] = receives.get(first + by, 0) + sizes[at]
+        received = yield Exchange(self._step, sends, receives)
+        parts = {by: memoryview(received[by]) for by in receives} | {first: memoryview(own)}
+        ends = dict.fromkeys(parts, 0)
+        found = []
+        for at, by in zip(leaving, owners, strict=True) if self._replica == first else ():
+            begin = ends[first + by]
+            ends[first + by] = begin + sizes[at]
+            found.append(parts[first + by][begin : ends[first + by]])
+        return b"".join(found)
 
     def _planned(self, table: _Table, least: int) -> StepPlan:
         """Plan the block's samples; indices are those of `table.trained`."""
@@ -419,25 +504,37 @@ class StepLoop:
             count_multiple=config.count_multiple,
             min_micro_batches=least,
             max_share=config.max_share,
-            owner=table.owner[table.trained],
+            owner=np.maximum(table.owner[table.trained], 0),
             solo=rule.padded_all(tokens) > budget,
         )
 
-    def _align(self, table: _Table) -> Requests[tuple[StepPlan, StepTotals]]:
-        """Return the plan with the number of micro-batches of all blocks, and the step's totals."""
-        assert self._plan is not None, "a block without a plan has failed"
-        plan = self._plan
-        if plan.num_micro_batches < self._count:
-            plan = self._planned(table, self._count)
+    def _plan(self, table: _Table) -> Requests[StepPlan]:
+        """Return the block's plan, with as many micro-batches as the block that needs most."""
+        plan = self._planned(table, 1)
+        if self._num_blocks > 1:
+            found = yield GatherBlocks(_ID.pack(plan.num_micro_batches))
+            count = max(_ID.unpack(one)[0] for one in found)
+            if plan.num_micro_batches < count:
+                plan = self._planned(table, count)
+        return plan
+
+    def _add_up(self, table: _Table, plan: StepPlan) -> Requests[StepTotals]:
+        """Return the step's totals over all blocks."""
         totals = self._totals(table, plan)
-        if self._config.num_blocks > 1:
+        if self._num_blocks > 1:
             totals = StepTotals.merged((yield GatherBlocks(totals.to_bytes())))
-        return plan, totals
+        return totals
+
+    def _costs(self, rows: Array) -> Array:
+        """Return the cost of each sample, 0 for a skipped one."""
+        patches = (rows["patches"] & ~np.uint32(TRUNCATED)).astype(np.int64)
+        costs = self._config.cost.samples(rows["tokens"].astype(np.int64), patches)
+        return np.where(rows["tokens"] > 0, costs, 0)
 
     def _totals(self, table: _Table, plan: StepPlan) -> StepTotals:
         config, rows = self._config, table.rows
         trained = rows[table.trained]
-        skipped = rows[~table.trained]
+        skipped = rows[rows["tokens"] == 0]
         tokens = trained["tokens"].astype(np.int64)
         moved = self._moved(table, plan)
         is_final = self._consumed + self._num_consumed >= config.total
@@ -468,6 +565,7 @@ class StepLoop:
         )
 
     def _moved(self, table: _Table, plan: StepPlan) -> list[int]:
+        """Return the samples that another replica trains than the one that has read them."""
         owner = table.owner[table.trained].tolist()
         return [
             index
@@ -482,51 +580,66 @@ class StepLoop:
     def _deliver(self, table: _Table, plan: StepPlan) -> Requests[dict[int, tuple[int, Sample]]]:
         """Return the samples that this replica trains with their ids, by index of the plan."""
         first, own = self._block.start, self._replica - self._block.start
-        owner = table.owner[table.trained].tolist()
-        sizes = table.rows["bytes"][table.trained].tolist()
-        held = self._own_samples(table)
+        places = np.flatnonzero(table.trained).tolist()  # in the table, by index of the plan
+        owner, sizes = table.owner.tolist(), table.rows["bytes"].tolist()
         sends: dict[int, list[int]] = {}
         receives: dict[int, list[int]] = {}
+        is_moving = False
         for replica, row in enumerate(plan.micro_batches):
-            for index in (index for members in row for index in members):
-                if owner[index] == own and replica != own:
-                    sends.setdefault(replica, []).append(index)
-                elif replica == own and owner[index] != own:
-                    receives.setdefault(owner[index], []).append(index)
-        if not self._moved(table, plan):  # of the whole block: all of it exchanges, or none
-            return held
-        encoded = self._attempt(self._encoded, sends, held, sizes)
-        blank = {to: bytes(sum(sizes[i] for i in of)) for to, of in sends.items()}  # told next
-        received = yield Exchange(
-            self._step,
-            {first + to: data for to, data in (encoded or blank).items()},
-            {first + by: sum(sizes[index] for index in of) for by, of in receives.items()},
-        )
-        parts = {by: received[first + by] for by in receives}
-        return held | (self._attempt(_decoded, receives, parts, sizes, first) or {})
-
-    def _encoded(
-        self,
-        sends: Mapping[int, Sequence[int]],
-        held: Mapping[int, tuple[int, Sample]],
-        sizes: Sequence[int],
-    ) -> dict[int, bytes]:
-        found = {}
-        for to, indices in sends.items():
-            found[to] = b"".join(_ID.pack(held[i][0]) + encode_sample(held[i][1]) for i in indices)
-            assert len(found[to]) == sum(sizes[i] for i in indices), "sizes that were not announced"
-        return found
+            for at in (places[index] for members in row for index in members):
+                is_moving |= owner[at] not in (replica, -1)
+                if owner[at] == own and replica != own:
+                    sends.setdefault(replica, []).append(at)
+                elif replica == own and owner[at] != own:
+                    receives.setdefault(owner[at], []).append(at)
+        parts = {-1: b"".join(self._arrived[at] for at in receives.get(-1, ()))}
+        if is_moving:  # then the whole block exchanges
+            out = {}
+            for to, of in sends.items():
+                blank = bytes(sum(sizes[at] for at in of))  # the error is told in the next gather
+                out[first + to] = self._attempt(self._encoded, of, sizes) or blank
+            sent = {
+                first + by: sum(sizes[at] for at in of) for by, of in receives.items() if by >= 0
+            }
+            received = yield Exchange(self._step, out, sent)
+            parts |= {by - first: received[by] for by in sent}
+        found = self._attempt(self._decoded, receives, parts, sizes) or {}
+        held, self._held, self._arrived = self._held | found, {}, {}
+        return {index: held[at] for index, at in enumerate(places) if at in held}
 
     def _own_samples(self, table: _Table) -> dict[int, tuple[int, Sample]]:
-        """Return the samples that this replica has read, by index of the plan."""
-        index_of = np.cumsum(table.trained) - 1
+        """Return the samples that this replica has read, by place in the table."""
         places = np.flatnonzero(table.owner == self._replica - self._block.start).tolist()
         items, self._items = self._items, []
         return {
-            int(index_of[at]): (number, item)
+            at: (number, item)
             for at, (number, item) in zip(places, items, strict=True)
             if isinstance(item, Sample)
         }
+
+    def _encoded(self, places: Sequence[int], sizes: Mapping[int, int] | Sequence[int]) -> bytes:
+        parts = [_ID.pack(self._held[at][0]) + encode_sample(self._held[at][1]) for at in places]
+        assert [len(part) for part in parts] == [sizes[at] for at in places], "other sizes"
+        return b"".join(parts)
+
+    def _decoded(
+        self, receives: Mapping[int, Sequence[int]], parts: Mapping[int, Any], sizes: Sequence[int]
+    ) -> dict[int, tuple[int, Sample]]:
+        found = {}
+        for by, places in receives.items():
+            data, begin = memoryview(parts[by]), 0
+            for at in places:
+                end = begin + sizes[at]
+                try:
+                    sample = decode_sample(data[begin + _ID.size : end])
+                except SampleWireError as error:
+                    who = f"replica {self._block.start + by}" if by >= 0 else "another block"
+                    raise SampleLostError(
+                        f"a sample did not arrive whole from {who}: {error}"
+                    ) from error
+                found[at] = (_ID.unpack_from(data, begin)[0], sample)
+                begin = end
+        return found
 
     def _pack(
         self, plan: StepPlan, totals: StepTotals, samples: Mapping[int, tuple[int, Sample]]
@@ -542,8 +655,9 @@ class StepLoop:
                 solo=self._rule.padded(len(sample)) > budget or sample.num_patches > most > 0,
             )
         metadata, payload, pixels = pack_step(totals, found, rule=self._rule)
+        plan_us = round((time.perf_counter() - self._began) * 1e6)
         return PackedStep(
-            header=encode_header(metadata),
+            header=encode_header(replace(metadata, plan_us=plan_us)),
             payload=payload,
             pixels=pixels,
             progress=Progress(consumed=totals.consumed_before),
@@ -557,24 +671,3 @@ class StepLoop:
             except Exception as error:
                 self._error = error
         return None
-
-
-def _decoded(
-    receives: Mapping[int, Sequence[int]],
-    parts: Mapping[int, Any],
-    sizes: Sequence[int],
-    first: int,
-) -> dict[int, tuple[int, Sample]]:
-    found = {}
-    for by, indices in receives.items():
-        data, at = memoryview(parts[by]), 0
-        for index in indices:
-            try:
-                sample = decode_sample(data[at + _ID.size : at + sizes[index]])
-            except SampleWireError as error:
-                raise RuntimeError(
-                    f"a sample did not arrive whole from replica {by + first}: {error}"
-                ) from error
-            found[index] = (_ID.unpack_from(data, at)[0], sample)
-            at += sizes[index]
-    return found

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from odb_megatron.data.item_stream import ItemStream
-from odb_megatron.data.loop import Gather, Progress, Request, StepLoop
+from odb_megatron.data.loop import Exchange, Gather, Progress, Request, StepLoop
 from odb_megatron.data.replica_stream import StreamReader, WorkerError
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.workers import Packed, Workers
@@ -145,7 +145,10 @@ class LoopProcess:
                     record = bytearray(request.record)
                     record[_CLOSING_AT] = 1
                     request = replace(request, record=bytes(record))
-                self._send((yield request))
+                answer = yield request
+                if isinstance(request, Exchange):  # views cannot be sent
+                    answer = {by: bytes(part) for by, part in answer.items()}
+                self._send(answer)
         finally:
             self.kill()
 

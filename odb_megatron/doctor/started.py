@@ -18,7 +18,7 @@ from odb_megatron.launch import planned_command
 
 __all__ = ["JobOptions", "Started", "read_command"]
 
-_ELASTIC = ("torch.distributed.run", "torch.distributed.launch", "odb_megatron.comm.elastic")
+_ELASTIC = ("torch.distributed.run", "torch.distributed.launch", "odb_megatron.elastic")
 _OWN = ("odb_megatron", "odb_megatron.cli")
 _RUN, _CPU = "odb_megatron.run", "odb_megatron.testing.run_script"
 _BRIDGE = "odb_megatron.bridge.run_recipe"

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 
 from megatron.core import parallel_state as mpu
 
-from odb_megatron.comm.heartbeat import Heartbeat
 from odb_megatron.comm.deadline import Deadline
+from odb_megatron.comm.heartbeat import Heartbeat
 from odb_megatron.comm.watchdog import Watchdog, limit_end
+from odb_megatron.elastic import leave_reason
 from odb_megatron.megatron.config import OdbConfig
 
 __all__ = ["PeerWatch"]
@@ -40,21 +42,21 @@ class PeerWatch:
 
     def __init__(self, args: argparse.Namespace, config: OdbConfig) -> None:
         self._is_saving = False
-        self._heartbeat: Heartbeat | None = None
         self._watchdog: Watchdog | None = None
         timeout_s = 60.0 * args.distributed_timeout_minutes
+        self._heartbeat = Heartbeat(
+            f"replica {mpu.get_data_parallel_rank()}",
+            timeout_s=timeout_s,
+            silent_s=config.stall_warn_s,
+        )
         if args.world_size > 1:
-            self._heartbeat = Heartbeat(
-                f"replica {mpu.get_data_parallel_rank()}",
-                timeout_s=timeout_s,
-                silent_s=config.stall_warn_s,
-            )
             self._watchdog = Watchdog(
                 self._heartbeat,
                 action=config.on_peer_failure,
                 grace_s=_GRACE_S,
                 is_saving=lambda: self._is_saving,
                 longest_save_s=timeout_s,
+                leave_reason=partial(leave_reason, is_told=True),
             )
         self.deadlines = {
             name: Deadline(self._heartbeat, timeout_s=config.timeout_s, warn_s=config.stall_warn_s)
@@ -72,24 +74,21 @@ class PeerWatch:
 
     def loss_behind(self, error: BaseException | None) -> str:
         """Return the loss of a peer that an error may be the consequence of; empty for none."""
-        if self._heartbeat is None or error is None:
+        if self._watchdog is None or error is None:
             return ""
         return self._heartbeat.diagnosis() if self._heartbeat.wait_for_loss(_NEWS_S) else ""
 
     def tell_failure(self, text: str) -> None:
         """Tell all ranks that this one ends with an error."""
-        if self._heartbeat is not None:
-            self._heartbeat.tell_failure(text[:_SHOWN])
+        self._heartbeat.tell_failure(text[:_SHOWN])
 
     def begin_step(self) -> None:
         """The trainer begins a step, of training or evaluation."""
-        if self._heartbeat is not None:
-            self._heartbeat.begin_step()
+        self._heartbeat.begin_step()
 
     def leave(self) -> None:
         """The script has ended as it should, between steps: the same for all, or it is told."""
-        if self._heartbeat is not None:
-            self._heartbeat.leave()
+        self._heartbeat.leave()
 
     def close(self, *, clean: bool) -> None:
         """End; while a peer is gone the watchdog stays until the process has ended.
@@ -97,7 +96,7 @@ class PeerWatch:
         Args:
             clean: the run has not failed.
         """
-        if self._watchdog is not None and self._heartbeat is not None:
+        if self._watchdog is not None:
             self._watchdog.stop()
             if not clean:
                 limit_end()

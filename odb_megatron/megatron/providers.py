@@ -30,10 +30,9 @@ from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.data.tokenizer import adds_special_tokens, usable_tokenizer
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.cost_model import cost_model
-from odb_megatron.megatron.multimodal.arguments import image_rules, patch_tokens
+from odb_megatron.megatron.multimodal.arguments import image_rules
 from odb_megatron.megatron.setup import dataset_config, total_samples
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
-from odb_megatron.plan.cost import CostModel, ModelShape
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig
 
 __all__ = [
@@ -41,15 +40,11 @@ __all__ = [
     "build_loader",
     "build_padded",
     "build_streams",
-    "model_cost",
     "source_group",
 ]
 
 ENDLESS = 1 << 41
 """Stream positions of an evaluation loader that Megatron asks for a number of steps."""
-
-_FIXED_SHARE = 0.05
-"""Price of a micro-batch as a share of a full one's linear cost, where nothing was measured."""
 
 
 def build_streams(
@@ -192,24 +187,6 @@ def source_group(
         name=name,
         timeout_s=60.0 * args.distributed_timeout_minutes,
         deadline=deadline,
-    )
-
-
-def model_cost(args: argparse.Namespace, *, token_budget: int) -> CostModel:
-    """Return the cost model that follows from the model's shape, a vision tower's included."""
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    shape = ModelShape(
-        num_layers=args.num_layers,
-        hidden=args.hidden_size,
-        ffn_hidden=args.ffn_hidden_size,
-        query=args.num_attention_heads * args.kv_channels,
-        key_value=groups * args.kv_channels,
-        vocab=args.padded_vocab_size,
-        gated_mlp=args.swiglu,
-    )
-    fixed = _FIXED_SHARE * token_budget
-    return CostModel.from_model_shape(
-        shape, fixed_tokens=fixed, patch_tokens=patch_tokens(args, shape)
     )
 
 

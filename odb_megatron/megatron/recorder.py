@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import asdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any, Protocol
 

@@ -7,6 +7,7 @@ raised on every rank of the replica.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import time
@@ -15,8 +16,9 @@ from contextlib import contextmanager
 
 from megatron.core.datasets.utils import Split
 
-from odb_megatron.comm.delivery import ReplicaGroup, differences
 from odb_megatron.comm.deadline import Deadline
+from odb_megatron.comm.delivery import ReplicaGroup
+from odb_megatron.comm.gloo_group import GlooGroup, numbered
 from odb_megatron.data.feed import ChunkIterator, ContextPart, StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.megatron.replica_ranks import ReplicaRanks
@@ -47,16 +49,49 @@ def require_agreement(args: argparse.Namespace, place: ReplicaRanks) -> None:
         if name not in _OWN_NAMES and os.sep not in str(value)
     }
     found = differences(
-        values,
-        ranks=place.ranks,
-        name="agreement",
-        timeout_s=60.0 * args.distributed_timeout_minutes,
+        values, ranks=place.ranks, timeout_s=60.0 * args.distributed_timeout_minutes
     )
     if found:
         raise ValueError(
             f"ranks {list(place.ranks)} form one replica and were started with different "
             f"arguments: {'; '.join(found)}. Start all with the same flags and environment"
         )
+
+
+def differences(values: Mapping[str, str], *, ranks: Sequence[int], timeout_s: float) -> list[str]:
+    """Return what differs from the source rank's values, one text for each rank that differs.
+
+    Every rank of the replica must call it; all get the same texts. Equal ranks pay one all-gather.
+
+    Args:
+        values: this rank's.
+        ranks: global ranks, the source rank first.
+        timeout_s: seconds that each exchange may take.
+
+    Raises:
+        RuntimeError: a rank is gone or did not come in time.
+    """
+    group = GlooGroup(ranks, name=numbered("arguments", ranks), timeout_s=timeout_s)
+    try:
+        own = json.dumps(dict(values), sort_keys=True).encode()
+        digest = hashlib.blake2b(own, digest_size=32).digest()
+        found = group.all_gather(digest + len(own).to_bytes(8, "little"))
+        if found == found[:1] * len(found):
+            return []
+        most = max(int.from_bytes(one[32:], "little") for one in found)
+        first, *others = map(json.loads, group.all_gather(own.ljust(most)))
+    finally:
+        group.close()
+    return [
+        "; ".join(
+            f"{name} is {there.get(name, 'absent')} on rank {rank} and "
+            f"{first.get(name, 'absent')} on rank {ranks[0]}"
+            for name in sorted({*there, *first})
+            if there.get(name, "") != first.get(name, "")
+        )
+        for rank, there in zip(ranks[1:], others, strict=True)
+        if there != first
+    ]
 
 
 class ReplicaData:

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from odb_megatron.comm.blocks import SourceGroup
-from odb_megatron.comm.elastic import leave_reason
 from odb_megatron.data.feed import StepFeed, StepHeader
 from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
+from odb_megatron.elastic import leave_reason
 from odb_megatron.megatron.attention.registry import AttentionBackend
 from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
 from odb_megatron.megatron.counters import StepCalculator
@@ -274,7 +274,7 @@ class OdbRun:
             return
         assert self._calculator is not None
         self._calculator.begin_step(header.totals)
-        self._report.begin_step(header, self._own_feed)
+        self._report.begin_step(header)
         done = self._args.curr_iteration + 1
         if header.totals.is_final:
             self._args.train_iters = done
@@ -332,7 +332,7 @@ class OdbRun:
 
     def tokens_so_far(self) -> int | None:
         """See `hooks.RunListener`."""
-        if self._report.recorder is None or not self._report.leads:
+        if self._report.recorder is None or not self._report.is_open:
             return None
         return self._tokens_before + self._report.recorder.num_tokens
 

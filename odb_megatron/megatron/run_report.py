@@ -127,7 +127,7 @@ class RunReport:
             self._metrics = Metrics(**asdict(config.metrics))
 
     def goes_on(self) -> None:
-        """Counts of sources are those of the saved run and this one together."""
+        """The run is a resumed one: counts of sources are of what follows."""
         self._goes_on = True
 
     def warmed_up(self, warm_up: WarmUp, *, replica: ReplicaData, group: Gathers | None) -> None:
@@ -248,7 +248,7 @@ class RunReport:
             chosen["patches"] = f"at most {self._most_patches} in a micro-batch ({limit})"
         if self._cost is not None:
             chosen["cost model"] = self._described(self._cost)
-        scope = " since the start, before the resume too" if self._goes_on else ""
+        scope = " since the resume" if self._goes_on else ""
         if not together:
             scope += " (this replica only: the run did not end cleanly)"
         live.finish(sources, scope=scope, chosen=chosen)

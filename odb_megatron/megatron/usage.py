@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from odb_megatron.comm.elastic import USAGE_ERROR, leave_reason
+from odb_megatron.elastic import USAGE_ERROR, leave_reason
 
 __all__ = ["raise_usage_errors", "usage_errors", "usage_reason"]
 

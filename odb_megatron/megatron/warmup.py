@@ -22,7 +22,6 @@ from odb_megatron.megatron.no_trace import no_trace
 from odb_megatron.megatron.replica_ranks import ReplicaRanks
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
 from odb_megatron.plan.padding import OverlongPolicy
-from odb_megatron.plan.policy import PolicyName
 
 __all__ = ["WarmUp", "WorstCaseError", "num_in_flight", "optimizer_bytes", "run_cases", "warm_up"]
 
@@ -66,7 +65,7 @@ class WarmUp:
 def run_cases(args: argparse.Namespace, config: OdbConfig) -> tuple[WorstCase, ...]:
     """Return the worst micro-batches of a run.
 
-    A micro-batch has no more samples than a step has (`samples`) or a window (`cost`).
+    A micro-batch has no more samples than a step has.
     """
     solo = config.overlong is OverlongPolicy.SOLO
     batch = int(args.global_batch_size)
@@ -74,7 +73,7 @@ def run_cases(args: argparse.Namespace, config: OdbConfig) -> tuple[WorstCase, .
         token_budget=config.token_budget,
         longest=config.context if solo else min(config.context, config.token_budget),
         rule=config.size_rule(padding_multiple(args)),
-        max_samples=max(batch, config.window) if config.policy is PolicyName.COST else batch,
+        max_samples=batch,
     )
 
 

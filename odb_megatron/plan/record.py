@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from odb_megatron.plan.blocks import BLOCK, MAX_OFFERS
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.padding import SizeRule, size_rule
 
 __all__ = [
-    "BLOCK",
     "HEADER",
+    "OFFER",
     "OPEN_TOTAL",
     "ROW",
     "SUMMARY",
@@ -30,12 +31,8 @@ __all__ = [
     "SkipReason",
     "StepTotals",
     "Sync",
-    "block_of",
     "config_differences",
 ]
-
-BLOCK = 64
-"""Replicas that plan together and exchange samples, at most."""
 
 OPEN_TOTAL = 1 << 40
 """Samples of a run whose length nobody knows before its end."""
@@ -72,6 +69,9 @@ ROW = np.dtype(
 
 TRUNCATED = 1 << 31
 
+OFFER = np.dtype([("row", ROW), ("cost", "<i8"), ("index", "<i8")])
+"""A sample that may move to another block: its row, cost and place in the block's table."""
+
 SUMMARY = np.dtype(
     [
         ("failed", "<i8"),
@@ -81,7 +81,8 @@ SUMMARY = np.dtype(
         ("consumed", "<i8"),
         ("rows", "<i8"),  # read so far in this step
         ("live", "<i8"),  # replicas whose iterator has not ended
-        ("count", "<i8"),  # micro-batches that the block needs
+        ("cost", "<i8"),  # of all its samples
+        ("offers", OFFER, MAX_OFFERS),
     ]
 )
 """What the first replicas of several blocks tell each other in a round."""
@@ -107,14 +108,6 @@ class ReplicaFailedError(RuntimeError):
 
 class LoaderClosedError(RuntimeError):
     """A replica has closed its loader: no further step is made anywhere."""
-
-
-def block_of(replica: int, num_replicas: int, most: int = BLOCK) -> range:
-    """Return the replicas of a replica's block; blocks are as even as can be."""
-    num_blocks = -(-num_replicas // most)
-    edges = [at * num_replicas // num_blocks for at in range(num_blocks + 1)]
-    block = next(at for at in range(num_blocks) if edges[at] <= replica < edges[at + 1])
-    return range(edges[block], edges[block + 1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.plan.cost import COST_UNIT, CostModel
-from odb_megatron.plan.record import block_of
+from odb_megatron.plan.blocks import block_of
 from odb_megatron.plan.step_planner import SHARE_OVERHEAD, StepPlan, plan_step
 
 __all__ = [

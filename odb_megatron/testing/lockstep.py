@@ -19,7 +19,8 @@ from odb_megatron.data.loop import (
     PackedStep,
     StepLoop,
 )
-from odb_megatron.plan.record import PlanConfig, block_of
+from odb_megatron.plan.blocks import block_of
+from odb_megatron.plan.record import PlanConfig
 
 __all__ = ["Lockstep"]
 

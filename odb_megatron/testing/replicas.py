@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 from odb_megatron.comm.blocks import ControlError
-from odb_megatron.plan.record import BLOCK, block_of
+from odb_megatron.plan.blocks import BLOCK, block_of
 
 __all__ = ["ThreadChannel", "run_in_threads", "thread_channels"]
 

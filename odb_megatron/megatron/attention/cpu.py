@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from odb_megatron.comm.autograd import all_gather_with_gradient, group_rank, group_size
 from odb_megatron.data.context_parallel import chunk_indices
 
 __all__ = ["CpuCoreAttention", "segment_bounds"]
@@ -96,7 +96,7 @@ class CpuCoreAttention(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.tp_group = pg_collection.tp
-        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.cp_group: Any = pg_collection.cp if config.context_parallel_size > 1 else None
         head_dim = config.kv_channels if k_channels is None else k_channels
         self.softmax_scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -187,7 +187,7 @@ class CpuCoreAttention(MegatronModule):
 
         T is the number of tokens of one rank.
         """
-        size, rank = group_size(self.cp_group), group_rank(self.cp_group)
+        size, rank = self.cp_group.size(), self.cp_group.rank()
         width = query_TND.size(1) * value_TGD.size(2)
         bounds = segment_bounds(packed, num_tokens=size * query_TND.size(0))
         offsets = np.array([start for start, _, _ in bounds] + [size * query_TND.size(0)])
@@ -195,7 +195,7 @@ class CpuCoreAttention(MegatronModule):
             np.concatenate([chunk_indices(offsets, size=size, rank=r) for r in range(size)])
         ).to(query_TND.device)
         key_GTD, value_GTD = (
-            torch.cat(all_gather_with_gradient(tensor, group=self.cp_group))[order_T.argsort()]
+            gather_from_sequence_parallel_region(tensor, group=self.cp_group)[order_T.argsort()]
             .transpose(0, 1)
             .unsqueeze(0)
             for tensor in (key_TGD, value_TGD)
