@@ -87,12 +87,11 @@ def plan_step(  # noqa: PLR0913
     tokens: Integers = -(-np.asarray(lengths, dtype=np.int64) // alignment) * alignment
     none = np.zeros_like(tokens)
     images = none if patches is None else np.asarray(patches, dtype=np.int64)
-    prices, is_solo = cost.samples(tokens, images), none if solo is None else solo
-    together = none - 1 if groups is None else np.asarray(groups, dtype=np.int64)
+    prices, alone = cost.samples(tokens, images), none if solo is None else solo
     room = (token_budget, max_patches or int(images.sum()))
     widest, part = 1 << min(max_share, num_replicas).bit_length() - 1, math.lcm(2, alignment)
-    table = np.stack([tokens, images, prices, is_solo])
-    planner = _Planner(table, together, num_replicas, room, widest, part)
+    table = np.stack([tokens, images, prices, alone, none - 1 if groups is None else groups])
+    planner = _Planner(table, num_replicas, room, widest, part)
     count = max(min_micro_batches, 1, -(-planner.fewest // num_replicas))
     count = -(-count // count_multiple) * count_multiple
     rows, time = list[list[_Bin]](), 1 << 62
@@ -133,19 +132,16 @@ class _Planner:
     """Places units: samples, or groups of them that stay together; costliest first."""
 
     def __init__(
-        self, table: Integers, groups: Integers, num_replicas: int, room: tuple[int, int],
-        widest: int, part: int,
-    ) -> None:  # fmt: skip
-        named = np.where(groups < 0, np.arange(-len(groups), 0), groups)
+        self, table: Integers, num_replicas: int, room: tuple[int, int], widest: int, part: int
+    ) -> None:
+        named = np.where(table[4] < 0, np.arange(-len(table[4]), 0), table[4])
         _, unit, counts = np.unique(named, return_inverse=True, return_counts=True)
         samples, ends = np.argsort(unit, kind="stable"), counts.cumsum()
         sums = np.add.reduceat(table[:, samples], ends - counts, axis=1)
         order = np.argsort(-sums[2], kind="stable")
-        tokens, images, price, solo = sums[:, order]
-        flat: list[int] = samples.tolist()
-        self.samples = [
-            flat[end - n : end] for n, end in np.stack([counts, ends])[:, order].T.tolist()
-        ]
+        tokens, images, price, solo, _ = sums[:, order]
+        flat, spans = samples.tolist(), np.stack([ends - counts, ends])[:, order].T.tolist()
+        self.samples: list[Ids] = [flat[start:end] for start, end in spans]
         parts = (-(-tokens // (widest * part)) + counts[order] - 1) * part
         can_share = (widest > 1) & (parts <= room[0]) & (images <= room[1])
         for at in np.flatnonzero((tokens > room[0]) & ~can_share & (solo == 0)).tolist():
@@ -162,17 +158,17 @@ class _Planner:
         self.sizes, self.prices = list[int](size.tolist()), list[int](price.tolist())
         self.images: list[int] = np.minimum(images, room[1]).tolist()
         self.alone, self.total = set(np.flatnonzero(alone).tolist()), sum(self.prices)
-        long = [(n, np.count_nonzero(~can_share & (size * (n + 1) > room[0]))) for n in range(1, 9)]
-        fewest = [-(-int(num) // n) for n, num in long]  # as n of them fit one micro-batch
-        totals = zip((sum(self.sizes), sum(self.images)), room, strict=True)
-        self.fewest = max(fewest + [-(-total // max(1, most)) for total, most in totals])
+        long = [np.count_nonzero(~can_share & (size * (n + 1) > room[0])) for n in range(1, 9)]
+        fewest = [-(-int(num) // n) for n, num in enumerate(long, 1)]  # n of them fit in one
+        fewest += [-(-sum(self.sizes) // room[0]), -(-sum(self.images) // max(1, room[1]))]
+        self.fewest = max(fewest)
 
     def samples_of(self, one: _Bin) -> tuple[int, ...]:
         return tuple(sorted(chain.from_iterable(map(self.samples.__getitem__, one.units))))
 
     def part_of(self, unit: int, width: int) -> tuple[int, int]:
         """Return the tokens (of a group at most) and the cost of a unit's part on each replica."""
-        if width == 1 or unit in self.alone:
+        if unit in self.alone:
             return self.sizes[unit], self.prices[unit]
         pieces = -(-self.sizes[unit] // (width * self.part)) + len(self.samples[unit]) - 1
         return pieces * self.part, -(-self.prices[unit] * _SHARED // (100 * width))
@@ -186,8 +182,7 @@ class _Planner:
         replicas = [_Bin(budget * count, images * count) for _ in range(self.num_replicas)]
         if self.spread(list(range(len(self.prices))), replicas, self.prices):
             return []
-        by_size = [sorted(one.units, key=lambda unit: -self.sizes[unit]) for one in replicas]
-        rows = [self.pack(units, count, self.sizes) for units in by_size]
+        rows = [self.pack(one.units, count, self.sizes) for one in replicas]
         return rows if all(rows) else []
 
     def plan_by_index(self, count: int, limit: int) -> list[list[_Bin]]:
@@ -198,8 +193,8 @@ class _Planner:
         can be filled, and shared are those that cost more.
         """
         budget, images = self.room
-        left, time, columns = np.arange(len(self.prices)), 0, list[list[_Bin]]()
-        while len(left):
+        left, time, columns = list(range(len(self.prices))), 0, list[list[_Bin]]()
+        while left:
             price, size, rest = self.price[left], self.size[left], count - len(columns)
             level = -(-int(price.sum()) // (self.num_replicas * max(1, rest)))
             if not rest or time + level * rest >= limit:
@@ -210,26 +205,24 @@ class _Planner:
             dense = int(price[:held].sum()) * _DENSITY // (100 * self.num_replicas)
             whole = int(price[self.is_whole[left]].max(initial=0))
             height = max(level, min(int(price[0]), dense), whole)
-            column, free, shared = list[_Bin](), self.num_replicas, list[int]()
-            for at in np.flatnonzero((price > height) | (size > budget)).tolist():
-                unit = int(left[at])
+            column = list[_Bin]()
+            for unit in np.array(left)[(price > height) | (size > budget)].tolist():
                 parts = [(width, *self.part_of(unit, width)) for width in self.widths]
                 fit = (one for one in parts if one[1] <= budget and one[2] <= height)
                 width, tokens, load = next(fit, parts[-1])
-                if width <= free:
+                if sum(one.width for one in column) + width <= self.num_replicas:
                     room = (budget - tokens, images - self.images[unit])
                     column.append(_Bin(*room, width, load, [unit]))
-                    free -= width
-                    shared.append(at)
             column.sort(key=lambda one: -one.width)  # widest first, so that all are aligned
+            shared = {one.units[0] for one in column}
+            free = self.num_replicas - sum(one.width for one in column)
             column += [_Bin(budget, images) for _ in range(free)]
-            others = np.delete(left, shared).tolist()
-            others = self.spread(others, column, self.prices, height if rest > 1 else 0)
-            left = np.array(others, dtype=np.int64)
+            left = [unit for unit in left if unit not in shared]
+            left = self.spread(left, column, self.prices, height if rest > 1 else 0)
             columns.append(column)
             time += max(one.load for one in column)
-        bins = self.pack(left.tolist(), self.num_replicas * (count - len(columns)), self.prices)
-        if len(left) and not bins:
+        bins = self.pack(left, self.num_replicas * (count - len(columns)), self.prices)
+        if left and not bins:
             return []
         bins += [one for column in columns for one in column if one.width == 1]
         self.use_idle(bins)
@@ -248,8 +241,7 @@ class _Planner:
         for percent in _EVEN:
             bins = [_Bin(*self.room) for _ in range(count)]
             num = len(units) * percent // 100
-            small = sorted(units[num:], key=lambda unit: -self.sizes[unit])
-            if not self.spread(units[:num], bins, keys) and not self.spread(small, bins, []):
+            if not self.spread(units[:num], bins, keys) and not self.spread(units[num:], bins, []):
                 self.use_idle(bins)
                 return bins
         return []
@@ -260,7 +252,7 @@ class _Planner:
         With a height no bin grows beyond it. Low is a bin by the keys of its units; without keys
         one bin after the other is filled.
         """
-        sizes, images = self.sizes, self.images
+        sizes, images, prices = self.sizes, self.images, self.prices
         heap = [(one.load, at) for at, one in enumerate(bins)]
         if height:  # what is missing, in costs of units that nobody shares
             scales = [(100 * one.width if one.width > 1 else _SHARED) for one in bins]
@@ -276,7 +268,9 @@ class _Planner:
             while heap and not (height and heap[0][0] + key > 0):
                 low, at = heap[0]
                 one = bins[at]
-                need, cost = self.part_of(unit, one.width)
+                need, cost = size, prices[unit]
+                if one.width > 1:
+                    need, cost = self.part_of(unit, one.width)
                 if need > one.room:
                     heapq.heappush(full, (-one.room * one.width, *heapq.heappop(heap)))
                 elif images[unit] > one.images:
