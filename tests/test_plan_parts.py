@@ -153,7 +153,7 @@ class TestCost:
         )
         assert shape.linear_flops() == 2 * (2 * (8 * 24 + 8 * 32 * 3) + 800)
         assert shape.quadratic_flops() == 2 * 2 * 8
-        model = CostModel.from_model_shape(shape, fixed_tokens=0)
+        model = CostModel.from_ratios(quadratic=shape.quadratic_ratio, fixed_tokens=0)
         expected = 32 / shape.linear_flops() * 10_000**2 + 10_000
         assert model.sample(10_000) / COST_UNIT == pytest.approx(expected, rel=1e-5)
 
