@@ -65,7 +65,8 @@ def plan_step(  # noqa: PLR0913
 
     Made small is, with the overhead of M micro-batches added, max over r (sum over m load[r][m])
     for sync "step" and sum over m (max over r load[r][m]) for sync "microbatch". A replica with
-    fewer samples than M has idle micro-batches, no other has (a group counts as one sample).
+    fewer samples than M has idle micro-batches, no other has (a group
+    counts as one sample, what replicas share as none).
 
     Args:
         lengths: tokens of each sample, at least 1, [samples]; so are the other arrays.
@@ -154,7 +155,7 @@ class _Units:
         self.room, self.part = room, part
         self.widths = [1 << bit for bit in range(1, widest.bit_length())]
         self.size_array, self.price_array = np.where(alone, room[0], sizes), prices
-        self.is_whole = alone | (widest == 1)
+        self.is_whole, self.alone = ~can_share, set(np.flatnonzero(alone).tolist())
         self.sizes: list[int] = self.size_array.tolist()
         self.images: list[int] = np.minimum(images, room[1]).tolist()
         self.prices: list[int] = prices.tolist()
@@ -165,6 +166,8 @@ class _Units:
 
     def part_of(self, unit: int, width: int) -> tuple[int, int]:
         """Return the tokens (of a group at most) and the cost of a unit's part on each replica."""
+        if unit in self.alone:
+            return self.sizes[unit], self.prices[unit]
         pieces = -(-self.sizes[unit] // (width * self.part)) + len(self.samples[unit]) - 1
         price = -(-self.prices[unit] * (100 + SHARE_OVERHEAD) // (100 * width))
         return pieces * self.part, price
@@ -329,12 +332,15 @@ class _Units:
     def use_idle(self, bins: list[_Bin]) -> None:
         """Move a unit into each empty bin as long as others hold several."""
         for idle in (one for one in bins if not one.units):
-            costliest = max(bins, key=lambda one: (len(one.units) > 1, one.load))
-            if len(costliest.units) > 1:
-                unit = costliest.units.pop()
-                one = self.part_of(unit, costliest.width)[1]
-                costliest.load -= one if costliest.width > 1 else self.prices[unit]
-                idle.units, idle.load = [unit], self.prices[unit]
+            several = [one for one in bins if len(one.units) > 1]
+            movable = [one for one in several if self.sizes[one.units[-1]] <= self.room[0]]
+            if not movable:
+                break
+            costliest = max(movable, key=lambda one: one.load)
+            unit = costliest.units.pop()
+            price = self.prices[unit]
+            costliest.load -= self.part_of(unit, costliest.width)[1] if costliest.width > 1 else price
+            idle.units, idle.load = [unit], price
 
     def keep_at_home(self, rows: list[list[_Bin]], owner: list[int], sync: Sync) -> None:
         """Exchange what takes equal time on other replicas: steps, or micro-batches of an index."""
@@ -350,11 +356,12 @@ class _Units:
                 for unit in chain.from_iterable(one.units for one in parts):
                     tokens[at, owner[self.samples[unit][0]]] += self.sizes[unit]
             homes = set(bins)
-            wishes = sorted(tokens, key=lambda pair: (-tokens[pair], pair))
-            for at, home in (*wishes, *zip(bins, bins, strict=True)):
+            for at, home in sorted(tokens, key=lambda pair: (-tokens[pair], pair)):
                 if at in bins and home in homes:
                     rows[home][part] = bins.pop(at)
                     homes.remove(home)
+            for home, parts in zip(sorted(homes), bins.values(), strict=True):
+                rows[home][part] = parts
 
     def named(self, rows: list[list[_Bin]], overhead: int) -> StepPlan:
         """Return the plan with samples for units."""
