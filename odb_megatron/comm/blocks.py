@@ -129,7 +129,7 @@ class SourceGroup(Channel):
 
     def exchange(
         self, step: int, sends: Mapping[int, bytes], receives: Mapping[int, int]
-    ) -> dict[int, memoryview]:
+    ) -> dict[int, bytes]:
         """Send samples to other replicas of the block, and return what they send.
 
         All of the block call it in a step in which one of them sends something.

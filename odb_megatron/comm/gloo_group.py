@@ -115,7 +115,7 @@ class GlooGroup:
         self._complete("allgather", [list(gathered.unbind())], [sent], options)
         return [row.tobytes() for row in gathered.numpy()]
 
-    def all_to_all(self, sent: Sequence[bytes], sizes: Sequence[int]) -> list[memoryview]:
+    def all_to_all(self, sent: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
         """Send each member its bytes; return what each member sent here.
 
         Args:
@@ -132,9 +132,7 @@ class GlooGroup:
             [len(part) for part in sent],
             self._options(_c10d.AllToAllOptions()),
         )
-        ends = np.cumsum(sizes).tolist()
-        data = memoryview(received)
-        return [data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        return [part.tobytes() for part in np.split(received, np.cumsum(sizes)[:-1])]
 
     def close(self) -> None:
         """Close the connections: members that wait for this one learn it at once.

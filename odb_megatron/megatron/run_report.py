@@ -127,6 +127,8 @@ class RunReport:
             if args.rank == 0:
                 print(f"odb: cost model {self._described(self._cost)}", flush=True)
         if args.rank == 0:
+            if isinstance(stream, SampleStream) and stream.repeats():
+                print(f"odb: {stream.repeats()}", flush=True)
             self._live = LiveReport(
                 total_samples=_told_total(args),
                 consumed_before=args.consumed_train_samples,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,7 +25,6 @@ Integers = npt.NDArray[np.int64]
 SHARE_OVERHEAD = 8  # percent that a sample costs more where replicas share it (keys, values travel)
 _DENSITIES = (90, 70)  # heights tried, percent of what an index full of the costliest costs
 _EVEN = (100, 80, 0)  # percent of the units that are spread; the others fill bin after bin
-_FAR = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,29 +90,42 @@ def plan_step(  # noqa: PLR0913
     tokens: Integers = -(-np.asarray(lengths, dtype=np.int64) // alignment) * alignment
     none = np.zeros_like(tokens)
     images = none if patches is None else np.asarray(patches, dtype=np.int64)
-    units = _Units(
+    planner = _Planner(
         np.stack([tokens, images, cost.samples(tokens, images), none if solo is None else solo]),
-        groups=none - 1 if groups is None else np.asarray(groups, dtype=np.int64),
+        none - 1 if groups is None else np.asarray(groups, dtype=np.int64),
+        num_replicas=num_replicas,
         room=(token_budget, max_patches or int(images.sum())),
         widest=1 << min(max_share, num_replicas).bit_length() - 1,
         part=math.lcm(2, alignment),
     )
-    count = max(min_micro_batches, 1, -(-units.fewest // num_replicas))
+    count = max(min_micro_batches, 1, -(-planner.fewest // num_replicas))
     count = -(-count // count_multiple) * count_multiple
-    rows, time = list[list[_Bin]](), _FAR
-    while units.total // num_replicas + count * cost.fixed < time:
-        found = units.plan(num_replicas, count, sync, limit=time - count * cost.fixed)
-        loads = np.array([[one.load for one in row] for row in found], dtype=np.int64)
-        if found:
-            height = int(loads.sum(1).max() if sync == "step" else loads.max(0).sum())
-        if found and height + count * cost.fixed < time:
+    rows, time = list[list[_Bin]](), 1 << 62
+    while planner.total // num_replicas + count * cost.fixed < time:
+        found = planner.plan(count, sync, limit=time - count * cost.fixed)
+        loads = np.array([[one.load for one in row] for row in found] or [[time]], dtype=np.int64)
+        height = int(loads.sum(1).max() if sync == "step" else loads.max(0).sum())
+        if height + count * cost.fixed < time:
             rows, time = found, height + count * cost.fixed
         elif rows:
             break
         count += count_multiple
     if owner is not None:
-        units.keep_at_home(rows, np.asarray(owner).tolist(), sync)
-    return units.named(rows, cost.fixed)
+        planner.keep_at_home(rows, np.asarray(owner, dtype=np.int64), sync)
+    names = [[tuple(sorted(planner.samples_of(one))) for one in row] for row in rows]
+    return StepPlan(
+        num_micro_batches=len(rows[0]),
+        micro_batches=tuple(map(tuple, names)),
+        shares={
+            at: one.width
+            for row in rows
+            for one in row
+            if one.width > 1
+            for at in planner.samples_of(one)
+        },
+        loads=tuple(tuple(one.load for one in row) for row in rows),
+        overhead=cost.fixed,
+    )
 
 
 @dataclass(slots=True)
@@ -128,18 +139,19 @@ class _Bin:
     units: list[int] = field(default_factory=list)
 
 
-class _Units:
-    """What is placed as one, costliest first: a sample, or the samples of a group."""
+class _Planner:
+    """Places units: samples, or groups of them that stay together; costliest first."""
 
     def __init__(
-        self, table: Integers, *, groups: Integers, room: tuple[int, int], widest: int, part: int
-    ) -> None:
+        self, table: Integers, groups: Integers, *, num_replicas: int, room: tuple[int, int],
+        widest: int, part: int,
+    ) -> None:  # fmt: skip
         named = np.where(groups < 0, np.arange(-len(groups), 0), groups)
         _, unit, counts = np.unique(named, return_inverse=True, return_counts=True)
         samples, ends = np.argsort(unit, kind="stable"), counts.cumsum()
         sums = np.add.reduceat(table[:, samples], ends - counts, axis=1)
         order = np.argsort(-sums[2], kind="stable")
-        sizes, images, prices, solo = sums[:, order]
+        sizes, images, self.price_array, solo = sums[:, order]
         spans = zip((ends - counts)[order].tolist(), ends[order].tolist(), strict=True)
         flat: list[int] = samples.tolist()
         self.samples = [flat[start:end] for start, end in spans]
@@ -152,88 +164,75 @@ class _Units:
                 "raise the token budget, or let it be shared, truncated, dropped or alone"
             )
         alone = (images > room[1]) | (sizes > room[0]) & ~can_share
-        self.room, self.part = room, part
+        self.alone, self.is_whole = set(np.flatnonzero(alone).tolist()), ~can_share
+        self.num_replicas, self.room, self.part = num_replicas, room, part
         self.widths = [1 << bit for bit in range(1, widest.bit_length())]
-        self.size_array, self.price_array = np.where(alone, room[0], sizes), prices
-        self.is_whole, self.alone = ~can_share, set(np.flatnonzero(alone).tolist())
+        self.size_array = np.where(alone, room[0], sizes)
         self.sizes: list[int] = self.size_array.tolist()
         self.images: list[int] = np.minimum(images, room[1]).tolist()
-        self.prices: list[int] = prices.tolist()
+        self.prices: list[int] = self.price_array.tolist()
         self.total = sum(self.prices)
-        halves = int(np.count_nonzero(self.is_whole & (2 * self.size_array > room[0])))
-        pictured = -(-sum(self.images) // max(1, room[1]))
-        self.fewest = max(-(-sum(self.sizes) // room[0]), pictured, halves)  # micro-batches
+        crowded = (  # n bins hold n * m units that are longer than a part of the budget in m + 1
+            -(-int(np.count_nonzero(self.is_whole & (self.size_array * (m + 1) > room[0]))) // m)
+            for m in range(1, 9)
+        )
+        full = -(-sum(self.sizes) // room[0]), -(-sum(self.images) // max(1, room[1]))
+        self.fewest = max(*full, *crowded)  # micro-batches
 
     def part_of(self, unit: int, width: int) -> tuple[int, int]:
         """Return the tokens (of a group at most) and the cost of a unit's part on each replica."""
         if unit in self.alone:
             return self.sizes[unit], self.prices[unit]
         pieces = -(-self.sizes[unit] // (width * self.part)) + len(self.samples[unit]) - 1
-        price = -(-self.prices[unit] * (100 + SHARE_OVERHEAD) // (100 * width))
-        return pieces * self.part, price
+        return pieces * self.part, -(-self.prices[unit] * (100 + SHARE_OVERHEAD) // (100 * width))
 
-    def plan(self, num_replicas: int, count: int, sync: Sync, *, limit: int) -> list[list[_Bin]]:
+    def plan(self, count: int, sync: Sync, *, limit: int) -> list[list[_Bin]]:
         """Return `bins[replica][m]`, empty where no plan of so many micro-batches is found."""
-        is_long = (self.price_array * num_replicas > self.total) | (self.size_array > self.room[0])
+        budget, images = self.room
+        is_long = (self.price_array * self.num_replicas > self.total) | (self.size_array > budget)
         if sync == "microbatch" or (is_long & ~self.is_whole).any():
-            return self.plan_by_index(num_replicas, count, limit)
-        room, images = self.room
-        replicas = [_Bin(room * count, images * count) for _ in range(num_replicas)]
+            return self.plan_by_index(count, limit)
+        replicas = [_Bin(budget * count, images * count) for _ in range(self.num_replicas)]
         if self.spread(range(len(self.prices)), replicas, self.prices):
             return []
-        rows = []
-        for replica in replicas:
-            by_size = sorted(replica.units, key=self.sizes.__getitem__, reverse=True)
-            rows.append(self.pack(by_size, count, self.sizes))
-            self.use_idle(rows[-1])
+        by_size = [sorted(one.units, key=lambda unit: -self.sizes[unit]) for one in replicas]
+        rows = [self.pack(units, count, self.sizes) for units in by_size]
         return rows if all(rows) else []
 
-    def plan_by_index(self, num_replicas: int, count: int, limit: int) -> list[list[_Bin]]:
+    def plan_by_index(self, count: int, limit: int) -> list[list[_Bin]]:
         """Return a plan whose micro-batches of one index cost the same on every replica."""
-        best = None
-        for density in _DENSITIES if count > 1 and not self.is_whole.all() else (100,):
-            found = self.fill_costly(num_replicas, count, density, limit)
-            if found is not None:
-                best, limit = found, found[0]
-                if not found[1]:
-                    break  # nothing is costly
-        if best is None:
+        densities = _DENSITIES if count > 1 and self.widths else (100,)
+        found = [self.fill_costly(count, density, limit) for density in densities]
+        if not any(found):
             return []
-        _, costly, others = best
-        bins = self.pack(others, num_replicas * (count - len(costly)), self.prices)
+        _, costly, others = min(filter(None, found), key=lambda one: one[0])
+        bins = self.pack(others, self.num_replicas * (count - len(costly)), self.prices)
         if others and not bins:
             return []
-        self.use_idle([*bins, *chain.from_iterable(costly)])
         bins += [one for column in costly for one in column if one.width == 1]
+        self.use_idle(bins)
         bins.sort(key=lambda one: one.load)  # so that equal ones meet
-        rows: list[list[_Bin]] = [[] for _ in range(num_replicas)]
+        rows: list[list[_Bin]] = [[] for _ in range(self.num_replicas)]
         for column in [*costly, *[[]] * (count - len(costly))]:
-            shared = sorted((one for one in column if one.width > 1), key=lambda one: -one.width)
-            places = [one for one in shared for _ in range(one.width)]  # aligned, as widest first
-            for row, one in zip(rows, places, strict=False):
+            shared = [one for one in column for _ in range(one.width) if one.width > 1]
+            for row, one in zip(rows, shared, strict=False):
                 row.append(one)
-            for row in sorted(rows[len(places) :], key=lambda row: sum(one.load for one in row)):
+            for row in sorted(rows[len(shared) :], key=lambda row: sum(one.load for one in row)):
                 row.append(bins.pop())
         return rows
 
     def fill_costly(
-        self, num_replicas: int, count: int, density: int, limit: int
+        self, count: int, density: int, limit: int
     ) -> tuple[int, list[list[_Bin]], list[int]] | None:
         """Fill, one index after the other, those that one unit makes higher than the mean.
 
         An index as high as that unit takes the costliest on its other replicas. Where units may
-        be shared it is as high as it can be filled, and shared are those that cost more.
-
-        Returns:
-            What the step will take, the bins of each such index, and the units for the others,
-            none of them costly; None where that is not below the limit.
+        be shared it is as high as it can be filled, and shared are those that cost more. Returns
+        what the step will take, the bins of each such index, and the units for the others, none
+        of them costly; None where that is not below the limit.
         """
-        left, columns, time, budget = (
-            np.arange(len(self.prices)),
-            list[list[_Bin]](),
-            0,
-            self.room[0],
-        )
+        (budget, images), num_replicas = self.room, self.num_replicas
+        left, columns, time = np.arange(len(self.prices)), list[list[_Bin]](), 0
         while len(left):
             rest = count - len(columns)
             price, size = self.price_array[left], self.size_array[left]
@@ -250,16 +249,17 @@ class _Units:
             bins, free, shared = list[_Bin](), num_replicas, list[int]()
             for at in np.flatnonzero((price > height) | (size > budget)).tolist():
                 unit = int(left[at])
-                parts = {width: self.part_of(unit, width) for width in self.widths}
-                fit = [k for k, (t, c) in parts.items() if t <= budget and c <= height]
-                width = min(fit, default=self.widths[-1])
+                parts = [(width, *self.part_of(unit, width)) for width in self.widths]
+                fit = (one for one in parts if one[1] <= budget and one[2] <= height)
+                width, tokens, load = next(fit, parts[-1])
                 if width <= free:
-                    tokens, load = parts[width]
-                    images = self.room[1] - self.images[unit]
-                    bins.append(_Bin(budget - tokens, images, width, load, [unit]))
+                    bins.append(
+                        _Bin(budget - tokens, images - self.images[unit], width, load, [unit])
+                    )
                     free -= width
                     shared.append(at)
-            bins += [_Bin(*self.room) for _ in range(free)]
+            bins.sort(key=lambda one: -one.width)  # widest first, so that all are aligned
+            bins += [_Bin(budget, images) for _ in range(free)]
             left = np.delete(left, shared)
             if rest == 1 and self.size_array[left].max(initial=0) > budget:
                 return None
@@ -270,26 +270,25 @@ class _Units:
         return (time, columns, []) if time < limit else None
 
     def pack(self, units: list[int], count: int, keys: list[int]) -> list[_Bin]:
-        """Return so many bins with the units spread as evenly as possible; empty if it is not."""
+        """Return so many bins with the units, falling in size, or empty where they do not fit."""
         for percent in _EVEN:
             bins = [_Bin(*self.room) for _ in range(count)]
             num = len(units) * percent // 100
-            small = sorted(units[num:], key=self.sizes.__getitem__, reverse=True)
-            if not self.spread(units[:num], bins, keys) and not self.spread(small, bins, None):
+            small = sorted(units[num:], key=lambda unit: -self.sizes[unit])
+            if not self.spread(units[:num], bins, keys) and not self.spread(small, bins, []):
+                self.use_idle(bins)
                 return bins
         return []
 
     def spread(
-        self, units: Iterable[int], bins: list[_Bin], keys: list[int] | None, height: int = 0
+        self, units: Iterable[int], bins: list[_Bin], keys: list[int], height: int = 0
     ) -> list[int]:
         """Put each unit into the lowest bin that has room for it; return those that find none.
 
-        Args:
-            units: falling.
-            bins: changed.
-            keys: what adds up in bins; None where each bin is filled as far as it can be.
-            height: no bin grows beyond it; 0 for no end.
+        With a height no bin grows beyond it. Low is a bin by the keys of its units; without keys
+        one bin after the other is filled.
         """
+        sizes, prices, images = self.sizes, self.prices, self.images
         heap = []
         for at, one in enumerate(bins):
             low = one.load - height
@@ -300,28 +299,27 @@ class _Units:
         full: list[tuple[int, int, int]] = []  # without room for the present unit
         others = []
         for unit in units:
-            size, images, key = self.sizes[unit], self.images[unit], keys[unit] if keys else 0
+            size, key = sizes[unit], keys[unit] if keys else 0
             while full and -full[0][0] >= size:
-                _, low, at = heapq.heappop(full)
-                heapq.heappush(heap, (low, at))
+                heapq.heappush(heap, heapq.heappop(full)[1:])
             apart = []
             while heap and not (height and heap[0][0] + key > 0):
                 low, at = heap[0]
                 one = bins[at]
-                need, cost = size, self.prices[unit]
+                need, cost = size, prices[unit]
                 if one.width > 1:
                     need, cost = self.part_of(unit, one.width)
                 if need > one.room:
                     heapq.heappush(full, (-one.room * one.width, *heapq.heappop(heap)))
-                elif images > one.images:
+                elif images[unit] > one.images:
                     apart.append(heapq.heappop(heap))
                 else:
                     one.units.append(unit)
                     one.room -= need
-                    one.images -= images
+                    one.images -= images[unit]
                     one.load += cost
-                    grown = low + (key if height or one.width == 1 else cost)
-                    heapq.heapreplace(heap, (grown, at))
+                    low += key if height or one.width == 1 else cost
+                    heapq.heapreplace(heap, (low, at))
                     break
             else:
                 others.append(unit)
@@ -332,54 +330,32 @@ class _Units:
     def use_idle(self, bins: list[_Bin]) -> None:
         """Move a unit into each empty bin as long as others hold several."""
         for idle in (one for one in bins if not one.units):
-            several = [one for one in bins if len(one.units) > 1]
-            movable = [one for one in several if self.sizes[one.units[-1]] <= self.room[0]]
-            if not movable:
-                break
-            costliest = max(movable, key=lambda one: one.load)
-            unit = costliest.units.pop()
-            price = self.prices[unit]
-            costliest.load -= self.part_of(unit, costliest.width)[1] if costliest.width > 1 else price
-            idle.units, idle.load = [unit], price
+            costliest = max(bins, key=lambda one: (len(one.units) > 1, one.load))
+            if len(costliest.units) > 1:
+                idle.units = [costliest.units.pop()]
+                idle.load = self.prices[idle.units[0]]
+                costliest.load -= idle.load
 
-    def keep_at_home(self, rows: list[list[_Bin]], owner: list[int], sync: Sync) -> None:
+    def keep_at_home(self, rows: list[list[_Bin]], owner: Integers, sync: Sync) -> None:
         """Exchange what takes equal time on other replicas: steps, or micro-batches of an index."""
         count = len(rows[0])
+        home_of = owner[np.array([one[0] for one in self.samples], dtype=np.int64)]
         for part in [slice(count)] if sync == "step" else [slice(m, m + 1) for m in range(count)]:
             bins = {
                 at: row[part]
                 for at, row in enumerate(rows)
-                if all(one.width == 1 for one in row[part])
+                if max(one.width for one in row[part]) == 1
             }
-            tokens: Counter[tuple[int, int]] = Counter()
-            for at, parts in bins.items():
-                for unit in chain.from_iterable(one.units for one in parts):
-                    tokens[at, owner[self.samples[unit][0]]] += self.sizes[unit]
+            tokens = np.zeros((len(rows), len(rows)), dtype=np.int64)
+            for at, mine in bins.items():
+                units = np.array([unit for one in mine for unit in one.units], dtype=np.int64)
+                np.add.at(tokens[at], home_of[units], self.size_array[units])
             homes = set(bins)
-            for at, home in sorted(tokens, key=lambda pair: (-tokens[pair], pair)):
+            for pair in np.argsort(-tokens, axis=None, kind="stable").tolist():
+                at, home = divmod(pair, len(rows))
                 if at in bins and home in homes:
-                    rows[home][part] = bins.pop(at)
                     homes.remove(home)
-            for home, parts in zip(sorted(homes), bins.values(), strict=True):
-                rows[home][part] = parts
+                    rows[home][part] = bins.pop(at)
 
-    def named(self, rows: list[list[_Bin]], overhead: int) -> StepPlan:
-        """Return the plan with samples for units."""
-        bins = {
-            id(one): tuple(sorted(chain.from_iterable(map(self.samples.__getitem__, one.units))))
-            for row in rows
-            for one in row
-        }
-        return StepPlan(
-            num_micro_batches=len(rows[0]),
-            micro_batches=tuple(tuple(bins[id(one)] for one in row) for row in rows),
-            shares={
-                at: one.width
-                for row in rows
-                for one in row
-                if one.width > 1
-                for at in bins[id(one)]
-            },
-            loads=tuple(tuple(one.load for one in row) for row in rows),
-            overhead=overhead,
-        )
+    def samples_of(self, one: _Bin) -> Iterable[int]:
+        return chain.from_iterable(map(self.samples.__getitem__, one.units))
