@@ -77,6 +77,7 @@ class ReplayLoader(StepLoader):
         self.is_over = True
 
     def _read(self, position: int) -> tuple[int, Sample]:
+        assert isinstance(self.stream, SampleStream), "see make_step"
         item = self.stream.fetch(position)
         assert not isinstance(item, Skipped), f"position {position} was trained, and is skipped now"
         return position, item
