@@ -54,8 +54,6 @@ def _run(script: str, *flags: str, folder: Path) -> tuple[dict[str, Any], str]:
 @pytest.mark.parametrize(
     ("script", "flags", "text"),
     [
-        ("planner", "--windows 0", "argument --windows: '0' is not a whole number from 1 to 65536"),
-        ("planner", "--windows 65537", "'65537' is not a whole number from 1 to 65536"),
         ("planner", "--replicas 0", "argument --replicas: '0' is not a whole number of at least 1"),
         ("planner", "--steps 0", "argument --steps: '0' is not a whole number of at least 1"),
         ("planner", "--steps x", "argument --steps: 'x' is not a whole number of at least 1"),
