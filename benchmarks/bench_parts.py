@@ -177,7 +177,6 @@ PARTS = (
             Goal(
                 what="distinct numbers of micro-batches", read=lambda r: len(r["m_values"]), least=3
             ),
-            Goal(what="idle micro-batches", read=lambda r: r["idle_microbatches"], least=1),
         ),
     ),
     Part(

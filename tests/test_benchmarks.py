@@ -323,7 +323,6 @@ def test_packed_training_has_the_padded_baselines_losses(tmp_path: Path) -> None
         assert result[name] is True
     assert len(result["m_values"]) >= 2
     assert result["samples_left_out"] > 0
-    assert result["idle_microbatches"] > 0
     padded, *packed = result["runs"]
     assert padded["computed_tokens"] > padded["tokens"]  # the baseline did pad
     assert len(packed) == 2

@@ -283,8 +283,9 @@ class StepLoop:
                 self._step += 1
                 self._consumed += totals.num_consumed
                 self._attempt(self._bad.add_up, totals)
-                if step is not None and self._error is None:
-                    yield replace(step, progress=self.progress)
+                progress = self._attempt(lambda: self.progress)
+                if step is not None and progress is not None:
+                    yield replace(step, progress=progress)
                 else:  # the others learn it in the next gather
                     assert self._error is not None
                     yield Failure(self._error)
