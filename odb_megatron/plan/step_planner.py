@@ -26,7 +26,6 @@ Integers = npt.NDArray[np.int64]
 SHARE_OVERHEAD = 8  # percent that a sample costs more where replicas share it (keys, values travel)
 _SHARED = 100 + SHARE_OVERHEAD
 _DENSITY = 90  # percent of the cost of an index full of the costliest units that is aimed at
-_EVEN = (100, 80, 0)  # percent of the units that are spread; the others fill bin after bin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +105,9 @@ def plan_step(  # noqa: PLR0913
         count += count_multiple
     if owner is not None:
         planner.keep_at_home(rows, np.asarray(owner, dtype=np.int64), sync)
-    names = [[planner.samples_of(one) for one in row] for row in rows]
-    bins = zip(chain.from_iterable(rows), chain.from_iterable(names), strict=True)
+    flat, ids = chain.from_iterable, planner.samples.__getitem__
+    names = [[tuple(sorted(flat(map(ids, one.units)))) for one in row] for row in rows]
+    bins = zip(flat(rows), flat(names), strict=True)
     return StepPlan(
         num_micro_batches=len(rows[0]),
         micro_batches=tuple(map(tuple, names)),
@@ -163,9 +163,6 @@ class _Planner:
         fewest += [-(-sum(self.sizes) // room[0]), -(-sum(self.images) // max(1, room[1]))]
         self.fewest = max(fewest)
 
-    def samples_of(self, one: _Bin) -> tuple[int, ...]:
-        return tuple(sorted(chain.from_iterable(map(self.samples.__getitem__, one.units))))
-
     def part_of(self, unit: int, width: int) -> tuple[int, int]:
         """Return the tokens (of a group at most) and the cost of a unit's part on each replica."""
         if unit in self.alone:
@@ -179,11 +176,14 @@ class _Planner:
         is_long = (self.price * self.num_replicas > self.total) | (self.size > budget)
         if sync == "microbatch" or (is_long & ~self.is_whole).any():
             return self.plan_by_index(count, limit)
-        replicas = [_Bin(budget * count, images * count) for _ in range(self.num_replicas)]
-        if self.spread(list(range(len(self.prices))), replicas, self.prices):
-            return []
-        rows = [self.pack(one.units, count, self.sizes) for one in replicas]
-        return rows if all(rows) else []
+        for spare in (count * budget // 256, 0):  # what cannot be packed to the last token
+            room = (count * budget - spare, count * images)
+            replicas = [_Bin(*room) for _ in range(self.num_replicas)]
+            if not self.spread(list(range(len(self.prices))), replicas, self.prices):
+                rows = [self.pack(one.units, count, self.sizes) for one in replicas]
+                if all(rows):
+                    return rows
+        return []
 
     def plan_by_index(self, count: int, limit: int) -> list[list[_Bin]]:
         """Return a plan whose micro-batches of one index cost the same on every replica.
@@ -194,10 +194,10 @@ class _Planner:
         """
         budget, images = self.room
         left, time, columns = list(range(len(self.prices))), 0, list[list[_Bin]]()
-        while left:
+        while left and len(columns) < count:
             price, size, rest = self.price[left], self.size[left], count - len(columns)
-            level = -(-int(price.sum()) // (self.num_replicas * max(1, rest)))
-            if not rest or time + level * rest >= limit:
+            level = -(-int(price.sum()) // (self.num_replicas * rest))
+            if time + level * rest >= limit:
                 return []
             if price[0] <= level and size.max() <= budget:
                 break
@@ -238,10 +238,9 @@ class _Planner:
 
     def pack(self, units: Ids, count: int, keys: Ids) -> list[_Bin]:
         """Return so many bins with all units, or empty where they do not fit."""
-        for percent in _EVEN:
+        for key in (keys, []):
             bins = [_Bin(*self.room) for _ in range(count)]
-            num = len(units) * percent // 100
-            if not self.spread(units[:num], bins, keys) and not self.spread(units[num:], bins, []):
+            if not self.spread(units, bins, key):
                 self.use_idle(bins)
                 return bins
         return []
