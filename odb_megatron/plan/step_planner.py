@@ -71,7 +71,7 @@ def plan_step(  # noqa: PLR0913
         count_multiple: M is a multiple of it (virtual pipelines).
         max_share: most replicas that share a sample.
         groups: samples with the same number >= 0 stay in one micro-batch.
-        owner: replica that has read the sample; where plans take equal time, few tokens move.
+        owner: replica that has read the sample, -1 for none: few tokens move where it is free.
         solo: whether the sample may be over the budget, alone in a micro-batch.
 
     Raises:
@@ -249,8 +249,7 @@ class _Planner:
             scales = [(100 * one.width if one.width > 1 else _SHARED) for one in bins]
             heap = [((low - height) * scales[at] // _SHARED, at) for low, at in heap]
         heapq.heapify(heap)
-        full: list[tuple[int, int, int]] = []  # for the present unit
-        others = []
+        full, others = list[tuple[int, int, int]](), list[int]()  # bins without room, units
         for unit in units:
             size, key = sizes[unit], keys[unit] if keys else 0
             while full and -full[0][0] >= size:
@@ -291,7 +290,7 @@ class _Planner:
         for part in [slice(m, m + width) for m in range(0, len(rows[0]), width)]:
             free = [at for at, row in enumerate(rows) if all(one.width == 1 for one in row[part])]
             bins = [rows[at][part] for at in free]
-            tokens = np.zeros((len(bins), len(rows)), dtype=np.int64)
+            tokens = np.zeros((len(bins), len(rows) + 1), dtype=np.int64)  # the last: no owner
             for at, ones in enumerate(bins):
                 units = np.array([unit for one in ones for unit in one.units], dtype=np.int64)
                 np.add.at(tokens[at], home_of[units], self.size[units])
