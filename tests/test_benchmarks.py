@@ -54,8 +54,6 @@ def _run(script: str, *flags: str, folder: Path) -> tuple[dict[str, Any], str]:
 @pytest.mark.parametrize(
     ("script", "flags", "text"),
     [
-        ("planner", "--windows 0", "argument --windows: '0' is not a whole number from 1 to 65536"),
-        ("planner", "--windows 65537", "'65537' is not a whole number from 1 to 65536"),
         ("planner", "--replicas 0", "argument --replicas: '0' is not a whole number of at least 1"),
         ("planner", "--steps 0", "argument --steps: '0' is not a whole number of at least 1"),
         ("planner", "--steps x", "argument --steps: 'x' is not a whole number of at least 1"),
@@ -323,7 +321,6 @@ def test_packed_training_has_the_padded_baselines_losses(tmp_path: Path) -> None
         assert result[name] is True
     assert len(result["m_values"]) >= 2
     assert result["samples_left_out"] > 0
-    assert result["idle_microbatches"] > 0
     padded, *packed = result["runs"]
     assert padded["computed_tokens"] > padded["tokens"]  # the baseline did pad
     assert len(packed) == 2

@@ -71,8 +71,8 @@ def test_the_command_of_the_readme(chats: ChatFile, tmp_path: Path) -> None:
 def test_overlay_of_the_examples(bridge: Bridge) -> None:
     run = bridge.train(*SHORT, "dataset.odb.token_budget=96", options=("--config", str(OVERLAY)))
     assert (
-        "odb: reproduce with dataset.odb.token_budget=96 dataset.odb.policy=samples "
-        "dataset.odb.exchange=auto dataset.odb.overlong=truncate dataset.odb.bad_record=skip "
+        "odb: reproduce with dataset.odb.token_budget=96 dataset.odb.overlong=truncate "
+        "dataset.odb.bad_record=skip "
     ) in run.output
     assert [record["samples"] for record in run.records] == [8, 8]
 

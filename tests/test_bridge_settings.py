@@ -77,6 +77,8 @@ def test_described() -> None:
         "dataset.odb.token_budget=96 dataset.odb.pad_to_budget=true "
         "dataset.odb.data_path=[0.5,a,0.5,b]"
     )
+    prices = OdbSettings(cost="linear=1,patch=2")
+    assert described(prices) == """'dataset.odb.cost="linear=1,patch=2"'"""
 
 
 @pytest.mark.parametrize(

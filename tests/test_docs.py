@@ -112,11 +112,11 @@ def test_the_site_asks_no_other_host_for_anything(site: Path) -> None:
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
     text = "".join(path.read_text(encoding="utf-8") for path in (site / "reference").glob("*.html"))
     for name in (
-        "odb_megatron.plan.planner.ReplicaPlanner",
+        "odb_megatron.plan.step_planner.plan_step",
         "odb_megatron.data.step_loader.StepLoader",
         "odb_megatron.megatron.run.OdbRun",
         "odb_megatron.bridge.activation.enable",
-        "odb_megatron.simulation.command.simulate",
+        "odb_megatron.simulation.compare.simulate",
         "odb_megatron.launch.main",
     ):
         assert f'id="{name}"' in text, name

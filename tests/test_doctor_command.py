@@ -111,8 +111,8 @@ def found(
     cases = {
         "good": case(*chats, "--tensorboard-dir", str(tensorboard), world=1),
         "no per-token loss": case(*chats, without="--calculate-per-token-loss"),
-        "misspelt": case(*chats, "--odb-polcy", "cost"),
-        "bad value": case(*chats, "--odb-policy", "best"),
+        "misspelt": case(*chats, "--odb-overlon", "drop"),
+        "bad value": case(*chats, "--odb-overlong", "best"),
         "budget": case(*chats, "--odb-token-budget", "40"),
         "overlong": case(*chats, length=40),
         "help": case("--help"),
@@ -127,7 +127,8 @@ def found(
             *("--vocab-size", "64"),
         ),
         "several": case(
-            *(*chats, "--odb-window", "8", "--odb-max-bad-records", "3", "--odb-plan-ahead", "-1"),
+            *(*chats, "--odb-cost", "patch=8", "--odb-max-bad-records", "3"),
+            *("--odb-plan-ahead", "-1"),
             without="--calculate-per-token-loss",
         ),
         "baseline": case(*chats, without="--odb"),
@@ -164,7 +165,7 @@ def test_flags_that_fit(found: dict[str, FlagFacts], files: Files) -> None:
     good = found["good"]
     assert (good.problems, good.unknown, good.backend_problem) == ((), "", "")
     assert good.backend.startswith("cpu: ")
-    assert good.described.startswith("--odb --odb-policy samples")
+    assert good.described.startswith("--odb --odb-token-budget 64")
     assert (good.has_odb, good.uses_nccl, good.replicas, good.limit) == (True, False, 1, 64)
     (data,) = good.data
     assert (data.num_records, data.num_read) == (61, 61)
@@ -207,9 +208,9 @@ def test_what_is_refused(found: dict[str, FlagFacts], name: str, words: str) -> 
         (
             "several",
             [
-                "--odb-window would do nothing with --odb-policy samples",
                 "--odb-max-bad-records would do nothing with --odb-bad-record error",
                 "--odb-plan-ahead must not be negative, got -1",
+                "--odb-cost patch=8: linear is missing",
                 "--odb needs --calculate-per-token-loss",
             ],
         ),
@@ -226,7 +227,7 @@ def test_refusals_do_not_hide_each_other(
 
 def test_unknown_flags_do_not_hide_the_rest(found: dict[str, FlagFacts]) -> None:
     facts = found["misspelt"]
-    assert "did you mean --odb-policy?" in facts.unknown
+    assert "did you mean --odb-overlong?" in facts.unknown
     assert facts.problems == ()
     assert facts.data[0].num_read == 61
 

@@ -51,7 +51,7 @@ def world(
         "has_iterators": bool(shards),
     }
     config = PlanConfig(**values | more)
-    items = {at: 1 for at in range((max(shards, default=0) + 99) * config.num_replicas)}
+    items = dict.fromkeys(range((max(shards, default=0) + 99) * config.num_replicas), 1)
     return World(
         config=config,
         lengths=items | dict(enumerate(lengths)),

@@ -229,7 +229,7 @@ def test_without_torch(plain: Path, tmp_path: Path) -> None:
     assert "usage: odb-megatron" in told
     lengths = ["--lengths", "lognormal:mean=200,cv=1,n=256,max=1024", "--token-budget", "2048"]
     simulated = ran(
-        [tool, "simulate", *lengths, "--dp", "2", "--policy", "samples", "--json", "s.json"],
+        [tool, "simulate", *lengths, "--dp", "2", "--policy", "odb", "--json", "s.json"],
         tmp_path,
     )
     assert simulated.returncode == 0, simulated.stderr

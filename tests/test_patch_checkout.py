@@ -184,7 +184,7 @@ def test_it_trains_unpatched(
 
 def test_it_trains_in_pipeline_stages(checkout: Path, flags: list[str], odb: list[str]) -> None:
     """The script's `get_embedding_ranks` builds a configuration of its own from the arguments."""
-    own = ["--pipeline-model-parallel-size", "2", "--num-layers", "2", "--odb-policy", "cost"]
+    own = ["--pipeline-model-parallel-size", "2", "--num-layers", "2"]
     ended = _launch("-m", "odb_megatron.run", SCRIPT, *flags, *odb, *own, cwd=checkout)
     assert ended.code == 0, ended.output[-3000:]
     assert "21 samples (21 of 21 requested)" in ended.output

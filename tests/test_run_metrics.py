@@ -159,3 +159,37 @@ def test_the_padded_baseline_is_logged_and_written(
         assert scalars["odb/tokens"][step.iteration] == record.tokens
         padding = 1 - record.tokens / record.computed_tokens
         assert scalars["odb/padding"][step.iteration] == pytest.approx(padding, rel=1e-5)
+
+
+def test_what_the_plan_does_is_told(megatron: Megatron) -> None:
+    """Own data sets with patches: seven of 24 samples have more than a micro-batch may hold."""
+    over = 7
+    items = [
+        {
+            "tokens": list(range(1, 2 + at)),
+            "labels": list(range(2, 3 + at)),
+            "loss_mask": [1] * (1 + at),
+            "num_patches": 9 if at < over else at % 4,
+        }
+        for at in range(24)
+    ]
+    prices = "linear=2.0,quadratic=0.001,overhead=70.0,patch=0.5"
+    run = megatron.train(
+        *("--odb", "--odb-max-patches", 8, "--odb-cost", prices, "--train-samples", 24),
+        *("--split", "100,0,0", "--eval-iters", 0),
+        items=(items, None, None),
+    )
+    output = run.replicas[0].output
+    (line,) = (line for line in output.splitlines() if "odb: reproduce with" in line)
+    assert f"--odb-cost {prices} --odb-max-patches 8" in line
+    assert "odb: replicas are balanced in each step: replicas meet once per optimizer" in output
+    assert f"odb: cost model --odb-cost {prices} (as given)\n" in output
+    assert f"; over the budget or patch cap, alone: {over}\n" in run.summary
+    assert f"  cost model          --odb-cost {prices} (as given)\n" in run.summary
+    moved = sum(step.record["moved"] for step in run.steps)
+    assert moved > 0
+    assert f"  samples moved       {moved} of 24 (" in run.summary
+    for replica in run.replicas:
+        for record in replica.steps:
+            for lengths in record["lengths"]:
+                assert len(lengths) == 1 or min(lengths) > over

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from odb_megatron import __version__
 from odb_megatron.cli import main
+from odb_megatron.plan.blocks import block_of
 from odb_megatron.plan.cost import COST_UNIT, CostModel
-from odb_megatron.plan.record import block_of
 from odb_megatron.simulation.compare import POLICY_NAMES, compare
 from odb_megatron.simulation.lengths import read_lengths
 from odb_megatron.simulation.schedules import (
@@ -84,22 +84,25 @@ def test_every_sample_once_and_within_the_budget(name: str, data: st.DataObject)
 @pytest.mark.parametrize("sync", ["step", "microbatch"])
 @pytest.mark.parametrize("num_replicas", [4, 66, 130])
 def test_odb_steps_are_the_next_global_batch(sync: str, num_replicas: int) -> None:
-    """Beyond 64 replicas in blocks, each of its own samples, all with the same M."""
+    """Beyond 64 replicas in blocks, all with the same M."""
     random = np.random.default_rng(0)
     lengths = np.clip(random.lognormal(4, 1, 6000), 1, 1000).astype(int)
     stream, setting = _world(
         lengths, token_budget=1000, num_replicas=num_replicas, global_batch_size=1000, sync=sync
     )
     steps = _steps("odb", stream, setting)
-    blocks = {block_of(replica, num_replicas) for replica in range(num_replicas)}
-    assert all(len(block) <= 64 for block in blocks)
     for index, step in enumerate(steps):
         samples = sorted(p for row in step for batch in row for p in batch)
         assert samples == list(range(1000 * index, 1000 * (index + 1)))
         assert len({len(row) for row in step}) == 1
-        for block in blocks:
-            own = {p % 1000 % num_replicas for r in block for batch in step[r] for p in batch}
-            assert own <= set(block)
+        moved = sum(
+            block_of(p % 1000 % num_replicas, num_replicas) != block_of(replica, num_replicas)
+            for replica, row in enumerate(step)
+            for batch in row
+            for p in batch
+        )
+        assert moved <= 30, "few samples move between blocks, to even them out"
+        assert moved > 0 or num_replicas == 4
 
 
 def test_odb_shares_long_samples() -> None:

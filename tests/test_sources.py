@@ -19,7 +19,7 @@ from made_up_data import Letters, Records, rules
 from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
 from odb_megatron.data.fetch_limit import limited
 from odb_megatron.data.preprocess import BadRecordPolicy
-from odb_megatron.data.sample import BadRecordError, Skipped, SkipReason, Sample
+from odb_megatron.data.sample import BadRecordError, Sample, Skipped, SkipReason
 from odb_megatron.data.sources import (
     ChatSource,
     IndexedSource,
@@ -335,7 +335,7 @@ BAD_ITEMS: list[tuple[object, str]] = [
     (GOOD | {"num_patches": None}, "num_patches has dtype object; expected integers"),
     (GOOD | {"num_patches": [1, 2]}, "size 1"),
     (GOOD | {"labels": [6, 7]}, r"got shapes \(3,\), \(2,\), \(3,\)"),
-    ({name: [] for name in GOOD}, "dtype float64|got shapes"),
+    ({name: [] for name in GOOD}, "tokens is empty"),
     ({name: [values] for name, values in GOOD.items()}, r"got shapes \(1, 3\)"),
 ]
 

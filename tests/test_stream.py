@@ -22,7 +22,7 @@ from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
 from odb_megatron.data.order import CyclicOrder, PassOrder
 from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.replica_stream import ReplicaStream
-from odb_megatron.data.sample import BadRecordError, Skipped, Sample
+from odb_megatron.data.sample import BadRecordError, Sample, Skipped
 from odb_megatron.data.sources import ChatSource, MapSource
 from odb_megatron.data.stream import Blend, FetchError, SampleStream, SourcePart
 from odb_megatron.data.workers import Workers

@@ -16,18 +16,18 @@ from odb_megatron.megatron.usage import raise_usage_errors, usage_errors
     ("flags", "text"),
     [
         (
-            ["--odb-polcy", "cost"],
-            r"unrecognized arguments: --odb-polcy cost: did you mean --odb-policy\?",
+            ["--odb-overlon", "drop"],
+            r"unrecognized arguments: --odb-overlon drop: did you mean --odb-overlong\?",
         ),
         (
-            ["--odb-windw=3", "--odb-tokn-budget", "4"],
-            r"did you mean --odb-window and --odb-token-budget\? \(--help lists all flags\)",
+            ["--odb-epchs=3", "--odb-tokn-budget", "4"],
+            r"did you mean --odb-epochs and --odb-token-budget\? \(--help lists all flags\)",
         ),
         (["--zebra"], r"unrecognized arguments: --zebra: --help lists all flags$"),
         (["stray"], r"unrecognized arguments: stray: --help lists all flags$"),
-        (["--odb-window", "abc"], r"argument --odb-window: invalid int value: 'abc'$"),
-        (["--odb-policy", "x"], r"argument --odb-policy: invalid choice: 'x'"),
-        (["--odb-window"], r"argument --odb-window: expected one argument$"),
+        (["--odb-epochs", "abc"], r"argument --odb-epochs: invalid int value: 'abc'$"),
+        (["--odb-overlong", "x"], r"argument --odb-overlong: invalid choice: 'x'"),
+        (["--odb-epochs"], r"argument --odb-epochs: expected one argument$"),
     ],
 )
 def test_wrong_flags_raise(flags: list[str], text: str) -> None:

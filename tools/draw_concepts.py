@@ -1,4 +1,4 @@
-"""The pictures of docs/concepts.md: real steps of the planners, drawn into docs/pictures.
+"""The pictures of docs/concepts.md: real steps of the planner, drawn into docs/pictures.
 
     python tools/draw_concepts.py            # writes them
     python tools/draw_concepts.py --check    # compares them; exit code 1 if one differs
@@ -12,18 +12,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from odb_megatron.pages import Chart, Form, Table, standalone_svg, theme
-from odb_megatron.plan.policy import ExchangeMode, PolicyName
-from odb_megatron.simulation.drive import run_planners
+from odb_megatron.plan.step_planner import StepPlan, plan_step
 from odb_megatron.simulation.lengths import read_lengths
-from odb_megatron.simulation.schedule import Schedule
-from odb_megatron.simulation.setting import CostShares, Setting, Stream
+from odb_megatron.simulation.schedules import Setting, Stream, odb, shares_model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +32,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 CONTEXT, BUDGET = 4096, 8192
 LENGTHS = f"lognormal:mean=500,cv=1.0,max={CONTEXT},n=8192"
 NUM_REPLICAS, BATCH = 4, 128
-FIRST_STEP, NUM_STEPS = 20, 3  # past the filling of the windows
+FIRST_STEP, NUM_STEPS = 20, 3
 
 EDGE: dict[str, Any] = {"edgecolor": theme.SURFACE, "linewidth": 1.2}
 FREE: dict[str, Any] = {
@@ -46,6 +43,7 @@ FREE: dict[str, Any] = {
 }
 
 MicroBatches = Sequence[Sequence[int]]
+Step = Sequence[MicroBatches]
 
 
 def main() -> int:
@@ -78,39 +76,42 @@ def drawn() -> dict[str, str]:
 def charts() -> dict[str, Chart]:
     """Plan, and return the pictures by name."""
     lengths = read_lengths(LENGTHS, token_budget=BUDGET).values
-    cost = CostShares().model(lengths, token_budget=BUDGET)
+    cost = shares_model(lengths, token_budget=BUDGET)
     stream = Stream.of_epochs(lengths, epochs=1, cost=cost, seed=0)
     setting = Setting(
-        num_replicas=NUM_REPLICAS,
-        token_budget=BUDGET,
-        window=4 * BATCH // NUM_REPLICAS,
-        global_batch_size=BATCH,
-        cost=cost,
+        num_replicas=NUM_REPLICAS, token_budget=BUDGET, global_batch_size=BATCH, cost=cost
     )
-    exchanging = replace(setting, exchange=ExchangeMode.TOKENS)
-    samples = run_planners(PolicyName.SAMPLES, stream, setting)
+    steps = range(FIRST_STEP, FIRST_STEP + NUM_STEPS)
     planned = {
-        "samples": samples,
-        "samples, exchange": run_planners(PolicyName.SAMPLES, stream, exchanging),
-        "cost": run_planners(PolicyName.COST, stream, setting),
+        "each trains what it has read": [_as_read(stream, setting, step) for step in steps],
+        "planned together": [odb(stream, setting).step(step) for step in steps],
     }
-    packed = _step(samples, FIRST_STEP)[0]
     return {
-        "packed": _packed_chart(packed, stream),
+        "packed": _packed_chart(planned["planned together"][0][0], stream),
         "replicas": _replicas_chart(planned, stream, setting),
     }
 
 
-def _step(schedule: Schedule, step: int) -> list[MicroBatches]:
-    """Return `[replica][micro-batch]`, stream positions each."""
-    count = int(schedule.counts[step])
-    first = int(schedule.micro_batch_starts[step])
-    starts = schedule.sample_starts
-    cut = [
-        schedule.positions[starts[at] : starts[at + 1]].tolist()
-        for at in range(first, first + count * schedule.num_replicas)
+def _as_read(stream: Stream, setting: Setting, step: int) -> Step:
+    """Return a step in which no sample moves: every replica plans its own, for the largest M."""
+    shares = [
+        range(step * BATCH + at, (step + 1) * BATCH, NUM_REPLICAS) for at in range(NUM_REPLICAS)
     ]
-    return [cut[at : at + count] for at in range(0, len(cut), count)]
+
+    def plan(share: Sequence[int], least: int) -> StepPlan:
+        return plan_step(
+            stream.lengths[share],
+            num_replicas=1,
+            token_budget=BUDGET,
+            cost=setting.cost,
+            min_micro_batches=least,
+        )
+
+    count = max(plan(share, 1).num_micro_batches for share in shares)
+    return [
+        [[share[at] for at in row] for row in plan(share, count).micro_batches[0]]
+        for share in shares
+    ]
 
 
 def _packed_chart(packed: MicroBatches, stream: Stream) -> Chart:
@@ -169,18 +170,20 @@ def _rows(axes: Axes, rows: MicroBatches, stream: Stream, *, is_padded: bool) ->
     axes.spines["left"].set_visible(False)
 
 
-def _replicas_chart(planned: Mapping[str, Schedule], stream: Stream, setting: Setting) -> Chart:
+def _replicas_chart(
+    planned: Mapping[str, Sequence[Step]], stream: Stream, setting: Setting
+) -> Chart:
     """When each replica computes, and when it waits for the others, step by step."""
     full = BUDGET / int(stream.lengths.sum()) * float(stream.costs.sum()) + setting.cost.fixed
     times = {
         name: [
             [
                 [(float(stream.costs[list(row)].sum()) + setting.cost.fixed) / full for row in rows]
-                for rows in _step(schedule, step)
+                for rows in step
             ]
-            for step in range(FIRST_STEP, FIRST_STEP + NUM_STEPS)
+            for step in steps
         ]
-        for name, schedule in planned.items()
+        for name, steps in planned.items()
     }
     end = max(sum(max(map(sum, step)) for step in steps) for steps in times.values())
 
@@ -208,12 +211,12 @@ def _replicas_chart(planned: Mapping[str, Schedule], stream: Stream, setting: Se
         for name, steps in times.items()
     ]
     return Chart(
-        title=f"{NUM_STEPS} steps of {NUM_REPLICAS} replicas under three plans",
+        title=f"{NUM_STEPS} steps of {NUM_REPLICAS} replicas, not planned and planned together",
         draw=draw,
         caption="Each block is a micro-batch, hatched is waiting for the slowest replica.",
-        table=Table(columns=["policy", "share of time computing", "M", "time of steps"], rows=rows),
-        height=560,
-        narrow_height=560,
+        table=Table(columns=["plan", "share of time computing", "M", "time of steps"], rows=rows),
+        height=400,
+        narrow_height=400,
     )
 
 

@@ -12,7 +12,9 @@
  *   N          replicas, 2 to 4
  *   BLOCKS     1 or 2
  *   AHEAD      plan_ahead
- *   OPEN       defined: iterators of unknown length; else the number of samples is known beforehand
+ *   OPEN       defined: iterators that end, nobody knows when; else samples by number
+ *   UNSEEN     defined: an end may go unseen until more is asked for
+ *   QUOTA      defined: besides, the run ends after so many samples
  *   FAULT      see below
  *   STOPS      defined: besides, any replicas may ask to stop, at any moment
  *   AT_ONCE    defined: the heartbeat ends trainers as soon as any loop has an error
@@ -30,6 +32,7 @@
 #define LEAVE 1 /* all trainers leave after the same step, unknown to the loops, and close() */
 #define ERROR 2 /* loops meet an error, any replicas, at any point, each once */
 #define HANG 3  /* one loop hangs, at any point */
+#define CLOSE 6 /* one loop ends with an error and closes its connections, at any point */
 #define CRASH 4 /* the process of one replica dies, at any moment */
 #define RAISE 5 /* the trainer of one replica raises, at any moment, and close()s */
 
@@ -64,15 +67,16 @@
 #define SAMPLES byte /* a set of at most 8, one bit each */
 
 mtype = { running, finished, stopped, failed };
-mtype = { round, sums, texts, handed }; /* what is exchanged */
+mtype = { round, counts, samples, texts, handed }; /* what is exchanged */
 
 /* ---- the world, chosen by init ---- */
 byte total;       /* samples of the run; nobody knows it if OPEN */
 byte batch;       /* global batch size */
 byte first[N];    /* OPEN: first sample of the replica's iterator */
 byte last[N];     /* OPEN: and the end of it */
+byte quota;       /* samples that the run takes */
 byte leave_after; /* LEAVE: steps that are trained */
-byte victim;      /* HANG, CRASH, RAISE: which replica */
+byte victim;      /* HANG, CLOSE, CRASH, RAISE: which replica */
 
 /* ---- what a loop knows ---- */
 byte consumed[N];
@@ -83,6 +87,7 @@ byte saved[N];    /* OPEN: the same after its last finished step, for a checkpoi
 SAMPLES read[N];  /* what it has read for this step */
 byte committed[N]; /* finished steps */
 bit error[N];     /* it has failed, and tells it in the next gather */
+bit shut[N];      /* it has closed its connections */
 mtype result[N] = running;
 
 /* ---- groups: the blocks 0 and 1, and their first ranks ---- */
@@ -94,20 +99,23 @@ byte g_rows[3];   /* what they bring */
 byte g_ended[3];
 bit g_failed[3];
 bit g_closing[3];
-byte g_count[3];
+byte g_count;     /* most micro-batches of a block so far */
+bit g_differ;     /* not all alike */
 
 /* ---- what all find in a round ---- */
 byte rows;
 byte ends;        /* replicas whose iterators have ended, one bit each */
 bit any_failed;
 bit any_closing;
-byte count;       /* M */
+byte most;        /* micro-batches of the block that has most */
+bit differ;       /* not all blocks have so many */
 
 /* ---- the plan of a block's step, and the sample exchange ---- */
 byte planned[2];  /* steps */
+byte count[2];    /* M; equal in the end */
 SAMPLES part[N];  /* what a replica trains */
 byte need[N];     /* from which replicas it gets samples, one bit each */
-byte posted[N];   /* steps whose sends are posted */
+bit blank[N];     /* it has sent blanks, as it has an error */
 
 /* ---- between loop and trainer ---- */
 chan steps[N] = [AHEAD] of { byte }; /* M */
@@ -143,13 +151,14 @@ hidden byte num, at, each, size;
 #define LATEST_STOP 5
 #define MOST_ROUNDS 6
 #define MORE_MICRO_BATCHES 7
-#define PEER_CLOSED 8
+#define SAMPLE_LOST 8
 #define ERROR_IN_LAST_STEP 9
 #define ERROR_ALONE 10
 #define ALL_FAIL 11
-#define ENDED_UNNOTICED 12
-#define ERROR_AND_STOP 13
-#define MOVED 14
+#define ERROR_AND_STOP 12
+#define STAYS_OUT 13
+#define PEER_SHUT 14
+#define ONE_MORE 15
 
 #define BIT(x) (1 << (x))
 #define HAS(x, k) (((x) >> (k)) & 1)
@@ -217,7 +226,7 @@ inline enter(g, what) {
     :: waiting[g] == MEMBERS(g) ->
         waiting[g] = 0; kind[g] = 0; turn[g] = 1 - turn[g];
         if
-        :: what == round && (BLOCKS == 1 || g == FIRSTS) -> find(g)
+        :: (what == round && BLOCKS == 1) || g == FIRSTS -> find(g, what)
         :: else
         fi
     :: else
@@ -225,58 +234,41 @@ inline enter(g, what) {
 }
 
 #define LEAVE_AS(r, how) result[r] = how; goto out
+#define IS_SHUT_IN(j, g) (shut[j] && ((g) == FIRSTS -> IS_FIRST(j) : BLOCK(j) == (g)))
 
 inline meet(r, g) {
     if
     :: turn[g] != my
+    :: turn[g] == my && ANY_OF(IS_SHUT_IN, g) ->
+        NEVER(PEER_SHUT, true);
+        shut[r] = 1; LEAVE_AS(r, failed)
     :: DEADLINE(r, turn[g] != my) -> NEVER(PEERS_DEADLINE, true); LEAVE_AS(r, failed)
     fi
 }
 
 /* The last to enter: from the records of all. */
-inline find(g) {
-#if BLOCKS == 1
-    count_micro_batches(0, g);
-#endif
-    rows = g_rows[g]; ends = g_ended[g]; any_failed = g_failed[g]; any_closing = g_closing[g];
-    count = g_count[g];
-    forget(g)
+inline find(g, what) {
+    if
+    :: what == round ->
+        rows = g_rows[g]; ends = g_ended[g];
+        any_failed = g_failed[g]; any_closing = g_closing[g];
+        forget(g)
+    :: what == counts -> most = g_count; g_count = 0; differ = g_differ; g_differ = 0
+    :: else
+    fi
 }
 
 inline forget(g) {
-    g_rows[g] = 0; g_ended[g] = 0; g_failed[g] = 0; g_closing[g] = 0; g_count[g] = 0
+    g_rows[g] = 0; g_ended[g] = 0; g_failed[g] = 0; g_closing[g] = 0
 }
 
 /* The first rank of a block brings what its members have brought. */
 inline bring(r) {
     g_rows[FIRSTS] = g_rows[FIRSTS] + g_rows[BLOCK(r)];
     g_ended[FIRSTS] = g_ended[FIRSTS] | g_ended[BLOCK(r)];
-    g_failed[FIRSTS] = g_failed[FIRSTS] || g_failed[BLOCK(r)] || error[r];
+    g_failed[FIRSTS] = g_failed[FIRSTS] || g_failed[BLOCK(r)];
     g_closing[FIRSTS] = g_closing[FIRSTS] || g_closing[BLOCK(r)];
-    forget(BLOCK(r));
-    count_micro_batches(BLOCK(r), FIRSTS)
-}
-
-/* M of a block: any number that is enough, at least 1, rounded up. M of all is the largest. */
-inline count_micro_batches(b, g) {
-    size = 0; each = 0;
-    do
-    :: each < N -> size = size + (BLOCK(each) == b -> SIZE(read[each]) : 0); each++
-    :: else -> break
-    od;
-    num = CEIL(size, MEMBERS(b) * FIT); num = MAX2(1, num);
-    do
-    :: num < CEIL(size, FIT) -> num++
-    :: break
-    od;
-#ifndef MUTATE_COUNT_NOT_MULTIPLE
-    num = CEIL(num, MULTIPLE) * MULTIPLE;
-#endif
-#ifdef MUTATE_COUNT_OF_BLOCK
-    planned_m[b] = num;
-#endif
-    NEVER(MORE_MICRO_BATCHES, g_count[g] > 0 && g_count[g] != num);
-    g_count[g] = MAX2(g_count[g], num)
+    forget(BLOCK(r))
 }
 
 /* ---- what a loop does ---- */
@@ -293,17 +285,26 @@ inline compute(r) {
     :: r == victim && !struck[r] -> struck[r] = 1; goto out
     :: true
     fi
+#elif FAULT == CLOSE
+    if
+    :: r == victim && !struck[r] -> struck[r] = 1;
+#ifndef MUTATE_NOT_CLOSED
+        shut[r] = 1;
+#endif
+        LEAVE_AS(r, failed)
+    :: true
+    fi
 #else
     skip
 #endif
 }
 
-#ifdef OPEN
+#if defined(OPEN) && !defined(QUOTA)
 #define WANTED(r) batch
 #elif defined(MUTATE_QUOTA_OFF_BY_ONE)
-#define WANTED(r) (consumed[r] < total -> MIN2(batch, total - consumed[r] + 1) : 0)
+#define WANTED(r) (consumed[r] < quota -> MIN2(batch, quota - consumed[r] + 1) : 0)
 #else
-#define WANTED(r) MIN2(batch, total - consumed[r])
+#define WANTED(r) MIN2(batch, quota - consumed[r])
 #endif
 
 /* Its share: what is missing is read by those whose iterators go on, in replica order. */
@@ -329,7 +330,9 @@ inline read_share(r) {
     g_rows[BLOCK(r)] = g_rows[BLOCK(r)] + size;
     if
     :: next[r] == last[r] -> g_ended[BLOCK(r)] = g_ended[BLOCK(r)] | BIT(r)
-    :: next[r] == last[r] && num == size -> NEVER(ENDED_UNNOTICED, true) /* unless it reads ahead */
+#ifdef UNSEEN
+    :: next[r] == last[r] && num == size
+#endif
     :: next[r] < last[r]
     fi
 #else
@@ -340,17 +343,14 @@ inline read_share(r) {
 
 /* Its record. With an error there is nothing else to tell. */
 inline enter_gather(r) {
-    if
-    :: !error[r] -> compute(r)
-    :: else
-    fi;
+    compute_unless_failed(r);
     if
     :: !error[r] -> read_share(r)
     :: else ->
 #ifndef MUTATE_ERROR_UNTOLD
         g_failed[BLOCK(r)] = 1;
 #endif
-        NEVER(ERROR_IN_LAST_STEP, consumed[r] < total && (consumed[0] == total || consumed[1] == total));
+        NEVER(ERROR_IN_LAST_STEP, consumed[r] < quota && (consumed[0] == quota || consumed[1] == quota));
         NEVER(ERROR_AND_STOP, CLOSING(r))
     fi;
 #ifdef MUTATE_SKIP_CLOSING_GATHER
@@ -367,7 +367,43 @@ inline enter_gather(r) {
     enter(BLOCK(r), round)
 }
 
-/* The block's plan is the same on all: whoever comes first chooses it. */
+/* M of a block: any number that is enough, at least 1, rounded up. */
+inline count_micro_batches(b) {
+    size = 0; each = 0;
+    do
+    :: each < N -> size = size + (BLOCK(each) == b -> SIZE(read[each]) : 0); each++
+    :: else -> break
+    od;
+    num = CEIL(size, MEMBERS(b) * FIT); num = MAX2(1, num);
+    do
+    :: num < CEIL(size, FIT) -> num++
+    :: break
+    od;
+#ifndef MUTATE_COUNT_NOT_MULTIPLE
+    num = CEIL(num, MULTIPLE) * MULTIPLE;
+#endif
+    count[b] = num
+}
+
+/* Planned again with at least as many as the block that has most, it may be one more. */
+inline count_again(b) {
+    if
+    :: count[b] < most ->
+        count[b] = most;
+        if
+        :: most + MULTIPLE <= CEIL(BATCH, FIT) -> count[b] = most + MULTIPLE; NEVER(ONE_MORE, true)
+        :: true
+        fi
+    :: else
+    fi
+}
+
+inline bring_count(b) {
+    g_differ = g_differ || (g_count > 0 && g_count != count[b]);
+    g_count = MAX2(g_count, count[b])
+}
+
+/* Which samples a replica of the block trains, the same on all: whoever comes first chooses. */
 inline plan_block(r) {
     if
     :: planned[BLOCK(r)] == committed[r] ->
@@ -407,53 +443,74 @@ inline give_one(r) {
     fi;
 #endif
     do
-    :: BLOCK(num) == BLOCK(r) && SIZE(part[num]) < count * FIT -> break
+    :: BLOCK(num) == BLOCK(r) && SIZE(part[num]) < count[BLOCK(r)] * FIT -> break
     :: else -> num = (num + 1) % N
     od;
     part[num] = part[num] | BIT(at);
     if
-    :: num != each -> need[num] = need[num] | BIT(each); NEVER(MOVED, true)
+    :: num != each -> need[num] = need[num] | BIT(each)
     :: else
     fi
 }
 
-#define NEEDS(s, r) HAS(need[r], s)
-#define HAS_ARRIVED(s, r) (!NEEDS(s, r) || posted[s] > committed[r])
-#ifdef MUTATE_NOT_CLOSED
-#define IS_LOST(s, r) false
-#else
-#define IS_LOST(s, r) (NEEDS(s, r) && (error[s] || result[s] == failed))
-#endif
+#define GETS(j, r) (BLOCK(j) == BLOCK(r) && need[j] != 0)
+#define GETS_FROM(j, r) HAS(need[j], r)
+#define GETS_BLANKS(j, r) (HAS(need[r], j) && blank[j])
 
-inline receive(r) {
-    if
-    :: error[r] /* waits for nothing */
-    :: !error[r] && EVERY(HAS_ARRIVED, r)
-    :: !error[r] && ANY_OF(IS_LOST, r) -> error[r] = 1; NEVER(PEER_CLOSED, !struck[r])
-    :: !error[r] && DEADLINE(r, EVERY(HAS_ARRIVED, r)) -> error[r] = 1
-    fi
+/* The samples that others train: the whole block exchanges, or nobody of it does. */
+inline enter_samples(r) {
+    NEVER(STAYS_OUT, need[r] == 0 && !ANY_OF(GETS_FROM, r));
+    blank[r] = error[r];
+#ifdef MUTATE_NO_SENDS
+    my = turn[BLOCK(r)] /* waits for what others send, and sends nothing */
+#else
+    enter(BLOCK(r), samples)
+#endif
 }
 
-#define HAS_ROWS(j, r) (BLOCK(j) == BLOCK(r) && read[j] != 0)
+#ifdef MUTATE_SKIP_UNMOVED
+#define EXCHANGES(r) (need[r] != 0 || ANY_OF(GETS_FROM, r))
+#elif defined(MUTATE_SKIP_EXCHANGE_AFTER_ERROR)
+#define EXCHANGES(r) (ANY_OF(GETS, r) && !error[r])
+#else
+#define EXCHANGES(r) ANY_OF(GETS, r)
+#endif
+
 #define SAME_M(j, r) (committed[j] != committed[r] || planned_m[j] == planned_m[r])
 #define SAME_CONSUMED(j, r) (committed[j] != committed[r] || consumed[j] == consumed[r])
 
 inline commit(r) {
-#ifndef MUTATE_COUNT_OF_BLOCK
-    planned_m[r] = count;
-#endif
+    planned_m[r] = count[BLOCK(r)];
     committed[r]++;
     consumed[r] = consumed[r] + WANTED(r) - missing[r];
 #ifndef MUTATE_STATE_OF_READ
     saved[r] = next[r];
 #endif
     assert(EVERY(SAME_M, r) && EVERY(SAME_CONSUMED, r));
-    assert(count % MULTIPLE == 0 && SIZE(part[r]) <= count * FIT);
+    assert(planned_m[r] % MULTIPLE == 0 && SIZE(part[r]) <= planned_m[r] * FIT);
     assert((emitted & part[r]) == 0); /* no sample twice */
     emitted = emitted | part[r];
     NEVER(IDLE_REPLICA, part[r] == 0);
-    assert(committed[r] <= CEIL(total, batch));
+    assert(committed[r] <= CEIL(quota, batch));
     part[r] = 0; need[r] = 0; read[r] = 0
+}
+
+inline compute_unless_failed(r) {
+    if
+    :: !error[r] -> compute(r)
+    :: else
+    fi
+}
+
+/* What the first ranks of the blocks have exchanged, to the others of the block. */
+inline hand_on(r) {
+    atomic {
+        if
+        :: IS_FIRST(r) -> meet(r, FIRSTS)
+        :: else
+        fi;
+        enter(BLOCK(r), handed)
+    }
 }
 
 /* Each wait is one blocking statement; what follows it touches only what the replica itself
@@ -461,6 +518,11 @@ inline commit(r) {
    hide no interleaving that matters. */
 proctype loop(byte r) {
     bit my;    /* of the exchange it is in: not complete while turn is this */
+#if defined(OPEN) && !defined(QUOTA)
+    bit knows; /* who has ended: iterators tell it in a first round, of nothing */
+#else
+    bit knows = 1;
+#endif
     bit ends_with_texts;
 again:
     {
@@ -471,59 +533,47 @@ again:
             :: else
             fi;
 #endif
-            missing[r] = WANTED(r)
+            missing[r] = (knows -> WANTED(r) : 0)
         };
 another_round:
         atomic { enter_gather(r) };
 gathered:
         atomic {
             meet(r, BLOCK(r));
-            if /* plan, if the block has anything */
-            :: !error[r] && !ends_with_texts && ANY_OF(HAS_ROWS, r) -> compute(r)
-            :: else
-            fi;
 #if BLOCKS == 2
             if
             :: IS_FIRST(r) && ends_with_texts -> enter(FIRSTS, texts)
             :: IS_FIRST(r) && !ends_with_texts -> bring(r); enter(FIRSTS, round)
-#ifdef MUTATE_SKIP_HANDED
-            :: !IS_FIRST(r) && error[r] && !ends_with_texts -> goto again
-#endif
 #ifdef MUTATE_DECIDE_IN_BLOCK
             :: !IS_FIRST(r) && g_closing[BLOCK(r)] -> LEAVE_AS(r, stopped)
 #endif
             :: else
             fi
         };
-        atomic {
-            if
-            :: IS_FIRST(r) -> meet(r, FIRSTS)
-            :: else
-            fi;
-            enter(BLOCK(r), handed)
-        };
+        hand_on(r);
         atomic {
             meet(r, BLOCK(r));
 #endif
             if
             :: ends_with_texts -> LEAVE_AS(r, failed)
-#ifdef MUTATE_FAILED_BY_OWN
-            :: !ends_with_texts && (any_failed || error[r]) ->
-#else
             :: !ends_with_texts && any_failed ->
-#endif
                 NEVER(ALL_FAIL, ALL_ARE(struck, 1));
                 NEVER(ERROR_ALONE, in_step[r] > MIN(committed));
                 ends_with_texts = 1; enter(BLOCK(r), texts);
                 goto gathered
-            :: !ends_with_texts && !any_failed && any_closing -> LEAVE_AS(r, stopped)
+            :: !ends_with_texts && !any_failed && any_closing && WANTED(r) > 0 ->
+                LEAVE_AS(r, stopped)
             :: else
             fi;
 #ifndef MUTATE_ENDED_READ_ON
             live[r] = live[r] & (BIT(N) - 1 - ends);
 #endif
-            missing[r] = missing[r] - rows;
 #ifdef OPEN
+            if
+            :: !knows -> knows = 1; goto again
+            :: else
+            fi;
+            missing[r] = missing[r] - rows;
             if
 #ifndef MUTATE_ROUND_TOO_FEW
 #ifdef MUTATE_ROUND_BY_OWN_END
@@ -540,6 +590,7 @@ gathered:
             :: else
             fi;
 #else
+            missing[r] = missing[r] - rows;
             assert(missing[r] == 0);
 #endif
             if
@@ -549,50 +600,73 @@ gathered:
             :: else
             fi;
             assert(missing[r] < WANTED(r));
-            plan_block(r);
-#if BLOCKS == 2
-            if /* plan again, where other blocks need more micro-batches */
-            :: !error[r] -> compute(r)
+            compute_unless_failed(r);
+#ifdef MUTATE_FAILED_BY_OWN
+            if
+            :: error[r] -> ends_with_texts = 1; enter(BLOCK(r), texts); goto gathered
             :: else
             fi;
-            if
-#ifdef MUTATE_SKIP_SUMS
-            :: IS_FIRST(r) && error[r] -> goto again
 #endif
-            :: IS_FIRST(r) -> enter(FIRSTS, sums)
+#if BLOCKS == 1
+            if
+            :: planned[0] == committed[r] -> count_micro_batches(0)
+            :: else
+            fi;
+#else
+            if
+            :: IS_FIRST(r) -> count_micro_batches(BLOCK(r))
             :: else
             fi
         };
+compare_counts:
         atomic {
             if
-            :: IS_FIRST(r) -> meet(r, FIRSTS)
+#ifdef MUTATE_SKIP_COUNTS_AFTER_ERROR
+            :: IS_FIRST(r) && error[r] -> goto again
+#endif
+            :: IS_FIRST(r) -> bring_count(BLOCK(r)); enter(FIRSTS, counts)
+#ifdef MUTATE_SKIP_HANDED_AFTER_ERROR
+            :: !IS_FIRST(r) && error[r] -> goto again
+#endif
             :: else
-            fi;
-            enter(BLOCK(r), handed)
+            fi
         };
+        hand_on(r);
         atomic {
             meet(r, BLOCK(r));
+            NEVER(MORE_MICRO_BATCHES, differ);
+#ifndef MUTATE_COUNT_OF_BLOCK
+            if
+            :: differ ->
+                compute_unless_failed(r);
+                if
+                :: IS_FIRST(r) -> count_again(BLOCK(r))
+                :: else
+                fi;
+#ifndef MUTATE_COUNT_AGAIN_ONCE
+                goto compare_counts
 #endif
+            :: else
+            fi;
+#endif
+#endif
+            plan_block(r);
 #ifdef MUTATE_SKIP_GATHER_AFTER_ERROR
             if
             :: error[r] -> LEAVE_AS(r, failed)
             :: else
             fi;
 #endif
-#ifdef MUTATE_RECEIVE_FIRST
-            receive(r);
-#endif
-#ifndef MUTATE_NO_SENDS
             if
-            :: !error[r] -> posted[r] = committed[r] + 1
-            :: else
+            :: EXCHANGES(r) -> enter_samples(r)
+            :: else -> my = !turn[BLOCK(r)]
             fi
-#endif
         };
         atomic {
-            receive(r);
+            meet(r, BLOCK(r));
+            compute_unless_failed(r); /* packs */
             if
-            :: !error[r] -> compute(r)
+            :: !error[r] && ANY_OF(GETS_BLANKS, r) -> NEVER(SAMPLE_LOST, true); error[r] = 1
             :: else
             fi;
             if
@@ -608,7 +682,7 @@ gathered:
             fi;
 #ifdef MUTATE_NO_LAST_GATHER
             if
-            :: consumed[r] == total -> LEAVE_AS(r, finished)
+            :: consumed[r] == quota -> LEAVE_AS(r, finished)
             :: else
             fi;
 #endif
@@ -716,6 +790,11 @@ inline choose(variable, least, most) {
 inline choose_world() {
     choose(batch, 1, BATCH);
     choose(total, LEAST, TOTAL);
+#ifdef QUOTA
+    choose(quota, 0, total);
+#else
+    quota = total;
+#endif
     size = 0; each = 0;
     do
     :: each < N ->
@@ -739,12 +818,20 @@ inline choose_world() {
 #elif FAULT != NONE && FAULT != ERROR
     choose(victim, 0, N - 1);
 #endif
-    printf("world total %d batch %d\n", total, batch)
 }
 
 #define IS_EXCUSED(j, r) (gone[j] || result[j] == failed || trained[j] == committed[j] || \
     (FAULT == RAISE && j == victim))
 #define SAVED(r) ((1 << saved[r]) - (1 << first[r]))
+
+/* What was trained is what a checkpoint says: a resumed run trains the rest. */
+inline assert_state() {
+#ifdef OPEN
+    assert(emitted == (SAVED(0) | SAVED(1) | SAVED(N-2) | SAVED(N-1)))
+#else
+    assert(emitted == BIT(consumed[0]) - 1)
+#endif
+}
 
 inline check_end() {
 #if FAULT == CRASH || FAULT == RAISE
@@ -753,9 +840,8 @@ inline check_end() {
 #else
     assert(ALL_ARE(result, finished) || ALL_ARE(result, stopped) || ALL_ARE(result, failed));
     assert(EQUAL(trained)); /* a common last step */
-#if FAULT == ERROR || FAULT == HANG
-    /* An error in planning a step that a stop request drops is dropped with it. */
-    assert(ALL_ARE(result, failed) == ANY(struck) || (any_closing && ALL_ARE(result, stopped)));
+#if FAULT == ERROR || FAULT == HANG || FAULT == CLOSE
+    assert(ALL_ARE(result, failed) == ANY(struck));
     assert(!ANY(gone) || ANY(struck));
     assert(trained[0] <= MIN(committed));
 #else
@@ -769,15 +855,15 @@ inline check_end() {
 #endif
     if
     :: ALL_ARE(result, finished) ->
-        assert(emitted == BIT(total) - 1); /* coverage; quota */
-        assert(committed[0] == CEIL(total, batch))
-    :: ALL_ARE(result, stopped) ->
-        /* What was trained is what a checkpoint says: a resumed run trains the rest. */
-#ifdef OPEN
-        assert(emitted == (SAVED(0) | SAVED(1) | SAVED(N-2) | SAVED(N-1)))
+#ifdef QUOTA
+        assert(SIZE(emitted) == quota);
+        assert_state();
 #else
-        assert(emitted == BIT(consumed[0]) - 1)
+        assert(emitted == BIT(total) - 1); /* coverage */
 #endif
+        assert(committed[0] == CEIL(quota, batch))
+    :: ALL_ARE(result, stopped) ->
+        assert_state()
     :: else
     fi
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import shlex
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -119,11 +120,12 @@ def flag_values(settings: OdbSettings) -> dict[str, Any]:
 
 
 def described(settings: OdbSettings) -> str:
-    """Return the overrides that give these settings."""
+    """Return the overrides that give these settings, as a shell takes them."""
     given = {field.name: getattr(settings, field.name) for field in fields(settings)}
     changed = {field.name for field in fields(settings) if given[field.name] != field.default}
     written = {name: _written(value) for name, value in given.items() if name in changed}
-    return " ".join(f"dataset.odb.{name}={text}" for name, text in written.items())
+    overrides = (f"dataset.odb.{name}={text}" for name, text in written.items())
+    return " ".join(shlex.quote(text) if '"' in text else text for text in overrides)
 
 
 def _written(value: Any) -> str:
@@ -131,7 +133,7 @@ def _written(value: Any) -> str:
         return "[" + ",".join(map(_written, value)) + "]"
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value)
+    return f'"{value}"' if isinstance(value, str) and {*value} & {*",= "} else str(value)
 
 
 _NAMES = {

@@ -65,9 +65,15 @@ class ImageChatSource(ChatSource):
     """
 
     def __init__(
-        self, path: str, *, rules: SampleRules, renderer: ChatRenderer, images: ImageRules
+        self,
+        path: str,
+        *,
+        rules: SampleRules,
+        renderer: ChatRenderer,
+        images: ImageRules,
+        cache: str | None = None,
     ) -> None:
-        super().__init__(path, rules=rules, renderer=renderer)
+        super().__init__(path, rules=rules, renderer=renderer, cache=cache)
         check_pillow()
         self._images = images
         self._folder = images.folder or os.path.dirname(os.path.abspath(path))

@@ -27,7 +27,7 @@ from odb_megatron.data.replica_stream import WorkerError, end_with_trainer
 from odb_megatron.data.sample import BadRecordError, Sample, Skipped
 from odb_megatron.data.sources import ItemSource
 from odb_megatron.data.stream import FetchError
-from odb_megatron.data.workers import Workers
+from odb_megatron.data.workers import Workers, starting
 from odb_megatron.plan.padding import OverlongError
 
 __all__ = ["BEGINNING", "ItemFeed", "ReplicaShard", "Snapshot"]
@@ -329,7 +329,8 @@ class ItemFeed:
     def _turn_of(self, part: int) -> _Turn:
         while not self._pending.get(part):
             if self._turns is None:
-                self._turns = iter(self._loader)
+                with starting():
+                    self._turns = iter(self._loader)
             try:
                 found = next(self._turns)
             except StopIteration:

@@ -6,6 +6,7 @@ larger than `MAX_RECORD_BYTES`, or share an open file between processes.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import io
@@ -61,14 +62,17 @@ class JsonRecords(Sequence[dict[str, object]]):
 
     Args:
         path: the file.
+        cache: folder that keeps the index of a plain file of lines, so that the next run maps it
+            into memory; None for none.
 
     Raises:
         ValueError: the file is missing, unreadable, no regular file, without a record, an array
             whose elements cannot be told apart, or an array or gzipped file above `MAX_HELD_BYTES`.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, cache: str | None = None) -> None:
         self.path = str(path)
+        self._cache, self._index_file = cache, ""
         self._bytes: bytes | None = None
         self._file: tuple[int, BinaryIO] | None = None
         name = Path(path).name.lower()
@@ -141,7 +145,16 @@ class JsonRecords(Sequence[dict[str, object]]):
         """Leave the open file behind, and of a gzipped file its bytes: both are opened again."""
         state = {**self.__dict__, "_file": None}
         state["_bytes"] = None
+        if self._index_file:  # mapped again
+            state["_starts"] = state["_ends"] = state["_lines"] = None
         return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Map the index again, where it is in a file."""
+        self.__dict__.update(state)
+        if self._index_file:
+            self._starts, self._ends, *lines = np.load(self._index_file, mmap_mode="r")
+            self._lines = lines[0] if lines else None
 
     def _record(self, start: int, end: int) -> dict[str, object]:
         if end - start > MAX_RECORD_BYTES:
@@ -177,9 +190,39 @@ class JsonRecords(Sequence[dict[str, object]]):
             if is_array and data is not None:
                 self._starts, self._ends = self._array_index(data, skip)
                 return
+            if data is None and self._cache is not None and self._load_index():
+                return
             source = file if data is None else io.BytesIO(data)
             source.seek(skip)
             self._starts, self._ends, self._lines = _line_index(source, skip)
+        if data is None and self._cache is not None:
+            self._save_index(self._cache)
+
+    def _index_path(self) -> str:
+        status = f"{os.path.realpath(self.path)} {self._size} {self._changed_ns}"
+        name = hashlib.sha256(status.encode()).hexdigest()[:24]
+        return os.path.join(self._cache or "", f"odb-lines-{name}.npy")
+
+    def _load_index(self) -> bool:
+        """Map a saved index; return whether there is one."""
+        try:
+            self._starts, self._ends, *lines = np.load(self._index_path(), mmap_mode="r")
+        except (OSError, ValueError):
+            return False
+        self._lines, self._index_file = lines[0] if lines else None, self._index_path()
+        return True
+
+    def _save_index(self, cache: str) -> None:
+        """Save the index and map it; it stays in memory where it cannot be saved."""
+        parts = [self._starts, self._ends, *([] if self._lines is None else [self._lines])]
+        path = self._index_path()
+        part = f"{path}.{os.getpid()}.part"
+        with contextlib.suppress(OSError):
+            os.makedirs(cache, exist_ok=True)
+            with open(part, "wb") as file:
+                np.save(file, np.stack(parts))
+            os.replace(part, path)
+            self._load_index()
 
     def _whole(self, file: BinaryIO) -> bytes:
         """Return the (decompressed) content from the file's position on."""

@@ -60,6 +60,7 @@ class SampleDatasetConfig(BlendedMegatronDatasetConfig):  # type: ignore[misc]
                 renderer=self.renderer,
                 mmap=self.mmap_bin_files,
                 images=self.images,
+                cache=self.path_to_cache,
             )
         return self.opened[path]
 
@@ -172,7 +173,7 @@ def count_epoch(config: SampleDatasetConfig, split: Split = Split.train) -> int:
         )
     total = 0
     for path in blend[0]:
-        size = float(count_records(path, mmap=config.mmap_bin_files))
+        size = float(count_records(path, mmap=config.mmap_bin_files, cache=config.path_to_cache))
         total += round(bounds[1] * size) - round(bounds[0] * size)
     return total
 

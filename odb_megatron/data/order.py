@@ -54,6 +54,10 @@ class PassOrder:
     def __len__(self) -> int:
         return len(self._indices)
 
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the permutations behind: another process makes them again."""
+        return {**self.__dict__, "_passes": OrderedDict()}
+
     def __getitem__(self, index: int) -> int:
         """Return the record at place `index` of the endless sequence of passes."""
         number, place = divmod(index, len(self._indices))

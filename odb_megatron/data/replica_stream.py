@@ -20,7 +20,7 @@ from odb_megatron.data.fetch_limit import limited
 from odb_megatron.data.sample import Sample, Skipped
 from odb_megatron.data.stream import FetchError, SampleStream
 from odb_megatron.data.worker_reader import WorkerReader
-from odb_megatron.data.workers import Workers, recorded
+from odb_megatron.data.workers import Workers, recorded, starting
 from odb_megatron.plan.record import PlanConfig
 
 __all__ = ["StreamReader", "WorkerError", "end_with_trainer", "own_positions"]
@@ -83,6 +83,7 @@ class StreamReader:
         fetcher, dead = _Fetcher(stream), list[int]
         if num:
             fetcher = _Fetcher(stream, limit_s=workers.timeout_s)
+            stream.locate(consumed)  # makes the pass's order, which forked workers then share
             context, dead = recorded(multiprocessing.get_context("fork"))
             options = {"prefetch_factor": _PREFETCH, "multiprocessing_context": context}
         size = max(1, min(_MAX_IN_GROUP, share // (max(1, num) * _PREFETCH))) if num else 1
@@ -134,7 +135,8 @@ class StreamReader:
     def _take(self) -> tuple[int, Sample | Skipped]:
         if self._groups is None:
             assert self._loader is not None, "a reader that was closed"
-            self._groups = iter(self._loader)
+            with starting():
+                self._groups = iter(self._loader)
             if self._loader.num_workers:
                 self._groups = WorkerReader(self._groups, dead=self._dead)
         while not self._items:

@@ -81,6 +81,7 @@ def open_source(
     renderer: ChatRenderer | None,
     mmap: bool = True,
     images: ImageRules | None = None,
+    cache: str | None = None,
 ) -> SampleSource:
     """Open a chat or text file, or a Megatron `.bin`/`.idx` pair (`path` without the ending).
 
@@ -90,6 +91,7 @@ def open_source(
         renderer: tokenizer and chat template; needed for chat and text files only.
         mmap: map `.bin` files into memory (`--no-mmap-bin-files` turns it off).
         images: what becomes of the pictures of chat files; None to refuse records with any.
+        cache: see `JsonRecords`.
 
     Raises:
         ValueError: nothing usable lies at `path`.
@@ -103,8 +105,8 @@ def open_source(
         if images is not None:
             from odb_megatron.data.image_chat import ImageChatSource
 
-            return ImageChatSource(path, rules=rules, renderer=renderer, images=images)
-        return ChatSource(path, rules=rules, renderer=renderer)
+            return ImageChatSource(path, rules=rules, renderer=renderer, images=images, cache=cache)
+        return ChatSource(path, rules=rules, renderer=renderer, cache=cache)
     return IndexedSource(require_indexed(path), rules=rules, mmap=mmap)
 
 
@@ -173,10 +175,17 @@ class _RuledSource:
 class ChatSource(_RuledSource):
     """A JSON or JSONL file of conversations or texts, one sample per record."""
 
-    def __init__(self, path: str, *, rules: SampleRules, renderer: ChatRenderer) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        rules: SampleRules,
+        renderer: ChatRenderer,
+        cache: str | None = None,
+    ) -> None:
         super().__init__(rules)
         self.path = path
-        self._records = open_json_records(path)
+        self._records = open_json_records(path, cache)
         self._renderer = renderer
 
     def __len__(self) -> int:
@@ -322,19 +331,19 @@ class ItemSource(_RuledSource):
 
 
 @lru_cache(maxsize=64)
-def open_json_records(path: str) -> JsonRecords:
+def open_json_records(path: str, cache: str | None = None) -> JsonRecords:
     """Open a JSON or JSONL file once per process (it is scanned for its records)."""
-    return JsonRecords(path)
+    return JsonRecords(path, cache=cache)
 
 
-def count_records(path: str, *, mmap: bool = True) -> int:
+def count_records(path: str, *, mmap: bool = True, cache: str | None = None) -> int:
     """Return how many records lie at `path`; no tokenizer is needed.
 
     Raises:
         ValueError: as `open_source`.
     """
     if is_json_path(path):
-        return len(open_json_records(path))
+        return len(open_json_records(path, cache))
     rules = SampleRules(context=1, token_budget=1)
     return len(open_source(path, rules=rules, renderer=None, mmap=mmap))
 
@@ -418,6 +427,8 @@ def _mapping_images(item: Mapping[str, Any]) -> SampleImages | None:
 
 def _numbers(values: Any, name: str, *, kinds: str) -> npt.NDArray[Any]:
     array = np.asarray(values)
+    if not array.size:
+        raise ValueError(f"{name} is empty; expected at least one number")
     if array.dtype.kind not in kinds:
         expected = "integers" if kinds == "iu" else "0 and 1"
         raise ValueError(f"{name} has dtype {array.dtype}; expected {expected}")

@@ -191,6 +191,21 @@ class SampleStream(torch.utils.data.Dataset[Sample | Skipped | FetchError]):
         places = np.ascontiguousarray(self._blend.source_index[:most], dtype=np.int64)
         return len(places), hashlib.sha256(places.tobytes()).hexdigest()[:16]
 
+    def repeats(self) -> str:
+        """Say what an epoch of a weighted blend is; "" for other streams."""
+        if self._counts is None:
+            return ""
+        found = []
+        for part, drawn in zip(self._parts, self._counts.tolist(), strict=True):
+            size = len(part.order)
+            more = drawn - size
+            note = f"{more} of them again" if more > 0 else f"{-more} not in this epoch"
+            found.append(
+                f"{drawn} of the {size} samples of {part.source.path}"
+                + (f" ({note})" if more else "")
+            )
+        return f"an epoch of the blend is {self.epoch_size} draws by weight: {', '.join(found)}"
+
     def data_digest(self) -> str:
         """Digest of the sources, their split and the seed; a longer run has the same."""
         digest = hashlib.sha256()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import multiprocessing
 import multiprocessing.context
 import pickle
 import pickletools
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from typing import Any
 
-__all__ = ["Packed", "Workers", "recorded"]
+__all__ = ["Packed", "Workers", "recorded", "starting"]
 
 _PRELOADED = ("odb_megatron.data.replica_stream",)
 _starting = threading.Lock()
@@ -85,6 +87,25 @@ class Packed:
         """
         multiprocessing.set_forkserver_preload([*_PRELOADED, *self.modules()])
         return multiprocessing.get_context("forkserver") if self.needs_main else _ForkServer()
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Start worker processes within: an error says what they lack.
+
+    Raises:
+        RuntimeError: shared memory, which their queues need, is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        free = shutil.disk_usage("/dev/shm").free
+        raise RuntimeError(
+            f"worker processes cannot be started ({error}): /dev/shm has {free >> 10} KiB free; "
+            "make it larger (--shm-size of a container), or pass --num-workers 0"
+        ) from error
 
 
 def recorded(context: BaseContext) -> tuple[BaseContext, Callable[[], list[int]]]:

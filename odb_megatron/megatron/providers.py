@@ -81,7 +81,7 @@ def build_streams(
         return [
             None
             if dataset is None or length == 0
-            else _own_stream(args, config, dataset, split=split, length=length, order=order)
+            else _own_stream(args, rules, dataset, split=split, length=length, order=order)
             for split, dataset, length, order in zip(Split, datasets, lengths, orders, strict=True)
         ]
     if total == OPEN_TOTAL:
@@ -140,7 +140,7 @@ def build_loader(
         max_patches=config.max_patches,
         has_iterators=is_iterable,
         max_bad_records=config.max_bad_records if training else None,
-        data=stream.fingerprint(),
+        data=f"{stream.fingerprint()}, --seed {args.seed}",
     )
     loader = StepLoader(
         stream, plan, channel=group, num_workers=args.num_workers, consumed=consumed
@@ -221,7 +221,7 @@ def _order(
 
 def _own_stream(
     args: argparse.Namespace,
-    config: OdbConfig,
+    rules: SampleRules,
     dataset: Any,
     *,
     split: Split,
@@ -233,7 +233,6 @@ def _own_stream(
     Raises:
         ValueError: an iterable where there can be none, or a run length that needs one.
     """
-    rules = config.sample_rules(multiple=padding_multiple(args))
     if not is_iterable(dataset):
         if length == OPEN_TOTAL:
             raise ValueError(

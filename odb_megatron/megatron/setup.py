@@ -6,6 +6,7 @@ Must not touch process groups; runs before Megatron initialises.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -213,6 +214,13 @@ def dataset_config(
             "no data: give --data-path FILE.jsonl (or a Megatron prefix, or WEIGHT PATH pairs), "
             "or --train-data-path and --valid-data-path"
         )
+    for paths, weights in filter(None, (blend, *(blend_per_split or ()))):
+        for path, weight in zip(paths, weights or (), strict=False):
+            if not 0 < weight < math.inf:
+                raise ValueError(
+                    f"the weight of {path} is {weight:g}; expected a number above 0: leave out "
+                    "the pairs that are not to be read"
+                )
     return SampleDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,

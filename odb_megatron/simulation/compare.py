@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from odb_megatron import __version__
 from odb_megatron.output_files import check_output, write_output
-from odb_megatron.plan.record import BLOCK
+from odb_megatron.plan.blocks import BLOCK
 from odb_megatron.simulation.lengths import FORMS, SampleLengths, read_lengths
 from odb_megatron.simulation.schedules import (
     ATTENTION_SHARE,

@@ -19,23 +19,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from odb_megatron.plan.blocks import blocks_of, even_blocks, offered
 from odb_megatron.plan.cost import COST_UNIT, CostModel
-from odb_megatron.plan.record import block_of
 from odb_megatron.plan.step_planner import SHARE_OVERHEAD, StepPlan, plan_step
 
-__all__ = [
-    "POLICIES",
-    "REFERENCE",
-    "Schedule",
-    "Setting",
-    "Stream",
-    "Times",
-    "bound_time",
-    "critical_path",
-    "measure",
-    "shares_model",
-    "steps_like",
-]
+__all__ = ["POLICIES", "REFERENCE", "Schedule", "Setting", "Stream", "Times", "bound_time"]
+__all__ += ["critical_path", "measure", "odb", "shares_model", "sorted_buckets", "steps_like"]
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -439,15 +428,15 @@ def _evaluation_order(num_stages: int, num_chunks: int, count: int) -> tuple[tup
 def odb(stream: Stream, setting: Setting) -> Schedule:
     """Return what training runs: the next global batch, planned by `plan_step` in each block.
 
-    Replicas plan in blocks; each has read every `num_replicas`-th sample of the global batch.
-    The largest M of the blocks counts, and those below plan again.
+    Replicas plan in blocks; each has read every `num_replicas`-th sample of the global batch. Some
+    samples move between blocks first. The largest M of the blocks counts; those below plan again.
     """
     num, batch_size = setting.num_replicas, setting.global_batch_size
-    blocks = list(dict.fromkeys(block_of(replica, num) for replica in range(num)))
+    blocks = blocks_of(num)
     steps, shares = [], dict[int, int]()
 
     def plan(table: Integers, block: range, least: int) -> StepPlan:
-        lengths = stream.lengths[table]
+        lengths, owner = stream.lengths[table], table % batch_size % num - block.start
         return plan_step(
             lengths,
             num_replicas=len(block),
@@ -457,15 +446,15 @@ def odb(stream: Stream, setting: Setting) -> Schedule:
             count_multiple=setting.count_multiple,
             min_micro_batches=least,
             max_share=setting.max_share,
-            owner=table % batch_size % num - block.start,
+            owner=np.where((owner < 0) | (owner >= len(block)), 0, owner),
             solo=lengths > setting.token_budget if setting.max_share == 1 else None,
         )
 
     for start in range(0, len(stream), batch_size):
         batch = np.arange(start, min(start + batch_size, len(stream)))
-        batch = batch[stream.lengths[batch] > 0]
         batch = batch[np.argsort(batch % batch_size % num, kind="stable")]  # as gathered
         tables = [batch[np.isin(batch % batch_size % num, block)] for block in blocks]
+        tables = [table[stream.lengths[table] > 0] for table in _evened(tables, blocks, stream)]
         plans = list(map(plan, tables, blocks, [1] * len(blocks)))
         count = max(found.num_micro_batches for found in plans)
         step: list[MicroBatches] = []
@@ -476,6 +465,18 @@ def odb(stream: Stream, setting: Setting) -> Schedule:
             shares |= {names[index]: share for index, share in own.shares.items()}
         steps.append(step)
     return Schedule.of_steps(steps, shares=shares)
+
+
+def _evened(tables: list[Integers], blocks: list[range], stream: Stream) -> list[Integers]:
+    """Move samples from heavy to light blocks, as training does."""
+    offers = [table[offered(stream.costs[table])] for table in tables]
+    costs = [[cost for cost in stream.costs[own].tolist() if cost] for own in offers]
+    sums = [int(stream.costs[table].sum()) for table in tables]
+    for block, number, to in even_blocks(sums, list(map(len, blocks)), costs):
+        sample = offers[block][number]
+        tables[block] = tables[block][tables[block] != sample]
+        tables[to] = np.append(tables[to], sample)
+    return tables
 
 
 def dp_balanced(stream: Stream, setting: Setting) -> Schedule:

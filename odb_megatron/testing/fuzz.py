@@ -26,6 +26,7 @@ from odb_megatron.testing.worlds import (
     Tally,
     World,
     check_run,
+    decoded,
     random_world,
 )
 
@@ -60,7 +61,8 @@ def run_world(
     least = min(map(len, lockstep.steps))
     assert max(map(len, lockstep.steps)) <= least + 1, "replicas are steps apart at the end"
     steps = [list(step) for step in zip(*(own[:least] for own in lockstep.steps), strict=True)]
-    tally = check_run(world, steps, is_whole=is_whole)
+    is_over = bool(steps) and decoded(steps[-1][0]).totals.is_final  # what comes later is too late
+    tally = check_run(world, steps, is_whole=is_whole or is_over)
     tally.closed_early = int(not is_whole and fault is not None and fault.where == "close")
     tally.failed = int(not is_whole) - tally.closed_early
     return tally
