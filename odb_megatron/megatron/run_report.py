@@ -316,7 +316,7 @@ class RunReport:
             return []
         counted = self.recorder.source_counts
         if feed is not None:
-            counted = list(feed.progress.source_counts)
+            counted = list(feed.progress.source_counts) or counted  # before the first step
         return source_totals(
             self._stream.source_names, counted, group=self._group if together else None
         )
