@@ -23,7 +23,9 @@ _FIXED_SHARE = 0.05
 
 def shape_cost(shape: ModelShape, *, token_budget: int) -> CostModel:
     """The cost model that follows from the model's shape, as without `--odb-cost`."""
-    return CostModel.from_model_shape(shape, fixed_tokens=_FIXED_SHARE * token_budget)
+    return CostModel.from_ratios(
+        quadratic=shape.quadratic_ratio, fixed_tokens=_FIXED_SHARE * token_budget
+    )
 
 
 def varied_micro_batches(

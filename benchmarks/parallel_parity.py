@@ -12,6 +12,10 @@ not average anything over steps. What a case is compared with:
 - global auxiliary loss: the same, with tokens counted over the micro-batches that the replicas ran
   at the same time (`global_balance`).
 
+Where a token's expert scores tie within rounding, runs may choose other experts: the reference then
+takes the case's choice (`routing_log`). Such tokens are in the results, and any other token that
+goes to other experts is a failure.
+
 `max_rel_grad_diff` is the largest relative difference of one parameter's gradient in any step
 (`gradient_log`). Every case must idle and see three values of M. So cases of one replica run with M
 rounded up to a multiple of 4, and the last step has few samples.
@@ -32,6 +36,7 @@ from typing import Any
 
 from chat_data import prepare
 from gradient_log import compare_gradients
+from routing_log import MAX_MARGIN, compare_routing
 from training_runs import ROOT, ModelSize, data_flags, read_steps, run_batch, write_json
 
 from odb_megatron.report.step_record import StepRecord
@@ -48,9 +53,11 @@ NUM_BATCHES = 7
 LAST = 3
 """Samples of the last step: fewer than a replica's micro-batches, so that some idle."""
 
+# Adam divides a gradient by its own size: with its usual epsilon, weights whose gradient is rounding
+# move by the learning rate, in a direction that rounding picks, and the runs part by 1e-4.
 TRAIN_FLAGS = shlex.split(
     "--odb --odb-token-budget 256 --micro-batch-size 1 --odb-overlong truncate --lr 1e-3 "
-    "--min-lr 1e-4 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.01 "
+    "--min-lr 1e-4 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.01 --adam-eps 1e-4 "
     "--ckpt-format torch_dist"
 )
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
@@ -155,6 +162,7 @@ class Planned:
         name: unique; its step log is `folder/name`.
         flags: the script's.
         gradients: folder of its gradients.
+        routing: folder of its tokens' experts; None for models without.
         num_replicas: data-parallel size.
         num_processes: of all replicas.
     """
@@ -162,6 +170,7 @@ class Planned:
     name: str
     flags: Sequence[str]
     gradients: Path
+    routing: Path | None
     num_replicas: int
     num_processes: int
 
@@ -206,6 +215,7 @@ class Runs:
             flags=[
                 *("--replay", str(self._folder / name)),
                 *(["--together"] if case.is_global else []),
+                *(["--like", str(self._routing(name))] if kept else []),
             ],
         )
 
@@ -226,6 +236,9 @@ class Runs:
         log = str(self._folder / item.name)
         return tuple(read_steps(log, replica) for replica in range(item.num_replicas))
 
+    def _routing(self, name: str) -> Path:
+        return self._folder / f"{name}-routing"
+
     def _initial(self, model: str) -> Path:
         return self._folder / f"initial-{model}"
 
@@ -240,10 +253,14 @@ class Runs:
         gradients = self._folder / f"{name}-gradients"
         own = ["--odb-log-dir", str(self._folder / name), "--odb-log-ids"]
         own += ["--gradients", str(gradients)]
+        routing = self._routing(name) if case.model.endswith("experts") else None
+        if routing is not None:
+            own += ["--routing", str(routing)]
         return Planned(
             name=name,
             flags=[*flags, *own],
             gradients=gradients,
+            routing=routing,
             num_replicas=case.num_replicas,
             num_processes=case.num_replicas * case.num_ranks,
         )
@@ -297,6 +314,12 @@ def find_problems(name: str, result: Mapping[str, Any]) -> list[str]:
     ):
         if not result[key] <= limit:
             problems.append(f"{name}: {key} is {result[key]:.3g}; the limit is {limit:g}")
+    margins = [max(token["margins"]) for token in result.get("routed_otherwise", ())]
+    if margins and max(margins) >= MAX_MARGIN:
+        problems.append(
+            f"{name}: {len(margins)} tokens go to other experts, with a margin of up to "
+            f"{max(margins):.3g}; the limit is {MAX_MARGIN:g}"
+        )
     if not result["ids_equal"]:
         problems.append(f"{name}: the runs trained different samples in some step")
     if result["collectives_per_step"] > 2:
@@ -329,6 +352,9 @@ def main() -> int:
             result["max_rel_grad_diff"], result["worst_gradient"] = compare_gradients(
                 cases[name].gradients, references[name].gradients
             )
+            routings = cases[name].routing, references[name].routing
+            if routings[0] is not None and routings[1] is not None:
+                result |= compare_routing(routings[0], routings[1])
             for key, item in (("command", cases[name]), ("reference_command", references[name])):
                 launch = f"odb-megatron launch --device cpu --nproc-per-node {item.num_processes}"
                 result[key] = f"{launch} {SCRIPT.name} {shlex.join(item.flags)}"
@@ -351,6 +377,7 @@ def _line(name: str, result: Mapping[str, Any]) -> str:
         f"{result['collectives_per_step']} collectives, {result['bytes_per_step']:.0f} bytes, "
         f"{result['reports_per_step']} reports per step, M {result['m_values']}, "
         f"{result['idle_microbatches']} idle"
+        + "".join(f", tie {token['margins']}" for token in result.get("routed_otherwise", ()))
     )
 
 

@@ -8,7 +8,8 @@ then the second of each, and so on. So nothing of the planner, the delivery or t
 is used. With `--together` the global auxiliary loss is that of replicas (`global_balance`).
 `--count-multiple N`, without `--replay`, is the ordinary
 script with M rounded up to a multiple of N, as under virtual pipelining, so that a single replica
-idles too. `--gradients FOLDER` writes every step's gradients (`gradient_log`).
+idles too. `--gradients FOLDER` writes every step's gradients (`gradient_log`), `--routing FOLDER`
+every token's experts, which are those of `--like FOLDER` where scores tie (`routing_log`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from gradient_log import log_gradients
 from megatron.core.enums import ModelType
 from megatron.training import training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from routing_log import log_routing
 
 from odb_megatron.data.loop import PackedStep, Progress
 from odb_megatron.data.sample import Sample, Skipped
@@ -81,7 +83,7 @@ class ReplayLoader(StepLoader):
         self.is_over = True
 
     def _read(self, position: int) -> tuple[int, Sample]:
-        assert isinstance(self.stream, SampleStream), "see make_step"
+        assert isinstance(self.stream, SampleStream), "checked before the first step"
         item = self.stream.fetch(position)
         assert not isinstance(item, Skipped), f"position {position} was trained, and is skipped now"
         return position, item
@@ -151,6 +153,8 @@ def _run() -> None:
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--count-multiple", type=int)
     parser.add_argument("--gradients", type=Path)
+    parser.add_argument("--routing", type=Path)
+    parser.add_argument("--like", type=Path)
     own, sys.argv[1:] = parser.parse_known_args()
     originals = providers.__dict__["StepLoader"], providers.__dict__["count_multiple"]
     if own.replay is not None:
@@ -160,18 +164,22 @@ def _run() -> None:
         setattr(providers, "count_multiple", lambda _args: own.count_multiple)  # noqa: B010
     try:
         with contextlib.nullcontext() if own.gradients is None else log_gradients(own.gradients):
-            _pretrain(len(ReplayLoader.records[0]) if own.together else 1)
+            _pretrain(own)
     finally:
         setattr(providers, "StepLoader", originals[0])  # noqa: B010
         setattr(providers, "count_multiple", originals[1])  # noqa: B010
 
 
-def _pretrain(num_together: int) -> None:
+def _pretrain(own: argparse.Namespace) -> None:
+    num_together = len(ReplayLoader.records[0]) if own.together else 1
     args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
     model_config = gpt_config_from_args(args)
     with contextlib.ExitStack() as stack:
         odb = stack.enter_context(run.OdbRun(args))
         forward_step = odb.forward_step
+        if own.routing is not None:
+            logged = log_routing(own.routing, forward_step, like=own.like)
+            forward_step = stack.enter_context(logged)
         if num_together > 1:
             forward_step = stack.enter_context(run_together(forward_step, num_together))
         odb.prepare_model(model_config)

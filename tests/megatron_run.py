@@ -30,7 +30,7 @@ from odb_megatron.testing.runs_again import forget_run, keep_imports
 
 __all__ = ["Case", "Fault", "Outcome", "serve"]
 
-CASE_TIMEOUT_S = 90
+CASE_TIMEOUT_S = 150
 """A run that takes longer prints where every thread is and ends its process."""
 
 

@@ -6,6 +6,7 @@ wants it to end well and `refused` wants it to fail.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import random
@@ -214,6 +215,9 @@ class _World:
         except Exception as error:
             for rank, outcome in enumerate(outcomes):
                 error.add_note(f"rank {rank}: {outcome.trace or outcome.output[-3000:]}")
+            with contextlib.suppress(OSError):
+                for end in self.ends:
+                    end.send(None)
             raise
         return outcomes
 
@@ -255,9 +259,12 @@ class Megatron:
         if replicas not in self._worlds:
             self._worlds[replicas] = _World.start(replicas, self._pool)
         made = Case(flags=self.command_line(*flags), items=items, **case)
-        run = Run(replicas=self._worlds[replicas].run(made))
+        world = self._worlds.pop(replicas)  # lost where it raises: what it would send next is stale
+        run = Run(replicas=world.run(made))
         if max(outcome.threads_in_all for outcome in run.replicas) > MAX_THREADS:
-            self._worlds.pop(replicas).stop()
+            world.stop()
+        else:
+            self._worlds[replicas] = world
         return run
 
     def command_line(self, *flags: Any) -> tuple[str, ...]:

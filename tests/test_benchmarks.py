@@ -522,7 +522,7 @@ def test_what_misses_a_target(figures: dict[str, float], missed: list[str]) -> N
 
 
 def test_a_row_of_the_table(tmp_path: Path) -> None:
-    flags = ("--only", "step/dp8/share1/cv0.29", "--policy", "odb,bound")
+    flags = ("--only", "step/dp8/share1/cv0.29", "--policy", "odb,dp-balanced")
     result, output = _run("simulate_table.py", *flags, folder=tmp_path)
     (row,) = result["rows"]
     assert row["name"] == "step/dp8/share1/cv0.29"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 import time
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,7 @@ import torch.distributed as dist
 from odb_megatron.comm.blocks import ControlError, SourceGroup
 from odb_megatron.comm.delivery import ReplicaGroup
 from odb_megatron.testing.gloo import run_replicas
+from odb_megatron.testing.nursery import nursery
 
 RANKS = [5, 0, 3, 7, 1, 6, 2]  # in replica order; rank 4 is no source rank
 BLOCKS = {2: [[0], [1, 2], [3, 4], [5, 6]], 3: [[0, 1], [2, 3], [4, 5, 6]], 7: [[*range(7)]]}
@@ -133,6 +138,46 @@ def test_a_replica_that_does_not_come() -> None:
     assert all(0.2 < waited_s < 30 for _, waited_s in closed[:3])  # long before the time-out
 
 
+def _leave_in_exchange(job: tuple[int, str], connection: Connection) -> None:
+    """End while a thread waits for a replica that does not come, which ends later."""
+    rank, folder = job
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    group = SourceGroup([0, 1], name="train", timeout_s=60)
+    group.gather(b"x")
+    connection.send("ready")
+    if rank == 1:
+        connection.recv()
+        return
+    arguments = (0, {1: bytes(1000)}, {1: 1000})
+    threading.Thread(target=group.exchange, args=arguments, daemon=True).start()
+    time.sleep(0.3)
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_an_exchange_under_way(tmp_path: Path) -> None:
+    """Neither does it wait for its peer, nor is it aborted (exit code 134)."""
+    children, ends = zip(
+        *(
+            nursery(device_layer=False).start(_leave_in_exchange, (rank, str(tmp_path)))
+            for rank in range(2)
+        ),
+        strict=True,
+    )
+    try:
+        for end in ends:
+            assert end.poll(60)
+        children[0].join(20)
+        assert children[0].exitcode == 0
+        ends[1].send("end")
+        children[1].join(20)
+        assert children[1].exitcode == 0
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+
+
 SHORT_S, HEADERS = 8.0, (b"", b"short", b"x" * 4088, b"y" * 4089, b"z" * 9000, b"w" * 16376)
 
 
@@ -178,7 +223,7 @@ def _replica(rank: int) -> dict[str, Any]:
 @pytest.mark.megatron
 @pytest.mark.slow
 def test_inside_a_replica() -> None:
-    results = run_replicas(_replica, 4, timeout_s=150)
+    results = run_replicas(_replica, 4, timeout_s=240, device_layer=True)
     differ = ["seed is 7 on rank 1 and 1 on rank 2"]
     assert [seen["differ"] for seen in results] == [differ] * 3 + [[]]
     assert [seen["same"] for seen in results] == [[]] * 4

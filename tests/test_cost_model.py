@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from fractions import Fraction
 
-import pytest
 from test_arguments import _config
 
 from odb_megatron.megatron.cost_model import cost_model
@@ -27,7 +25,7 @@ SHAPE = argparse.Namespace(
 def test_it_follows_from_the_models_shape() -> None:
     found = cost_model(SHAPE, _config("--odb --odb-token-budget 1000"))
     linear = 2 * (2 * (8 * (2 * 16 + 2 * 8) + 3 * 8 * 16) + 8 * 64)
-    assert found.quadratic == (2 * 2 * 16 << 32) // linear
+    assert found.quadratic == round((2 * 2 * 16 << 32) / linear)
     assert (found.fixed, found.per_patch) == (50 * COST_UNIT, 0)
 
 
@@ -37,13 +35,11 @@ def test_or_it_is_given() -> None:
     assert cost_model(argparse.Namespace(), config) == expected
 
 
-@pytest.mark.parametrize("linear", [1.0, 0.01234, 87.5])
-def test_a_model_is_written_with_few_digits_and_read_back(linear: float) -> None:
+def test_a_model_is_written_with_few_digits_and_read_back() -> None:
     model = CostModel.from_ratios(quadratic=0.0001234567, fixed_tokens=204.8, patch_tokens=3)
-    prices = CostPrices.of(model, linear=linear)
+    prices = CostPrices.of(model)
     assert CostPrices.parse(str(prices)) == prices
     assert prices.model() == model
-    assert Fraction(prices.linear) == Fraction(linear)
     exact = CostPrices.of(CostModel.from_ratios(quadratic=1e-4, fixed_tokens=204.8, patch_tokens=3))
     assert str(exact) == "linear=1.0,quadratic=0.0001,overhead=204.8,patch=3.0"
 

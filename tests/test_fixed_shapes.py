@@ -16,12 +16,12 @@ import torch
 from made_up_data import Records, rules, single_stream
 from megatron_world import Megatron
 
+from odb_megatron.data.feed import StepFeed, StepHeader
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.thd import MicroBatch
-from odb_megatron.plan.config import PlanConfig
 from odb_megatron.plan.cost import CostModel
-from odb_megatron.plan.policy import PolicyName
-from odb_megatron.testing.replicas import ThreadExchange, run_in_threads, thread_exchanges
+from odb_megatron.plan.record import PlanConfig
+from odb_megatron.testing.replicas import ThreadChannel, run_in_threads, thread_channels
 
 pytest_plugins = ["megatron_fixtures"]
 
@@ -29,30 +29,27 @@ CONTEXT, BUDGET, NUM_STEPS = 300, 600, 110
 LENGTHS = np.random.RandomState(0).randint(1, CONTEXT - 20, size=8 * NUM_STEPS).tolist()
 
 
-def _micro_batches(**changes: Any) -> list[list[MicroBatch]]:
-    """The steps of one of two replicas."""
-    values: dict[str, Any] = {
-        "policy": PolicyName.SAMPLES,
-        "total": len(LENGTHS),
-        "global_batch_size": 8,
-        "num_replicas": 2,
-        "token_budget": BUDGET,
-        "context": CONTEXT,
-        "window": 16,
-        "cost": CostModel.from_ratios(quadratic=1 / 64, fixed_tokens=3),
-    }
-    config = PlanConfig(**values | changes)
-    limits = {"context": CONTEXT, "token_budget": BUDGET, "multiple": config.multiple}
+def _micro_batches(*, sizes: tuple[int, ...] = (), multiple: int = 1) -> list[MicroBatch]:
+    """All micro-batches of one of two replicas."""
+    config = PlanConfig(
+        total=len(LENGTHS),
+        global_batch_size=8,
+        num_replicas=2,
+        token_budget=BUDGET,
+        context=CONTEXT,
+        sizes=sizes,
+        multiple=multiple,
+        cost=CostModel.from_ratios(quadratic=1 / 64, fixed_tokens=3),
+    )
+    limits = {"context": CONTEXT, "token_budget": BUDGET, "multiple": multiple}
 
-    def go(exchange: ThreadExchange) -> list[list[MicroBatch]]:
+    def go(channel: ThreadChannel) -> list[MicroBatch]:
         stream = single_stream(Records(LENGTHS), sample_rules=rules(**limits))
-        loader = StepLoader(stream, config, exchange=exchange)
-        steps = []
-        while (step := loader.make_step()) is not None:
-            steps.append([item for item in step.micro_batches if isinstance(item, MicroBatch)])
-        return steps
+        items = list(StepFeed(StepLoader(stream, config, channel=channel)).iterators[0])
+        assert sum(isinstance(item, StepHeader) for item in items) == NUM_STEPS
+        return [item for item in items if isinstance(item, MicroBatch)]
 
-    first, _ = run_in_threads(go, thread_exchanges(2))
+    first, _ = run_in_threads(go, thread_channels(2))
     if isinstance(first, BaseException):
         raise first
     return first
@@ -67,12 +64,9 @@ def _shapes(item: MicroBatch) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("policy", PolicyName)
 @pytest.mark.parametrize("multiple", [1, 32])
-def test_one_shape_in_all_steps(policy: PolicyName, multiple: int) -> None:
-    steps = _micro_batches(policy=policy, pads_to_budget=True, multiple=multiple)
-    assert len(steps) >= 100
-    items = [item for step in steps for item in step]
+def test_one_shape_in_all_steps(multiple: int) -> None:
+    items = _micro_batches(sizes=(BUDGET,), multiple=multiple)
     first = _shapes(items[0])
     assert first["tokens"] == (torch.int64, (1, BUDGET // multiple * multiple))
     assert all(_shapes(item) == first for item in items)
@@ -102,18 +96,17 @@ def test_megatrons_cuda_graphs_would_replay(monkeypatch: pytest.MonkeyPatch) -> 
         found: list[str] = compare(captured, (hidden[1],), given)
         return found
 
-    fixed = [item for step in _micro_batches(pads_to_budget=True) for item in step]
-    assert len(fixed) >= 100
+    fixed = _micro_batches(sizes=(BUDGET,))
     for item in fixed[1:]:
         assert errors(fixed[0], item) == []
-    varying = [item for step in _micro_batches() for item in step]
+    varying = _micro_batches()
     assert errors(varying[0], varying[1])  # guard: without padding it would not
 
 
 def test_the_nearest_of_a_few_sizes() -> None:
-    items = [item for step in _micro_batches(shape_buckets=(200, 400)) for item in step]
+    items = _micro_batches(sizes=(300, 450, BUDGET))
     sizes = {item.tokens.shape[1] for item in items}
-    assert sizes == {200, 400, 600}
+    assert sizes == {300, 450, BUDGET}
     for item in items:
         used = int(item.cu_seqlens_padded[len(item.positions)])
         size = item.tokens.shape[1]

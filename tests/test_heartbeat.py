@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from odb_megatron.comm.heartbeat import Heartbeat, parent_of
+from odb_megatron.testing.nursery import nursery
 
 WAIT_S = 150.0
 
@@ -29,8 +29,9 @@ def test_the_tree_has_few_hops() -> None:
     assert hops == 3
 
 
-def _serve(rank: int, folder: str, connection: Connection) -> None:
+def _serve(job: tuple[int, str], connection: Connection) -> None:
     """Make a heartbeat and do what the test says."""
+    rank, folder = job
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -54,15 +55,10 @@ def _serve(rank: int, folder: str, connection: Connection) -> None:
 
 class _World:
     def __init__(self, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(3)]
-        self.ends = [mine for mine, _ in pipes]
-        self.processes = [
-            context.Process(target=_serve, args=(rank, str(folder), pipes[rank][1]), daemon=True)
-            for rank in range(3)
+        started = [
+            nursery(device_layer=False).start(_serve, (rank, str(folder))) for rank in range(3)
         ]
-        for process in self.processes:
-            process.start()
+        self.processes, self.ends = [one for one, _ in started], [end for _, end in started]
         self.who = [self._receive(rank) for rank in range(3)]
 
     def call(self, rank: int, *order: Any) -> Any:
@@ -137,15 +133,24 @@ def test_every_rank_learns_what_became_of_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_leaves_as_it_should_is_not_missed(tmp_path: Path) -> None:
+def test_a_rank_that_leaves(tmp_path: Path) -> None:
+    """As it should, after the last step, or while others train on."""
     world = _World(tmp_path)
     try:
-        world.call(2, "close")
+        for rank in range(3):
+            world.call(rank, "begin_step")
+        for order in ("leave", "close", "close"):
+            world.call(2, order)
         world.call(1, "tell_failure", "later than the others' news")
         assert "rank 2" not in world.until(0, "later than")
-        world.call(0, "close")
-        world.call(0, "close")
         assert world.call(1, "loss") == (False, {})
+        world.call(1, "begin_step")  # another one
+        for rank in range(2):
+            early = f"{world.who[2]} has left the run early: its script has ended, and others train"
+            assert early in world.until(rank, "has left")
+            assert 2 in world.call(rank, "loss")[1]
+        world.call(0, "leave")  # with the others: it begins no step
+        assert "rank 0" not in world.call(1, "diagnosis")
     finally:
         for process in world.processes:
             process.kill()

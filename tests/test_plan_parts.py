@@ -23,7 +23,6 @@ from odb_megatron.plan.padding import (
 )
 from odb_megatron.plan.record import (
     HEADER,
-    OPEN_TOTAL,
     ROW,
     PlanConfig,
     StepTotals,
@@ -94,15 +93,13 @@ class TestPadding:
     @pytest.mark.parametrize(
         ("values", "text"),
         [
-            ({"sizes": (8, 4)}, "sizes must ascend and numbers must not be negative"),
-            ({"sizes": (8,), "multiple": 3}, r"sizes \(8,\) must be multiples of 3"),
+            ({"sizes": (8, 4)}, "sizes must be ascending multiples"),
+            ({"sizes": (8,), "multiple": 3}, "sizes must be ascending multiples"),
         ],
     )
     def test_rules_that_are_none(self, values: dict[str, Any], text: str) -> None:
         with pytest.raises(ValueError, match=text):
             SizeRule(**values)
-        with pytest.raises(ValueError, match="parallel sizes must be at least 1"):
-            length_multiple(context_parallel_size=0)
 
     @pytest.mark.parametrize(
         ("length", "multiple", "policy", "keep", "solo"),
@@ -127,8 +124,8 @@ class TestPadding:
     @pytest.mark.parametrize(
         ("length", "policy", "text"),
         [
-            (61, "error", r"61 tokens \(64 after padding to 4\).*truncate, drop or solo"),
-            (129, "solo", "raise --seq-length"),
+            (61, "error", r"61 tokens \(64 after padding to 4\).*--odb-overlong"),
+            (129, "solo", "the limit is 62"),
         ],
     )
     def test_an_overlong_sample_is_an_error(self, length: int, policy: str, text: str) -> None:
@@ -153,7 +150,7 @@ class TestCost:
         )
         assert shape.linear_flops() == 2 * (2 * (8 * 24 + 8 * 32 * 3) + 800)
         assert shape.quadratic_flops() == 2 * 2 * 8
-        model = CostModel.from_model_shape(shape, fixed_tokens=0)
+        model = CostModel.from_ratios(quadratic=shape.quadratic_ratio, fixed_tokens=0)
         expected = 32 / shape.linear_flops() * 10_000**2 + 10_000
         assert model.sample(10_000) / COST_UNIT == pytest.approx(expected, rel=1e-5)
 
@@ -168,13 +165,11 @@ class TestCost:
         huge = CostModel.from_ratios(quadratic=1.0, fixed_tokens=0, patch_tokens=2**20)
         for length, patches in ((1 << 20, 0), (1, 1 << 12)):
             with pytest.raises(ValueError, match="lower the quadratic or patch cost"):
-                huge.sample(length, num_patches=patches)
-            with pytest.raises(ValueError, match="lower the quadratic or patch cost"):
                 huge.samples(np.array([length]), np.array([patches]))
         for name in ("fixed", "per_patch"):
             with pytest.raises(ValueError, match="lower it"):
                 CostModel(**{name: MAX_SAMPLE_COST})
-        with pytest.raises(ValueError, match="must not be negative"):
+        with pytest.raises(ValueError, match="the cost quadratic is"):
             CostModel(quadratic=-1)
 
 
@@ -185,9 +180,6 @@ class TestConfig:
             ({"num_replicas": 0}, "num_replicas must be at least 1; got 0"),
             ({"global_batch_size": 0}, "global_batch_size must be at least 1"),
             ({"token_budget": 3, "multiple": 4}, "below the length multiple 4"),
-            ({"max_patches": -1}, "must not be negative"),
-            ({"total": -1}, "must not be negative"),
-            ({"total": OPEN_TOTAL}, "needs iterators that end"),
         ],
     )
     def test_refusals(self, changes: dict[str, Any], text: str) -> None:

@@ -183,7 +183,7 @@ def test_replicas_do_not_change_the_losses(megatron: Megatron, data_flags: tuple
 
 
 def test_a_batch_without_loss_tokens(megatron: Megatron, tokenizer_folder: Path) -> None:
-    """Step 2 of 4 is cut to questions on both replicas, step 3 on one."""
+    """Step 2 of 4 and the evaluation are cut to questions, and half of step 3."""
     long, short = ("red " * 70, "blue"), ("one two", "three")
     order = _stream_order(16, seed=1234)
     cut = {*order[4:8], *order[9:12:2]}
@@ -195,7 +195,9 @@ def test_a_batch_without_loss_tokens(megatron: Megatron, tokenizer_folder: Path)
         *("--odb-overlong", "truncate", "--train-data-path", data.path),
         *("--valid-data-path", questions.path),
     )
-    run = megatron.train(*flags)
+    run = megatron.run(*flags)
+    for replica in run.replicas:
+        assert "none of the 8 samples evaluated has a loss token" in replica.error
     assert [step.record["loss_tokens"] for step in run.steps] == [8, 0, 4, 8]
     assert [step.record["loss"] == 0.0 for step in run.steps] == [False, True, False, False]
     assert run.steps[1].record["grad_norm"] == 0.0
@@ -203,8 +205,11 @@ def test_a_batch_without_loss_tokens(megatron: Megatron, tokenizer_folder: Path)
     assert all(line.skipped == line.nan == 0 for line in run.lines)
     assert run.evaluations == [("iteration 4 on validation set", 0.0)]
     assert "truncated: 6" in run.summary
-    alone = megatron.train(*flags, replicas=1)
+    alone = megatron.run(*flags, replicas=1)
     assert alone.losses == pytest.approx(run.losses, abs=1e-5)
+    nothing = ("--train-data-path", questions.path, "--valid-data-path", data.path)
+    for error in megatron.refused(*flags, *nothing, "--train-samples", 8):
+        assert "nothing was learnt: none of the 8 samples trained has a loss token" in error
 
 
 def test_overlapped_distributed_optimizer_in_bf16(

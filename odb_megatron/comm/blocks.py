@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch.distributed as dist
 
+from odb_megatron.comm.deadline import Deadline
 from odb_megatron.comm.gloo_group import Channel, ControlError, numbered
-
-if TYPE_CHECKING:
-    from odb_megatron.comm.deadline import Deadline
 
 __all__ = ["ControlError", "SourceGroup"]
 

@@ -7,15 +7,12 @@ and a payload to those that use it; steps with images have a second payload, the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch.distributed as dist
 
+from odb_megatron.comm.deadline import Deadline
 from odb_megatron.comm.gloo_group import Bytes, Channel, ControlError, GlooGroup, numbered
-
-if TYPE_CHECKING:
-    from odb_megatron.comm.deadline import Deadline
 
 __all__ = ["ControlError", "ReplicaGroup"]
 

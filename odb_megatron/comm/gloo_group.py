@@ -142,7 +142,7 @@ class GlooGroup:
         """
         group, self._group = self._group, None
         if group is not None:
-            with contextlib.suppress(AttributeError, RuntimeError):  # torch before 2.7
+            with contextlib.suppress(AttributeError, RuntimeError):  # not in every torch
                 group.abort()
 
     def _options(self, options: Any) -> Any:

@@ -40,6 +40,7 @@ __all__ = ["Heartbeat", "parent_of"]
 
 _c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
+_Socket = socket.socket | None
 _FAN_OUT = 64
 """Connections of a rank to those below it, at most: a rank is three hops from any of 8192."""
 
@@ -166,9 +167,7 @@ class Heartbeat:
             with contextlib.suppress(RuntimeError):  # the thread has ended
                 self._loop.call_soon_threadsafe(self._handle, message, None)
 
-    def _meet(
-        self, size: int, timeout_s: float
-    ) -> tuple[socket.socket | None, socket.socket | None, dict[str, Any]]:
+    def _meet(self, size: int, timeout_s: float) -> tuple[_Socket, _Socket, dict[str, Any]]:
         """Return where ranks below connect to, the connection to the parent, and who that is."""
         store = _c10d.PrefixStore(
             f"odb_megatron/{numbered('heartbeat', range(size))}", _c10d._get_default_store()
@@ -195,11 +194,7 @@ class Heartbeat:
     # --- the thread ----------------------------------------------------------------------------
 
     async def _main(
-        self,
-        listener: socket.socket | None,
-        sock: socket.socket | None,
-        parent: dict[str, Any],
-        begun: Callable[[], None],
+        self, listener: _Socket, sock: _Socket, parent: dict[str, Any], begun: Callable[[], None]
     ) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         server = None
@@ -345,9 +340,7 @@ class Heartbeat:
 
 def _own_address() -> str:
     """Return the address by which the other ranks reach this host."""
-    master = os.environ.get("MASTER_ADDR")
-    if not master:
-        return "127.0.0.1"
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing

@@ -27,8 +27,8 @@ from odb_megatron.plan.record import OPEN_TOTAL
 
 __all__ = ["ItemReader", "ItemStream"]
 
-_STATE_VERSION = 2
-_STATE_KEYS = {"version", "passes", "has_state", "next", "from"}
+_STATE_VERSION = 3
+_STATE_KEYS = {"version", "passes", "has_state", "ended", "next", "from"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +177,7 @@ class ItemReader:
             "version": _STATE_VERSION,
             "passes": self._shard.passes,
             "has_state": self._feed.has_state and self._shard.keeps_state,
+            "ended": self.has_ended(),
             "next": following,
             "from": snapshot_values(self._feed.snapshot(following)),
         }
@@ -222,6 +223,7 @@ class ItemReader:
             )
         following = state["next"]
         is_sound = type(following) is int and 0 <= following <= OPEN_TOTAL
+        is_sound &= type(state["ended"]) is bool
         if state["version"] != _STATE_VERSION or not is_sound:
             raise ValueError(
                 "the source's state is damaged or of another version: restore the file, or start "

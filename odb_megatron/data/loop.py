@@ -283,8 +283,9 @@ class StepLoop:
                 self._step += 1
                 self._consumed += totals.num_consumed
                 self._attempt(self._bad.add_up, totals)
-                if step is not None and self._error is None:
-                    yield replace(step, progress=self.progress)
+                progress = self._attempt(lambda: self.progress)
+                if step is not None and progress is not None:
+                    yield replace(step, progress=progress)
                 else:  # the others learn it in the next gather
                     assert self._error is not None
                     yield Failure(self._error)
@@ -509,13 +510,15 @@ class StepLoop:
         )
 
     def _plan(self, table: _Table) -> Requests[StepPlan]:
-        """Return the block's plan, with as many micro-batches as the block that needs most."""
+        """Return the block's plan; blocks plan again until all have as many micro-batches."""
         plan = self._planned(table, 1)
-        if self._num_blocks > 1:
+        while self._num_blocks > 1:
             found = yield GatherBlocks(_ID.pack(plan.num_micro_batches))
-            count = max(_ID.unpack(one)[0] for one in found)
-            if plan.num_micro_batches < count:
-                plan = self._planned(table, count)
+            counts = [_ID.unpack(one)[0] for one in found]
+            if min(counts) == max(counts):
+                break
+            if plan.num_micro_batches < max(counts):
+                plan = self._planned(table, max(counts))
         return plan
 
     def _add_up(self, table: _Table, plan: StepPlan) -> Requests[StepTotals]:

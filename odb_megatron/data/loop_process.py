@@ -127,7 +127,11 @@ class LoopProcess:
         self._process.start()
         other.close()
         _processes.add(self)
-        self._receive()  # made, or why not
+        try:
+            self._receive()  # made, or why not
+        except BaseException:
+            self.kill()
+            raise
 
     def close(self) -> None:
         """See `StepLoop.close`."""
@@ -155,20 +159,40 @@ class LoopProcess:
     def kill(self) -> None:
         """End the process and its workers."""
         _processes.discard(self)
-        self._connection.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()  # where it has made no group yet
         self._process.join(_JOIN_S)
+        self._connection.close()  # last: a thread may be writing
 
     def _send(self, answer: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the next `_receive` says why
-            self._connection.send(answer)
+        data = pickle.dumps(answer)
+        # A process that is stopped reads nothing: writing more than a pipe holds would never end.
+        thread = threading.Thread(target=self._write, args=(data,), daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_S)
+            self._check()
+
+    def _write(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # the next `_receive` says why
+            self._connection.send_bytes(data)
+
+    def _check(self) -> None:
+        try:
+            if self._deadline is not None:
+                self._deadline.check()
+        except RuntimeError as error:
+            raise WorkerError(
+                f"waiting for the step loop's process {self._process.pid}, or its data-loader "
+                f"workers: {error}"
+            ) from error
 
     def _receive(self) -> Any:
         """Return the loop's next request, None at its end.
 
         Raises:
-            WorkerError: the process is gone.
+            WorkerError: the process is gone, or has not answered before the deadline.
             Exception: what the loop has raised.
         """
         self._number += 1
@@ -176,8 +200,7 @@ class LoopProcess:
             self._deadline.begin("the step loop's process", self._number)
         try:
             while not self._connection.poll(_LOOK_S):
-                if self._deadline is not None:
-                    self._deadline.check()
+                self._check()
             found = self._connection.recv()
         except (EOFError, ConnectionResetError) as error:
             self._process.join(_JOIN_S)

@@ -98,7 +98,7 @@ class StepLoader:
 
     def __len__(self) -> int:
         """Steps of one pass over the stream."""
-        left = max(0, self.config.total - self._start.consumed)
+        left = 0 if self.is_over else max(0, self.config.total - self._start.consumed)
         return -(-left // self.config.global_batch_size)
 
     @property
@@ -184,6 +184,8 @@ class StepLoader:
             self.make_step()
         if self._steps is not None:
             self._steps.close()
+        elif isinstance(self._loop, LoopProcess):
+            self._loop.kill()
 
     def _answer(self, request: Request) -> Any:
         channel = self._channel

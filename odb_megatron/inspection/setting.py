@@ -171,7 +171,7 @@ class TrainingSetting:
             return self.prices.model()
         if self.shape is not None:
             fixed = FIXED_SHARE * self.token_budget
-            return CostModel.from_model_shape(self.shape, fixed_tokens=fixed)
+            return CostModel.from_ratios(quadratic=self.shape.quadratic_ratio, fixed_tokens=fixed)
         return shares_model(lengths, token_budget=self.token_budget)
 
     def cost_origin(self) -> str:

@@ -33,8 +33,8 @@ def cost_model(args: argparse.Namespace, config: OdbConfig) -> CostModel:
         vocab=args.padded_vocab_size,
         gated_mlp=args.swiglu,
     )
-    return CostModel.from_model_shape(
-        shape,
+    return CostModel.from_ratios(
+        quadratic=shape.quadratic_ratio,
         fixed_tokens=_OVERHEAD_SHARE * config.token_budget,
         patch_tokens=patch_tokens(args, shape),
     )

@@ -235,12 +235,18 @@ def restore(
                 flush=True,
             )
         return None
-    return together(group, lambda: _restored(args, config, loader, text))
+    state, source = together(group, lambda: _restored(args, config, loader, text))
+    stream = loader.stream
+    if isinstance(stream, ItemStream):  # may be at its end, which the consumed samples do not tell
+        has_ended = source["ended"] and source["passes"] == stream.passes
+        loader.is_over = all(map(any, group.gather_all(bytes([has_ended]))))
+    return state
 
 
 def _restored(
     args: argparse.Namespace, config: OdbConfig, loader: StepLoader, text: str
-) -> DataState:
+) -> tuple[DataState, Any]:
+    """Return the state and that of this replica's iterator."""
     state = DataState.parse(text)
     try:
         _check(args, config, loader, state)
@@ -262,7 +268,7 @@ def _restored(
             )
         source = own[0]
     loader.restore(Progress(consumed=state.consumed, num_bad=state.num_bad, source=source))
-    return state
+    return state, source
 
 
 def _check(

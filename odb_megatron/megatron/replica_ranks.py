@@ -23,7 +23,8 @@ class ReplicaRanks:
             rank 0) is its source rank.
         payload_ranks: those that use tokens, labels or loss masks: the ranks of the first and the
             last pipeline stage, and of stages with multi-token prediction; the source rank first.
-        first_stage: the ranks of the first pipeline stage, the source rank first: they encode images.
+        first_stage: the ranks of the first pipeline stage, the source rank first; they encode
+            images.
         reporter: the rank of the last pipeline stage (tensor and context rank 0) that knows the
             loss.
         context_size: context-parallel size.

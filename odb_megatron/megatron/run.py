@@ -48,7 +48,7 @@ from odb_megatron.megatron.providers import (
 from odb_megatron.megatron.recorder import logged_loss
 from odb_megatron.megatron.replica_data import ReplicaData, require_agreement
 from odb_megatron.megatron.replica_ranks import replica_ranks
-from odb_megatron.megatron.run_report import RunReport
+from odb_megatron.megatron.run_report import Evaluated, RunReport
 from odb_megatron.megatron.series_writers import megatron_writers
 from odb_megatron.megatron.setup import choose_backend, odb_config, total_samples
 from odb_megatron.megatron.topology import has_state_layers, padding_multiple
@@ -270,7 +270,14 @@ class OdbRun:
         """See `hooks.RunListener`: fix the loop's end and the step's sample count."""
         if not training:
             totals = header.totals
-            self._report.evaluated(left_out=totals.num_left_out, truncated=totals.num_truncated)
+            self._report.evaluated(
+                Evaluated(
+                    samples=totals.num_samples,
+                    loss_tokens=totals.num_loss_tokens,
+                    left_out=totals.num_left_out,
+                    truncated=totals.num_truncated,
+                )
+            )
             return
         assert self._calculator is not None
         self._calculator.begin_step(header.totals)
@@ -477,5 +484,12 @@ class OdbRun:
         if torch.is_grad_enabled():
             self._report.on_batch(item)
         elif not self.config.enabled:
-            left_out, truncated = int((item["skipped"] > 0).sum()), int(item["truncated"].sum())
-            self._report.evaluated(left_out=left_out, truncated=truncated)
+            left_out = int((item["skipped"] > 0).sum())
+            self._report.evaluated(
+                Evaluated(
+                    samples=len(item["skipped"]) - left_out,
+                    loss_tokens=int((item["loss_mask"] > 0).sum()),
+                    left_out=left_out,
+                    truncated=int(item["truncated"].sum()),
+                )
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -42,9 +42,23 @@ from odb_megatron.report.live import LiveReport, SourceTotals
 from odb_megatron.report.prometheus import Metrics
 from odb_megatron.report.step_log import LogHeader, StepLog, write_run
 
-__all__ = ["RunReport", "source_totals", "start_lines"]
+__all__ = ["Evaluated", "RunReport", "source_totals", "start_lines"]
 
 _MESSAGE_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Counts of evaluations."""
+
+    samples: int = 0
+    loss_tokens: int = 0
+    left_out: int = 0
+    truncated: int = 0
+
+    def plus(self, other: Evaluated) -> Evaluated:
+        """Return both together."""
+        return Evaluated(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 class RunReport:
@@ -87,7 +101,7 @@ class RunReport:
         self._memory: MemoryUse | None = None
         self._num_shapes = self._most_patches = 0
         self._goes_on = False
-        self._eval_left_out = self._eval_truncated = 0
+        self._evaluated = Evaluated()
         if args.rank == 0:
             reason = f"attention backend {backend.name}: {backend.reason}"
             said = start_lines(args, config) if lines is None else lines
@@ -203,10 +217,9 @@ class RunReport:
         if self._writers is not None:
             self._writers.step(record)
 
-    def evaluated(self, *, left_out: int, truncated: int) -> None:
-        """Count what an evaluation left out and truncated."""
-        self._eval_left_out += left_out
-        self._eval_truncated += truncated
+    def evaluated(self, step: Evaluated) -> None:
+        """Count a step, or a padded micro-batch, of an evaluation."""
+        self._evaluated = self._evaluated.plus(step)
 
     def finish(self, feed: StepFeed | None, *, together: bool) -> None:
         """Print the summary and close the log.
@@ -217,15 +230,14 @@ class RunReport:
             together: the run ended cleanly, so that all replicas can add up their counts.
 
         Raises:
-            ValueError: every sample was left out.
+            ValueError: every sample was left out, or none had a loss token.
         """
         try:
             sources = self._sources(feed, together=together)
             self._share_memory(together=together)
             if together and not self._config.enabled and self._group is not None:
-                own = [self._eval_left_out, self._eval_truncated]
-                sums = zip(*gather_counts(self._group, own), strict=True)
-                self._eval_left_out, self._eval_truncated = map(sum, sums)
+                parts = gather_counts(self._group, list(astuple(self._evaluated)))
+                self._evaluated = Evaluated(*map(sum, zip(*parts, strict=True)))
             if self._live is not None:
                 self._summarize(self._live, sources, together=together)
         finally:
@@ -239,6 +251,17 @@ class RunReport:
                 f"nothing was trained: all {left_out} samples were left out, the first because of "
                 f"{next(filter(None, (source.first_message for source in sources)), '?')}"
             )
+        evaluated = self._evaluated
+        for verb, samples, loss_tokens in (
+            ("trained", sum(s.samples for s in sources), sum(s.loss_tokens for s in sources)),
+            ("evaluated", evaluated.samples, evaluated.loss_tokens),
+        ):
+            if together and samples and not loss_tokens:
+                raise ValueError(
+                    f"nothing was learnt: none of the {samples} samples {verb} has a loss token, "
+                    "so every loss was 0; answers may lie beyond where --odb-overlong truncate "
+                    "cuts (raise --seq-length), or the data marks no token for loss"
+                )
 
     def _summarize(self, live: LiveReport, sources: list[SourceTotals], *, together: bool) -> None:
         chosen = {}
@@ -254,10 +277,10 @@ class RunReport:
         if not together:
             scope += " (this replica only: the run did not end cleanly)"
         live.finish(sources, scope=scope, chosen=chosen)
-        if self._eval_left_out or self._eval_truncated:
+        left_out, truncated = self._evaluated.left_out, self._evaluated.truncated
+        if left_out or truncated:
             print(
-                f"odb: evaluations left out {self._eval_left_out} samples and truncated "
-                f"{self._eval_truncated}",
+                f"odb: evaluations left out {left_out} samples and truncated {truncated}",
                 flush=True,
             )
         if self._config.log_dir is not None and self._log is not None:
@@ -316,7 +339,7 @@ class RunReport:
             return []
         counted = self.recorder.source_counts
         if feed is not None:
-            counted = list(feed.progress.source_counts) or counted  # before the first step
+            counted = list(feed.progress.source_counts) or counted  # none before the first step
         return source_totals(
             self._stream.source_names, counted, group=self._group if together else None
         )

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from odb_megatron.megatron.compat import repeats_full_validation
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.kernel_rules import kernel_messages
@@ -315,7 +317,8 @@ def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]
     messages = []
     if config.cost is not None:
         try:
-            config.cost.model().sample(max(args.seq_length, config.token_budget))
+            longest = np.array([max(args.seq_length, config.token_budget)])
+            config.cost.model().samples(longest, longest * 0)
         except ValueError as error:
             messages.append(f"--odb-cost {config.cost}: {error}")
     stages, group = getattr(args, "pipeline_model_parallel_size", 1), count_multiple(args)

@@ -1,6 +1,6 @@
 """Predicted compute of a sample and of a micro-batch, in fixed-point integers.
 
-Pure. Leaders may sit on different CPUs, so nothing here that feeds a joint decision is a float.
+Pure. Replicas may sit on different CPUs, so nothing that feeds a joint decision is a float.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COST_UNIT = 1 << 16
 """Fixed-point value of the linear cost of one token."""
 
 MAX_SAMPLE_COST = 1 << 46
-"""Costs stay below this, so that a window of 65536 samples sums to less than 2**62."""
+"""Costs stay below this, so that 65536 of them sum to less than 2**62."""
 
 _QUADRATIC_BITS = 32
 _SHIFT = _QUADRATIC_BITS - COST_UNIT.bit_length() + 1
@@ -45,6 +45,11 @@ class ModelShape:
     key_value: int
     vocab: int
     gated_mlp: bool = False
+
+    @property
+    def quadratic_ratio(self) -> Fraction:
+        """Cost per token squared over cost per token."""
+        return Fraction(self.quadratic_flops(), self.linear_flops())
 
     def linear_flops(self) -> int:
         """Forward FLOPs per token that do not depend on the sample's length."""
@@ -74,28 +79,26 @@ class CostModel:
     per_patch: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.quadratic, self.fixed, self.per_patch) < 0:
-            raise ValueError(
-                f"costs must not be negative; got quadratic={self.quadratic}, fixed={self.fixed}, "
-                f"per_patch={self.per_patch}"
-            )
-        for name, price in (("micro-batch", self.fixed), ("patch", self.per_patch)):
-            if price >= MAX_SAMPLE_COST:
+        for name in ("quadratic", "fixed", "per_patch"):
+            if not 0 <= getattr(self, name) < MAX_SAMPLE_COST:
                 raise ValueError(
-                    f"the price of a {name} is {price / COST_UNIT:.3g} times that of a token; it "
-                    f"must stay below {MAX_SAMPLE_COST // COST_UNIT}: lower it, or raise the "
-                    "price of a token"
+                    f"the cost {name} is {getattr(self, name) / COST_UNIT:.3g} tokens; expected 0 "
+                    f"to {MAX_SAMPLE_COST // COST_UNIT}: lower it, or raise that of a token"
                 )
 
     @classmethod
     def from_ratios(
-        cls, *, quadratic: float, fixed_tokens: float, patch_tokens: float = 0.0
+        cls,
+        *,
+        quadratic: float | Fraction,
+        fixed_tokens: float | Fraction,
+        patch_tokens: float | Fraction = 0.0,
     ) -> CostModel:
         """Build from real numbers.
 
         Args:
             quadratic: cost per token squared over cost per token.
-            fixed_tokens: price of one micro-batch, as a number of tokens.
+            fixed_tokens: overhead of a micro-batch, as a number of tokens.
             patch_tokens: cost of one patch, as a number of tokens.
         """
         return cls(
@@ -104,34 +107,10 @@ class CostModel:
             per_patch=round(patch_tokens * COST_UNIT),
         )
 
-    @classmethod
-    def from_model_shape(
-        cls, shape: ModelShape, *, fixed_tokens: float, patch_tokens: float = 0.0
-    ) -> CostModel:
-        """Build from a model's FLOPs; `fixed_tokens` and `patch_tokens` as in `from_ratios`."""
-        ratio = (shape.quadratic_flops() << _QUADRATIC_BITS) // shape.linear_flops()
-        return cls(
-            quadratic=ratio,
-            fixed=round(fixed_tokens * COST_UNIT),
-            per_patch=round(patch_tokens * COST_UNIT),
-        )
-
-    def sample(self, length: int, *, num_patches: int = 0) -> int:
-        """Return the cost of one sample of `length` tokens and `num_patches` patches.
-
-        Raises:
-            ValueError: the cost is too high for windows of such samples to be summed in the
-                64-bit records that replicas exchange.
-        """
-        cost = length * COST_UNIT + ((self.quadratic * length * length) >> _SHIFT)
-        if num_patches:
-            cost += num_patches * self.per_patch
-        if cost >= MAX_SAMPLE_COST:
-            raise ValueError(
-                f"a sample of {length} tokens and {num_patches} patches costs {cost}, more than "
-                f"the {MAX_SAMPLE_COST} that fits a record: lower the quadratic or patch cost"
-            )
-        return cost
+    def sample(self, length: int, num_patches: int = 0) -> int:
+        """Return the cost of a sample of so many tokens and patches."""
+        quadratic = (self.quadratic * length * length) >> _SHIFT
+        return length * COST_UNIT + quadratic + num_patches * self.per_patch
 
     def samples(
         self, lengths: npt.NDArray[np.int64], num_patches: npt.NDArray[np.int64]
@@ -139,23 +118,19 @@ class CostModel:
         """Return `sample` of each; int64 in, int64 out.
 
         Raises:
-            ValueError: see `sample`.
+            ValueError: the longest, with the most patches, would cost too much to be summed.
         """
-        if not len(lengths):
-            return np.zeros(0, dtype=np.int64)
-        longest, most = int(lengths.max()), int(num_patches.max())
-        self.sample(longest, num_patches=most if most * self.per_patch < MAX_SAMPLE_COST else 0)
-        if (self.quadratic * longest * longest) >> 63 or (most * self.per_patch) >> 62:
-            pairs = zip(lengths.tolist(), num_patches.tolist(), strict=True)
-            return np.array([self.sample(n, num_patches=p) for n, p in pairs], dtype=np.int64)
+        longest, most = int(lengths.max(initial=0)), int(num_patches.max(initial=0))
+        if self.sample(longest, most) >= MAX_SAMPLE_COST:
+            raise ValueError(
+                f"a sample of {longest} tokens and {most} patches costs as much as "
+                f"{self.sample(longest, most) // COST_UNIT} tokens; expected less than "
+                f"{MAX_SAMPLE_COST // COST_UNIT}: lower the quadratic or patch cost"
+            )
+        quadratic = (self.quadratic * lengths * lengths) >> _SHIFT
         costs: npt.NDArray[np.int64] = (
-            lengths * COST_UNIT
-            + ((self.quadratic * lengths * lengths) >> _SHIFT)
-            + num_patches * self.per_patch
+            lengths * COST_UNIT + quadratic + num_patches * self.per_patch
         )
-        if int(costs.max()) >= MAX_SAMPLE_COST:
-            at = int(costs.argmax())
-            self.sample(int(lengths[at]), num_patches=int(num_patches[at]))
         return costs
 
 
@@ -193,21 +168,17 @@ class CostPrices:
             ValueError: a key that is not known or given twice, what is no number, no `linear`.
         """
         known = [field.name for field in fields(cls)]
-        values: dict[str, float] = {}
-        for part in text.split(","):
-            name, _, number = (word.strip() for word in part.partition("="))
-            if name not in known or name in values:
-                what = "is given twice" if name in values else "is not known"
-                raise ValueError(
-                    f"{name!r} {what}: give KEY=NUMBER of {', '.join(known)}, separated by commas"
-                )
-            try:
-                values[name] = float(number)
-            except ValueError as error:
-                raise ValueError(f"{name}={number} is no number") from error
-        if "linear" not in values:
-            raise ValueError("linear is missing: the others are counted in it")
-        return cls(**values)
+        pairs = [part.replace(" ", "").partition("=")[::2] for part in text.split(",")]
+        names = [name for name, _ in pairs]
+        if {*names} - {*known} or len({*names}) < len(names) or "linear" not in names:
+            raise ValueError(
+                f"{text!r} gives {', '.join(names)}; expected KEY=NUMBER, separated by commas, "
+                f"each at most once of {', '.join(known)}, of which linear is needed"
+            )
+        try:
+            return cls(**{name: float(number) for name, number in pairs})
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}") from error
 
     def __str__(self) -> str:
         values = [(field.name, getattr(self, field.name)) for field in fields(self)]
@@ -216,33 +187,24 @@ class CostPrices:
     def model(self) -> CostModel:
         """Return the model, the same integers on every machine."""
         linear = Fraction(self.linear)
-        return CostModel(
-            quadratic=round(Fraction(self.quadratic) / linear * (1 << _QUADRATIC_BITS)),
-            fixed=round(Fraction(self.overhead) / linear * COST_UNIT),
-            per_patch=round(Fraction(self.patch) / linear * COST_UNIT),
+        return CostModel.from_ratios(
+            quadratic=Fraction(self.quadratic) / linear,
+            fixed_tokens=Fraction(self.overhead) / linear,
+            patch_tokens=Fraction(self.patch) / linear,
         )
 
     @classmethod
-    def of(cls, model: CostModel, *, linear: float = 1.0) -> CostPrices:
-        """Return prices with few digits that give exactly `model` again.
-
-        Args:
-            model: the model.
-            linear: price of a token in the unit wanted.
-        """
+    def of(cls, model: CostModel) -> CostPrices:
+        """Return prices with few digits that give exactly `model` again; a token costs 1."""
         return cls(
-            linear=linear,
-            quadratic=_short(model.quadratic, 1 << _QUADRATIC_BITS, linear),
-            overhead=_short(model.fixed, COST_UNIT, linear),
-            patch=_short(model.per_patch, COST_UNIT, linear),
+            linear=1.0,
+            quadratic=_short(model.quadratic, 1 << _QUADRATIC_BITS),
+            overhead=_short(model.fixed, COST_UNIT),
+            patch=_short(model.per_patch, COST_UNIT),
         )
 
 
-def _short(value: int, scale: int, linear: float) -> float:
-    """Return the decimal of fewest digits that rounds to `value / scale` of `linear`."""
-    exact = float(Fraction(value, scale) * Fraction(linear))
-    for digits in range(1, 18):
-        price = float(f"{exact:.{digits}g}")
-        if round(Fraction(price) / Fraction(linear) * scale) == value:
-            return price
-    raise ValueError(f"cost {value}/{scale} is too large to be written as a decimal number")
+def _short(value: int, scale: int) -> float:
+    """Return the decimal of fewest digits that rounds to `value / scale`, a power of 2."""
+    prices = (float(f"{value / scale:.{digits}g}") for digits in range(1, 18))
+    return next(price for price in prices if round(price * scale) == value)

@@ -66,12 +66,10 @@ class SizeRule:
     multiple: int = 1
 
     def __post_init__(self) -> None:
-        numbers = (*self.sizes, self.least, self.longest)
-        ascending = all(one < other for one, other in zip(self.sizes, self.sizes[1:], strict=False))
-        if min(numbers) < 0 or self.multiple < 1 or not ascending:
-            raise ValueError(f"sizes must ascend and numbers must not be negative; got {self}")
-        if any(size % self.multiple for size in self.sizes):
-            raise ValueError(f"sizes {self.sizes} must be multiples of {self.multiple}")
+        is_sound = self.multiple > 0 and min(*self.sizes, self.least, self.longest) >= 0
+        is_sound = is_sound and not any(size % self.multiple for size in self.sizes)
+        if not is_sound or sorted({*self.sizes}) != list(self.sizes):
+            raise ValueError(f"sizes must be ascending multiples, numbers at least 0; got {self}")
 
     def padded(self, length: int) -> int:
         """Return what a sample of `length` tokens takes up."""
@@ -164,11 +162,6 @@ def length_multiple(
         sequence_parallel_size: tp when sequence parallelism is on, else 1.
         quantization: low-precision recipe of the linear layers.
     """
-    if context_parallel_size < 1 or sequence_parallel_size < 1:
-        raise ValueError(
-            "parallel sizes must be at least 1; got context_parallel_size="
-            f"{context_parallel_size}, sequence_parallel_size={sequence_parallel_size}"
-        )
     zigzag = 2 * context_parallel_size if context_parallel_size > 1 else 1
     share = context_parallel_size * sequence_parallel_size * quantization.value
     return math.lcm(zigzag, share)
@@ -238,14 +231,9 @@ def judge_length(
     if policy is OverlongPolicy.TRUNCATE:
         keep = budget_length(limit, multiple)
         if keep == 0:
-            raise ValueError(
-                f"no sample fits: the limit {limit} is below the padding multiple {multiple}; "
-                "raise --seq-length or --odb-token-budget"
-            )
+            raise ValueError(f"no sample fits: {limit} is below the padding multiple {multiple}")
         return Verdict(keep=keep, truncated=length - keep, message=message)
-    way_out = (
-        "raise --seq-length, or use --odb-overlong truncate or drop"
-        if policy is OverlongPolicy.SOLO
-        else "use --odb-overlong truncate, drop or solo, or raise --odb-token-budget / --seq-length"
+    raise OverlongError(
+        f"{message}: use --odb-overlong truncate, drop or (up to --seq-length) solo, or raise "
+        "--odb-token-budget / --seq-length"
     )
-    raise OverlongError(f"{message}: {way_out}")

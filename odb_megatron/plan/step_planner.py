@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
@@ -20,10 +20,12 @@ from odb_megatron.plan.cost import CostModel
 __all__ = ["SHARE_OVERHEAD", "StepPlan", "plan_step"]
 
 Sync = Literal["step", "microbatch"]
+Ids = list[int]
 Integers = npt.NDArray[np.int64]
 
 SHARE_OVERHEAD = 8  # percent that a sample costs more where replicas share it (keys, values travel)
-_DENSITIES = (90, 70)  # heights tried, percent of what an index full of the costliest costs
+_SHARED = 100 + SHARE_OVERHEAD
+_DENSITY = 90  # percent of the cost of an index full of the costliest units that is aimed at
 _EVEN = (100, 80, 0)  # percent of the units that are spread; the others fill bin after bin
 
 
@@ -63,25 +65,20 @@ def plan_step(  # noqa: PLR0913
 
     Made small is, with the overhead of M micro-batches added, max over r (sum over m load[r][m])
     for sync "step" and sum over m (max over r load[r][m]) for sync "microbatch". A replica with
-    fewer samples than M has idle micro-batches, no other has (a group
-    counts as one sample, what replicas share as none).
+    fewer samples than M has idle micro-batches, no other has (a group counts as one sample, what
+    replicas share as none).
 
     Args:
-        lengths: tokens of each sample, at least 1, [samples]; so are the other arrays.
-        num_replicas: data-parallel size.
-        token_budget: most tokens of a micro-batch, after padding.
-        sync: where replicas wait for each other.
-        alignment: samples are padded to a multiple of it, the parts of a shared one to a multiple
-            of lcm(2, alignment).
-        patches: image patches of each sample.
-        max_patches: most patches of a micro-batch; a sample with more is alone in one.
-        cost: cost model; None where the cost is the number of tokens.
+        lengths: tokens of each sample, at least 1, int [samples]; so are the other arrays.
+        token_budget: most tokens of a micro-batch, after padding to `alignment`.
+        alignment: of samples; parts of a shared one are aligned to lcm(2, alignment).
+        max_patches: most image patches of a micro-batch; a sample with more is alone in one.
+        cost: None where the cost is the number of tokens.
         count_multiple: M is a multiple of it (virtual pipelines).
-        min_micro_batches: M is at least this.
         max_share: most replicas that share a sample.
         groups: samples with the same number >= 0 stay in one micro-batch.
-        owner: replica that has read each sample; where plans take equal time, few tokens move.
-        solo: samples that may be over the budget, alone in a micro-batch.
+        owner: replica that has read the sample; where plans take equal time, few tokens move.
+        solo: whether the sample may be over the budget, alone in a micro-batch.
 
     Raises:
         ValueError: a sample is over the budget and may be neither shared nor alone.
@@ -90,20 +87,17 @@ def plan_step(  # noqa: PLR0913
     tokens: Integers = -(-np.asarray(lengths, dtype=np.int64) // alignment) * alignment
     none = np.zeros_like(tokens)
     images = none if patches is None else np.asarray(patches, dtype=np.int64)
-    planner = _Planner(
-        np.stack([tokens, images, cost.samples(tokens, images), none if solo is None else solo]),
-        none - 1 if groups is None else np.asarray(groups, dtype=np.int64),
-        num_replicas=num_replicas,
-        room=(token_budget, max_patches or int(images.sum())),
-        widest=1 << min(max_share, num_replicas).bit_length() - 1,
-        part=math.lcm(2, alignment),
-    )
+    prices, alone = cost.samples(tokens, images), none if solo is None else solo
+    room = (token_budget, max_patches or int(images.sum()))
+    widest, part = 1 << min(max_share, num_replicas).bit_length() - 1, math.lcm(2, alignment)
+    table = np.stack([tokens, images, prices, alone, none - 1 if groups is None else groups])
+    planner = _Planner(table, num_replicas, room, widest, part)
     count = max(min_micro_batches, 1, -(-planner.fewest // num_replicas))
     count = -(-count // count_multiple) * count_multiple
     rows, time = list[list[_Bin]](), 1 << 62
     while planner.total // num_replicas + count * cost.fixed < time:
         found = planner.plan(count, sync, limit=time - count * cost.fixed)
-        loads = np.array([[one.load for one in row] for row in found] or [[time]], dtype=np.int64)
+        loads = np.array([[one.load for one in row] for row in found] or [[time]])
         height = int(loads.sum(1).max() if sync == "step" else loads.max(0).sum())
         if height + count * cost.fixed < time:
             rows, time = found, height + count * cost.fixed
@@ -112,17 +106,12 @@ def plan_step(  # noqa: PLR0913
         count += count_multiple
     if owner is not None:
         planner.keep_at_home(rows, np.asarray(owner, dtype=np.int64), sync)
-    names = [[tuple(sorted(planner.samples_of(one))) for one in row] for row in rows]
+    names = [[planner.samples_of(one) for one in row] for row in rows]
+    bins = zip(chain.from_iterable(rows), chain.from_iterable(names), strict=True)
     return StepPlan(
         num_micro_batches=len(rows[0]),
         micro_batches=tuple(map(tuple, names)),
-        shares={
-            at: one.width
-            for row in rows
-            for one in row
-            if one.width > 1
-            for at in planner.samples_of(one)
-        },
+        shares={index: one.width for one, ids in bins if one.width > 1 for index in ids},
         loads=tuple(tuple(one.load for one in row) for row in rows),
         overhead=cost.fixed,
     )
@@ -143,158 +132,131 @@ class _Planner:
     """Places units: samples, or groups of them that stay together; costliest first."""
 
     def __init__(
-        self, table: Integers, groups: Integers, *, num_replicas: int, room: tuple[int, int],
-        widest: int, part: int,
-    ) -> None:  # fmt: skip
-        named = np.where(groups < 0, np.arange(-len(groups), 0), groups)
+        self, table: Integers, num_replicas: int, room: tuple[int, int], widest: int, part: int
+    ) -> None:
+        named = np.where(table[4] < 0, np.arange(-len(table[4]), 0), table[4])
         _, unit, counts = np.unique(named, return_inverse=True, return_counts=True)
         samples, ends = np.argsort(unit, kind="stable"), counts.cumsum()
         sums = np.add.reduceat(table[:, samples], ends - counts, axis=1)
         order = np.argsort(-sums[2], kind="stable")
-        sizes, images, self.price_array, solo = sums[:, order]
-        spans = zip((ends - counts)[order].tolist(), ends[order].tolist(), strict=True)
-        flat: list[int] = samples.tolist()
-        self.samples = [flat[start:end] for start, end in spans]
-        parts = (-(-sizes // (widest * part)) + counts[order] - 1) * part
+        tokens, images, price, solo, _ = sums[:, order]
+        flat, spans = samples.tolist(), np.stack([ends - counts, ends])[:, order].T.tolist()
+        self.samples: list[Ids] = [flat[start:end] for start, end in spans]
+        parts = (-(-tokens // (widest * part)) + counts[order] - 1) * part
         can_share = (widest > 1) & (parts <= room[0]) & (images <= room[1])
-        for at in np.flatnonzero((sizes > room[0]) & ~can_share & (solo == 0)).tolist():
+        for at in np.flatnonzero((tokens > room[0]) & ~can_share & (solo == 0)).tolist():
             raise ValueError(
-                f"sample {', '.join(map(str, self.samples[at]))} has {sizes[at]} tokens after "
-                f"padding; a micro-batch holds {room[0]}, and at most {widest} replicas share one: "
-                "raise the token budget, or let it be shared, truncated, dropped or alone"
+                f"sample {', '.join(map(str, self.samples[at]))} is padded to {tokens[at]} tokens, "
+                f"a micro-batch holds {room[0]}, and at most {widest} replicas share a sample: "
+                "raise the token budget, or truncate, drop, share the sample or let it be alone"
             )
-        alone = (images > room[1]) | (sizes > room[0]) & ~can_share
-        self.alone, self.is_whole = set(np.flatnonzero(alone).tolist()), ~can_share
+        alone = (images > room[1]) | (tokens > room[0]) & ~can_share
+        size = np.where(alone, room[0], tokens)
         self.num_replicas, self.room, self.part = num_replicas, room, part
         self.widths = [1 << bit for bit in range(1, widest.bit_length())]
-        self.size_array = np.where(alone, room[0], sizes)
-        self.sizes: list[int] = self.size_array.tolist()
+        self.size, self.price, self.is_whole = size, price, ~can_share
+        self.sizes, self.prices = list[int](size.tolist()), list[int](price.tolist())
         self.images: list[int] = np.minimum(images, room[1]).tolist()
-        self.prices: list[int] = self.price_array.tolist()
-        self.total = sum(self.prices)
-        crowded = (  # n bins hold n * m units that are longer than a part of the budget in m + 1
-            -(-int(np.count_nonzero(self.is_whole & (self.size_array * (m + 1) > room[0]))) // m)
-            for m in range(1, 9)
-        )
-        full = -(-sum(self.sizes) // room[0]), -(-sum(self.images) // max(1, room[1]))
-        self.fewest = max(*full, *crowded)  # micro-batches
+        self.alone, self.total = set(np.flatnonzero(alone).tolist()), sum(self.prices)
+        long = [np.count_nonzero(~can_share & (size * (n + 1) > room[0])) for n in range(1, 9)]
+        fewest = [-(-int(num) // n) for n, num in enumerate(long, 1)]  # n of them fit in one
+        fewest += [-(-sum(self.sizes) // room[0]), -(-sum(self.images) // max(1, room[1]))]
+        self.fewest = max(fewest)
+
+    def samples_of(self, one: _Bin) -> tuple[int, ...]:
+        return tuple(sorted(chain.from_iterable(map(self.samples.__getitem__, one.units))))
 
     def part_of(self, unit: int, width: int) -> tuple[int, int]:
         """Return the tokens (of a group at most) and the cost of a unit's part on each replica."""
         if unit in self.alone:
             return self.sizes[unit], self.prices[unit]
         pieces = -(-self.sizes[unit] // (width * self.part)) + len(self.samples[unit]) - 1
-        return pieces * self.part, -(-self.prices[unit] * (100 + SHARE_OVERHEAD) // (100 * width))
+        return pieces * self.part, -(-self.prices[unit] * _SHARED // (100 * width))
 
     def plan(self, count: int, sync: Sync, *, limit: int) -> list[list[_Bin]]:
         """Return `bins[replica][m]`, empty where no plan of so many micro-batches is found."""
         budget, images = self.room
-        is_long = (self.price_array * self.num_replicas > self.total) | (self.size_array > budget)
+        is_long = (self.price * self.num_replicas > self.total) | (self.size > budget)
         if sync == "microbatch" or (is_long & ~self.is_whole).any():
             return self.plan_by_index(count, limit)
         replicas = [_Bin(budget * count, images * count) for _ in range(self.num_replicas)]
-        if self.spread(range(len(self.prices)), replicas, self.prices):
+        if self.spread(list(range(len(self.prices))), replicas, self.prices):
             return []
-        by_size = [sorted(one.units, key=lambda unit: -self.sizes[unit]) for one in replicas]
-        rows = [self.pack(units, count, self.sizes) for units in by_size]
+        rows = [self.pack(one.units, count, self.sizes) for one in replicas]
         return rows if all(rows) else []
 
     def plan_by_index(self, count: int, limit: int) -> list[list[_Bin]]:
-        """Return a plan whose micro-batches of one index cost the same on every replica."""
-        densities = _DENSITIES if count > 1 and self.widths else (100,)
-        found = [self.fill_costly(count, density, limit) for density in densities]
-        if not any(found):
-            return []
-        _, costly, others = min(filter(None, found), key=lambda one: one[0])
-        bins = self.pack(others, self.num_replicas * (count - len(costly)), self.prices)
-        if others and not bins:
-            return []
-        bins += [one for column in costly for one in column if one.width == 1]
-        self.use_idle(bins)
-        bins.sort(key=lambda one: one.load)  # so that equal ones meet
-        rows: list[list[_Bin]] = [[] for _ in range(self.num_replicas)]
-        for column in [*costly, *[[]] * (count - len(costly))]:
-            shared = [one for one in column for _ in range(one.width) if one.width > 1]
-            for row, one in zip(rows, shared, strict=False):
-                row.append(one)
-            for row in sorted(rows[len(shared) :], key=lambda row: sum(one.load for one in row)):
-                row.append(bins.pop())
-        return rows
+        """Return a plan whose micro-batches of one index cost the same on every replica.
 
-    def fill_costly(
-        self, count: int, density: int, limit: int
-    ) -> tuple[int, list[list[_Bin]], list[int]] | None:
-        """Fill, one index after the other, those that one unit makes higher than the mean.
-
-        An index as high as that unit takes the costliest on its other replicas. Where units may
-        be shared it is as high as it can be filled, and shared are those that cost more. Returns
-        what the step will take, the bins of each such index, and the units for the others, none
-        of them costly; None where that is not below the limit.
+        An index that one unit makes higher than the mean takes the costliest units on its other
+        replicas, as high as that one is. Where units may be shared, such an index is as high as it
+        can be filled, and shared are those that cost more.
         """
-        (budget, images), num_replicas = self.room, self.num_replicas
-        left, columns, time = np.arange(len(self.prices)), list[list[_Bin]](), 0
-        while len(left):
-            rest = count - len(columns)
-            price, size = self.price_array[left], self.size_array[left]
-            level = -(-int(price.sum()) // (num_replicas * max(1, rest)))
+        budget, images = self.room
+        left, time, columns = list(range(len(self.prices))), 0, list[list[_Bin]]()
+        while left:
+            price, size, rest = self.price[left], self.size[left], count - len(columns)
+            level = -(-int(price.sum()) // (self.num_replicas * max(1, rest)))
             if not rest or time + level * rest >= limit:
-                return None
+                return []
             if price[0] <= level and size.max() <= budget:
-                fits = int(size.sum()) <= num_replicas * rest * budget
-                return (time + level * rest, columns, left.tolist()) if fits else None
-            held = int(np.searchsorted(size.cumsum(), num_replicas * budget, side="right"))
-            dense = int(price[:held].sum()) // num_replicas * density // 100
+                break
+            held = np.searchsorted(size.cumsum(), self.num_replicas * budget, side="right")
+            dense = int(price[:held].sum()) * _DENSITY // (100 * self.num_replicas)
             whole = int(price[self.is_whole[left]].max(initial=0))
             height = max(level, min(int(price[0]), dense), whole)
-            bins, free, shared = list[_Bin](), num_replicas, list[int]()
-            for at in np.flatnonzero((price > height) | (size > budget)).tolist():
-                unit = int(left[at])
+            column = list[_Bin]()
+            for unit in np.array(left)[(price > height) | (size > budget)].tolist():
                 parts = [(width, *self.part_of(unit, width)) for width in self.widths]
                 fit = (one for one in parts if one[1] <= budget and one[2] <= height)
                 width, tokens, load = next(fit, parts[-1])
-                if width <= free:
-                    bins.append(
-                        _Bin(budget - tokens, images - self.images[unit], width, load, [unit])
-                    )
-                    free -= width
-                    shared.append(at)
-            bins.sort(key=lambda one: -one.width)  # widest first, so that all are aligned
-            bins += [_Bin(budget, images) for _ in range(free)]
-            left = np.delete(left, shared)
-            if rest == 1 and self.size_array[left].max(initial=0) > budget:
-                return None
-            others = self.spread(left.tolist(), bins, self.prices, height if rest > 1 else 0)
-            left = np.array(others, dtype=np.int64)
-            columns.append(bins)
-            time += max(one.load for one in bins)
-        return (time, columns, []) if time < limit else None
+                if sum(one.width for one in column) + width <= self.num_replicas:
+                    room = (budget - tokens, images - self.images[unit])
+                    column.append(_Bin(*room, width, load, [unit]))
+            column.sort(key=lambda one: -one.width)  # widest first, so that all are aligned
+            shared = {one.units[0] for one in column}
+            free = self.num_replicas - sum(one.width for one in column)
+            column += [_Bin(budget, images) for _ in range(free)]
+            left = [unit for unit in left if unit not in shared]
+            left = self.spread(left, column, self.prices, height if rest > 1 else 0)
+            columns.append(column)
+            time += max(one.load for one in column)
+        bins = self.pack(left, self.num_replicas * (count - len(columns)), self.prices)
+        if left and not bins:
+            return []
+        bins += [one for column in columns for one in column if one.width == 1]
+        self.use_idle(bins)
+        bins.sort(key=lambda one: one.load)  # so that equal ones meet
+        rows: list[list[_Bin]] = [[] for _ in range(self.num_replicas)]
+        for column in [*columns, *[[]] * (count - len(columns))]:
+            places = [one for one in column for _ in range(one.width) if one.width > 1]
+            for row, one in zip(rows, places, strict=False):
+                row.append(one)
+            for row in sorted(rows[len(places) :], key=lambda row: sum(one.load for one in row)):
+                row.append(bins.pop())
+        return rows
 
-    def pack(self, units: list[int], count: int, keys: list[int]) -> list[_Bin]:
-        """Return so many bins with the units, falling in size, or empty where they do not fit."""
+    def pack(self, units: Ids, count: int, keys: Ids) -> list[_Bin]:
+        """Return so many bins with all units, or empty where they do not fit."""
         for percent in _EVEN:
             bins = [_Bin(*self.room) for _ in range(count)]
             num = len(units) * percent // 100
-            small = sorted(units[num:], key=lambda unit: -self.sizes[unit])
-            if not self.spread(units[:num], bins, keys) and not self.spread(small, bins, []):
+            if not self.spread(units[:num], bins, keys) and not self.spread(units[num:], bins, []):
                 self.use_idle(bins)
                 return bins
         return []
 
-    def spread(
-        self, units: Iterable[int], bins: list[_Bin], keys: list[int], height: int = 0
-    ) -> list[int]:
+    def spread(self, units: Ids, bins: list[_Bin], keys: Ids, height: int = 0) -> Ids:
         """Put each unit into the lowest bin that has room for it; return those that find none.
 
         With a height no bin grows beyond it. Low is a bin by the keys of its units; without keys
         one bin after the other is filled.
         """
-        sizes, prices, images = self.sizes, self.prices, self.images
-        heap = []
-        for at, one in enumerate(bins):
-            low = one.load - height
-            if height and one.width > 1:  # in prices of whole units
-                low = low * one.width * 100 // (100 + SHARE_OVERHEAD)
-            heap.append((low, at))
+        sizes, images, prices = self.sizes, self.images, self.prices
+        heap = [(one.load, at) for at, one in enumerate(bins)]
+        if height:  # what is missing, in costs of units that nobody shares
+            scales = [(100 * one.width if one.width > 1 else _SHARED) for one in bins]
+            heap = [((low - height) * scales[at] // _SHARED, at) for low, at in heap]
         heapq.heapify(heap)
         full: list[tuple[int, int, int]] = []  # without room for the present unit
         others = []
@@ -338,24 +300,17 @@ class _Planner:
 
     def keep_at_home(self, rows: list[list[_Bin]], owner: Integers, sync: Sync) -> None:
         """Exchange what takes equal time on other replicas: steps, or micro-batches of an index."""
-        count = len(rows[0])
         home_of = owner[np.array([one[0] for one in self.samples], dtype=np.int64)]
-        for part in [slice(count)] if sync == "step" else [slice(m, m + 1) for m in range(count)]:
-            bins = {
-                at: row[part]
-                for at, row in enumerate(rows)
-                if max(one.width for one in row[part]) == 1
-            }
+        width = len(rows[0]) if sync == "step" else 1
+        for part in [slice(m, m + width) for m in range(0, len(rows[0]), width)]:
+            free = [at for at, row in enumerate(rows) if all(one.width == 1 for one in row[part])]
+            bins, homes = {at: rows[at][part] for at in free}, set(free)
             tokens = np.zeros((len(rows), len(rows)), dtype=np.int64)
-            for at, mine in bins.items():
-                units = np.array([unit for one in mine for unit in one.units], dtype=np.int64)
-                np.add.at(tokens[at], home_of[units], self.size_array[units])
-            homes = set(bins)
+            for at in free:
+                units = np.array([unit for one in bins[at] for unit in one.units], dtype=np.int64)
+                np.add.at(tokens[at], home_of[units], self.size[units])
             for pair in np.argsort(-tokens, axis=None, kind="stable").tolist():
                 at, home = divmod(pair, len(rows))
                 if at in bins and home in homes:
                     homes.remove(home)
                     rows[home][part] = bins.pop(at)
-
-    def samples_of(self, one: _Bin) -> Iterable[int]:
-        return chain.from_iterable(map(self.samples.__getitem__, one.units))

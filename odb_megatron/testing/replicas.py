@@ -86,11 +86,11 @@ class ThreadChannel:
 
     def exchange(
         self, step: int, sends: Mapping[int, bytes], receives: Mapping[int, int]
-    ) -> dict[int, bytes]:
+    ) -> dict[int, memoryview]:
         """See `SourceGroup.exchange`."""
         came = self._meeting.meet("exchange", self.replica, self.block, (step, dict(sends)))
         assert all(came[by][0] == step for by in self.block), "replicas exchange different steps"
-        return {by: came[by][1][self.replica] for by in receives}
+        return {by: memoryview(came[by][1][self.replica]) for by in receives}
 
     def close(self) -> None:
         """See `SourceGroup.close`."""

@@ -278,7 +278,7 @@ def check_run(world: World, steps: Sequence[Sequence[PackedStep]], *, is_whole: 
         tally.duplicated += len(trained.keys() - expected)
     if is_whole and not config.has_unknown_end:
         tally.misaligned += consumed != config.total
-    tally.several_blocks = int(config.num_blocks > 1)
+    tally.several_blocks = int(config.num_replicas > config.block)
     tally.drained_early = int(len(set(world.shards)) > 1 and not world.starts_again)
     tally.quota = int(world.starts_again)
     return tally
