@@ -127,7 +127,7 @@ def run(check: Check, *, spin: str, compiler: str) -> Outcome:
         generate(check.macros, spin=spin, folder=folder)
         options = ["-O0" if check.expected else "-O1", "-w", f"-DMEMLIM={MEMORY_MIB}"]
         options += [] if check.liveness else ["-DNOCLAIM", "-DSAFETY"]
-        text = _output([compiler, *options, "-o", "pan", "pan.c"], folder=folder, timeout_s=120)
+        text = _output([compiler, *options, "-o", "pan", "pan.c"], folder=folder, timeout_s=600)
         if not (folder / "pan").exists():
             raise CheckError(f"{compiler} cannot compile the verifier:\n{text}")
         arguments = [f"-m{MAX_DEPTH}", "-n", *(["-a"] if check.liveness else [])]
