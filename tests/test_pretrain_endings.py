@@ -19,6 +19,7 @@ pytestmark = pytest.mark.megatron
 
 SAMPLES = ("--train-samples", 45)
 EVALUATING = ("--eval-interval", 2, "--eval-iters", 3)
+LEFT = "the script has left by sys.exit() within a step"
 
 
 def _flags(plan_ahead: int, *flags: object) -> tuple[object, ...]:
@@ -61,8 +62,8 @@ def test_the_end_of_the_data(
         (Fault(iteration=2, kind="late", training=False), 2, ""),
         (Fault(iteration=2, kind="raise"), 1, "ValueError: no luck in iteration 2"),
         (Fault(iteration=2, kind="raise", training=False), 2, "ValueError: no luck in iteration 2"),
-        (Fault(iteration=2, kind="exit"), 1, ""),
-        (Fault(iteration=2, kind="exit", training=False), 2, ""),
+        (Fault(iteration=2, kind="exit"), 1, f"RuntimeError: {LEFT}"),
+        (Fault(iteration=2, kind="exit", training=False), 2, f"RuntimeError: {LEFT}"),
         (Fault(iteration=2, kind="exit 3"), 1, "SystemExit: 3"),
         (Fault(iteration=2, kind="exit 3", training=False), 2, "SystemExit: 3"),
     ],
