@@ -112,9 +112,7 @@ class TestPadding:
             (121, 1, "solo", 121),
         ],
     )
-    def test_an_overlong_sample(
-        self, length: int, multiple: int, policy: str, keep: int
-    ) -> None:
+    def test_an_overlong_sample(self, length: int, multiple: int, policy: str, keep: int) -> None:
         verdict = judge_length(
             length, multiple=multiple, token_budget=60, context=128, policy=OverlongPolicy(policy)
         )

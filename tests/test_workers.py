@@ -42,7 +42,7 @@ def test_data_that_cannot_be_sent_is_refused() -> None:
 
 def test_full_shared_memory_is_named() -> None:
     with (
-        pytest.raises(RuntimeError, match=r"/dev/shm has \d+ KiB free: make it larger"),
+        pytest.raises(RuntimeError, match=r"/dev/shm has \d+ KiB free; make it larger"),
         starting(),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")

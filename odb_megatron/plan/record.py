@@ -171,8 +171,9 @@ class PlanConfig:
 
     def to_text(self) -> str:
         """Return all fields for `config_differences`; long ones are cut."""
-        values = {name: str(value)[:_MAX_SHOWN] for name, value in self._values().items()}
-        return json.dumps(values, sort_keys=True)
+        return json.dumps(
+            {k: str(v)[:_MAX_SHOWN] for k, v in self._values().items()}, sort_keys=True
+        )
 
     def _values(self) -> dict[str, object]:
         return asdict(self) | {"sync": self.sync.value}
