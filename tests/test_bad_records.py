@@ -1,21 +1,27 @@
-"""`odb_megatron.data.bad_records`: how many records may be bad."""
+"""How many records may be bad, and what the error says."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
-from test_plan_parts import TOTALS
 
 from odb_megatron.data.bad_records import BadRecords, TooManyBadRecordsError, max_bad_records
 from odb_megatron.data.sample import Skipped, SkipReason
 from odb_megatron.plan.record import StepTotals
 
+TOTALS = StepTotals(
+    **{field.name: 0 for field in fields(StepTotals) if field.name != "is_final"}, is_final=False
+)
 
-def _totals(*, bad: int, consumed: int = 0) -> StepTotals:
-    return replace(
-        TOTALS, consumed_before=consumed, num_consumed=8 + bad, num_left_out=bad, num_bad=bad
-    )
+
+def totals(num_bad: int, *, before: int = 0, consumed: int = 9) -> StepTotals:
+    """A step's, of which so many records are bad."""
+    return replace(TOTALS, num_bad=num_bad, consumed_before=before, num_consumed=consumed)
+
+
+def skipped(text: str, reason: SkipReason = SkipReason.BAD_RECORD) -> Skipped:
+    return Skipped(reason=reason, message=text)
 
 
 @pytest.mark.parametrize(
@@ -27,26 +33,26 @@ def test_the_limit(limit: int, consumed: int, most: int) -> None:
 
 
 def test_the_error_names_counts_limit_and_the_first_of_this_replica() -> None:
-    found, others = BadRecords(3), BadRecords(3)
+    own, other = BadRecords(3), BadRecords(3)
+    own.note(skipped("too long", SkipReason.OVERLONG))
     for number in range(5):
-        text = f"a.jsonl:{number}: bad\nOriginal traceback: long"
-        found.note(Skipped(reason=SkipReason.BAD_RECORD, message=text))
-    found.note(Skipped(reason=SkipReason.OVERLONG, message="long"))
-    for one in (found, others):
-        one.add_up(_totals(bad=3))  # three are allowed
+        own.note(skipped(f"a.jsonl:{number}: bad\nOriginal traceback: long"))
+    for one in (own, other):
+        one.add_up(totals(3))  # three are allowed
     with pytest.raises(TooManyBadRecordsError) as caught:
-        found.add_up(_totals(bad=1, consumed=11))
+        own.add_up(totals(1, before=11))
     assert str(caught.value) == (
         "4 of the 20 samples consumed so far are bad records, and --odb-max-bad-records 3 are "
         "allowed. The first of this replica: a.jsonl:0: bad | a.jsonl:1: bad | a.jsonl:2: bad. "
         "Mend the data, or raise --odb-max-bad-records"
     )
     with pytest.raises(TooManyBadRecordsError, match="none; other replicas name theirs"):
-        others.add_up(_totals(bad=1, consumed=11))
+        other.add_up(totals(1, before=11))
 
 
-def test_the_default_limit_and_what_a_resumed_run_had_met() -> None:
-    resumed = BadRecords(0, num=100)
+def test_without_a_limit_of_the_users_own() -> None:
+    default = BadRecords(0, num=99)  # resumed
+    default.add_up(totals(1))
     with pytest.raises(TooManyBadRecordsError, match="100, the larger of 100 and 1 in 100 are all"):
-        resumed.add_up(_totals(bad=1, consumed=108))
-    BadRecords(None).add_up(_totals(bad=10**6))  # an evaluation's are only counted
+        default.add_up(totals(1, before=108))
+    BadRecords(None).add_up(totals(10**6))  # an evaluation's are only counted

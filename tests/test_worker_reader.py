@@ -84,8 +84,8 @@ def test_a_worker_killed_while_it_sends(monkeypatch: pytest.MonkeyPatch) -> None
     source = MapSource(Large(), rules=limits, name="large")
     order = PassOrder(np.arange(64), seed=1)
     before = set(active_children())
-    config = PlanConfig(total=64, global_batch_size=1, num_replicas=1, token_budget=SIZE)
     stream = SampleStream([SourcePart(source=source, order=order)])
+    config = PlanConfig(total=64, global_batch_size=64, num_replicas=1, token_budget=SIZE)
     reader = StreamReader(stream, config, replica=0, workers=Workers(num=1))
     reader.read(1)
     (worker,) = set(active_children()) - before

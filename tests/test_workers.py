@@ -1,18 +1,34 @@
-"""`odb_megatron.data.workers`: what is sent to the loop's process, and what that imports."""
+"""`odb_megatron.data.workers`: what is sent to processes, and what they import."""
 
 from __future__ import annotations
 
 import errno
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up_data import Records, single_stream
+from made_up_data import (
+    Letters,
+    Records,
+    check_content,
+    metadata_of,
+    rules,
+    single_stream,
+    step_config,
+    steps_of,
+)
 
-from odb_megatron.data.stream import SampleStream
+from odb_megatron.data.chat_template import ChatRenderer
+from odb_megatron.data.order import PassOrder
+from odb_megatron.data.sources import ChatSource
+from odb_megatron.data.step_loader import StepLoader
+from odb_megatron.data.step_wire import decode_payload
+from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.data.workers import Packed, starting
+from odb_megatron.testing.replicas import thread_channels
 
 
 def test_what_a_packed_object_needs() -> None:
@@ -30,31 +46,26 @@ def test_modules_of_a_very_large_object_are_not_looked_for() -> None:
     assert Packed([np.zeros(1 << 22), Records([3])]).modules() == []
 
 
-def test_data_that_cannot_be_sent_is_refused() -> None:
-    class Local(Records):
-        """Cannot be imported by another process."""
-
-    with pytest.raises(ValueError, match="the data cannot be sent to worker processes") as caught:
-        Packed(single_stream(Local([3] * 4)))
-    assert "at the top level of a module" in str(caught.value)
-    assert "--num-workers 0" in str(caught.value)
-
-
-def test_full_shared_memory_is_named() -> None:
-    with (
-        pytest.raises(RuntimeError, match=r"/dev/shm has \d+ KiB free; make it larger"),
-        starting(),
-    ):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(PermissionError), starting():
-        raise PermissionError(errno.EACCES, "no")
+def test_chats_with_a_template_and_a_tokenizer_reach_workers(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]
+    path.write_text((json.dumps({"messages": messages}) + "\n") * 6, encoding="utf-8")
+    limits = {"context": 256, "token_budget": 256}
+    source = ChatSource(str(path), rules=rules(**limits), renderer=ChatRenderer(Letters()))
+    order = PassOrder(np.arange(6), seed=1)
+    stream = SampleStream([SourcePart(source=source, order=order)])
+    config = step_config(total=6, num_replicas=1, token_budget=256)
+    (channel,) = thread_channels(1)
+    steps = steps_of(StepLoader(stream, config, channel=channel, num_workers=1))
+    assert len(steps) == 2
+    for step in steps:
+        check_content(decode_payload(metadata_of(step), step.payload), stream)
 
 
 _SCRIPT = """
 import sys
-from made_up_data import Records, single_stream
+from made_up_data import Records, metadata_of, single_stream, step_config, steps_of
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.plan.record import PlanConfig
 from odb_megatron.testing.replicas import thread_channels
 
 print("imported by", __name__, flush=True)
@@ -64,17 +75,16 @@ class Own(Records):
 
 if __name__ == "__main__":
     stream = single_stream((Own if sys.argv[1] == "own" else Records)([3] * 8))
-    config = PlanConfig(total=8, global_batch_size=8, num_replicas=1, token_budget=64)
+    config = step_config(total=8, num_replicas=1)
     loader = StepLoader(stream, config, channel=thread_channels(1)[0], num_workers=2)
-    assert loader.make_step() is not None
-    assert loader.make_step() is None
+    print("lengths", [metadata_of(step).lengths for step in steps_of(loader)])
     assert sys.modules["__main__"].__file__ == __file__
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "imported"])
-def test_the_main_script_is_imported_only_for_its_classes(tmp_path: Path, kind: str) -> None:
+def test_processes_import_the_main_script_only_for_its_classes(tmp_path: Path, kind: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT, encoding="utf-8")
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -87,4 +97,13 @@ def test_the_main_script_is_imported_only_for_its_classes(tmp_path: Path, kind: 
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "lengths [((3, 3, 3, 3),), ((3, 3, 3, 3),)]" in done.stdout
     assert ("imported by __mp_main__" in done.stdout) == (kind == "own")
+
+
+def test_full_shared_memory_is_named() -> None:
+    full = r"/dev/shm has \d+ KiB free; make it larger"
+    with pytest.raises(RuntimeError, match=full), starting():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(PermissionError), starting():
+        raise PermissionError(errno.EACCES, "no")
