@@ -11,11 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_samples import image_sample
-from test_step_wire import TOTALS
+from test_step_wire import TOTALS, Members, assembled
 
 from odb_megatron.data.context_parallel import slice_micro_batch
-from odb_megatron.data.finished_step import FinishedStep, StepHeader
-from odb_megatron.data.held_samples import HeldSamples
 from odb_megatron.data.images import ImageLayout, PixelFormat
 from odb_megatron.data.sample import Sample
 from odb_megatron.data.sample_wire import (
@@ -24,19 +22,17 @@ from odb_megatron.data.sample_wire import (
     encode_sample,
     wire_size,
 )
-from odb_megatron.data.step_images import encode_pixels, pixel_bytes, with_pixels
+from odb_megatron.data.step_images import pixel_bytes, with_pixels
 from odb_megatron.data.step_wire import (
     StepMetadata,
     StepWireError,
     decode_header,
     decode_payload,
     encode_header,
-    encode_payload,
+    pack_step,
 )
-from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
-from odb_megatron.plan.config import PlanConfig
+from odb_megatron.data.thd import assemble
 from odb_megatron.plan.padding import SizeRule
-from odb_megatron.plan.policy import PolicyName
 
 SIDES = st.sampled_from([2, 4, 6])
 LAYOUTS = st.lists(
@@ -97,40 +93,41 @@ def test_any_damage_to_a_sample_is_an_error() -> None:
 STEPS = st.lists(st.lists(LAYOUTS, max_size=3), min_size=1, max_size=4)
 
 
-def build(step: list[list[list[Any]]], *, multiple: int, dtype: str = "uint8") -> list[MicroBatch]:
-    made, position = [], 0
-    for layouts in step:
-        samples = [image_sample(one, seed=len(made), dtype=dtype) for one in layouts]
-        positions = range(position, position + len(samples))
-        position += len(samples)
-        made.append(
-            assemble(samples, positions=positions, rule=SizeRule(multiple=multiple))
-            if samples
-            else assemble_idle(rule=SizeRule(multiple=multiple))
-        )
+def build(step: list[list[list[Any]]], *, dtype: str = "uint8") -> Members:
+    """Samples with positions, by micro-batch."""
+    made: Members = []
+    position = 0
+    for number, layouts in enumerate(step):
+        made.append([])
+        for one in layouts:
+            made[-1].append((position, image_sample(one, seed=number, dtype=dtype)))
+            position += 1
     return made
 
 
 @settings(max_examples=40)
 @given(STEPS, st.sampled_from([1, 4, 16]), DTYPES)
 def test_a_step_arrives_with_its_images(step: Any, multiple: int, dtype: str) -> None:
-    sent = build(step, multiple=multiple, dtype=dtype)
-    metadata = StepMetadata.of(TOTALS, sent, rule=SizeRule(multiple=multiple))
+    rule = SizeRule(multiple=multiple)
+    samples = build(step, dtype=dtype)
+    sent = assembled(samples, rule)
+    metadata, payload, pixels = pack_step(TOTALS, samples, rule=rule)
     found = decode_header(encode_header(metadata))
     assert found == metadata
     assert isinstance(found, StepMetadata)
-    others = decode_payload(found, encode_payload(sent).copy())
+    others = decode_payload(found, payload)
     for item, other, where in zip(sent, others, found.layouts(), strict=True):
         assert other.pixel_values is None  # of the last stage
         assert same_images(item.images, other.images)
         assert same_images(item.images, where.images)
-    if found.pixels is None:
+    if pixels is None:
+        assert found.pixels is None
         assert all(item.images is None for item in sent)
         assert found.images == ()
         return
-    data = encode_pixels(sent)
-    assert data.size == pixel_bytes(found.images, found.pixels)
-    for item, other in zip(sent, with_pixels(others, data, found.pixels), strict=True):
+    assert found.pixels is not None
+    assert pixels.size == pixel_bytes(found.images, found.pixels)
+    for item, other in zip(sent, with_pixels(others, pixels, found.pixels), strict=True):
         if item.pixel_values is None:
             assert other.pixel_values is None
             continue
@@ -138,13 +135,11 @@ def test_a_step_arrives_with_its_images(step: Any, multiple: int, dtype: str) ->
         assert other.pixel_values.dtype == item.pixel_values.dtype
         assert torch.equal(other.pixel_values, item.pixel_values)
     with pytest.raises(ValueError, match="bytes of patches arrived; the header describes"):
-        with_pixels(others, data[:-1], found.pixels)
+        with_pixels(others, pixels[:-1], found.pixels)
 
 
 def test_a_header_that_does_not_fit_is_refused() -> None:
-    metadata = StepMetadata.of(
-        TOTALS, build([[[3, (2, 2), 2]]], multiple=1), rule=SizeRule(multiple=1)
-    )
+    metadata, _, _ = pack_step(TOTALS, build([[[3, (2, 2), 2]]]), rule=SizeRule())
     assert metadata.pixels == PixelFormat(width=12, dtype="uint8", merge=2)
     rows: tuple[tuple[Any, ...], ...] = (
         ((0, 1, 2, 2, 6),),  # behind the sample's end
@@ -169,27 +164,9 @@ def test_a_header_that_does_not_fit_is_refused() -> None:
 
 
 def test_patches_of_two_kinds_in_a_step() -> None:
-    items = [assemble([image_sample([(2, 2), 2], width=width)], positions=[0]) for width in (12, 3)]
-    with pytest.raises(ValueError, match="micro-batches of a step have patches of different"):
-        StepMetadata.of(TOTALS, items, rule=SizeRule(multiple=1))
-
-
-def test_bytes_are_counted() -> None:
-    config = PlanConfig(
-        policy=PolicyName.SAMPLES, total=2, global_batch_size=2, num_replicas=1, token_budget=64
-    )
-    held = HeldSamples(config, num_sources=1)
-    plain, seen = image_sample([20]), image_sample([3, (8, 8), 1], dtype="float32")
-    held.add(0, plain)
-    assert held.num_bytes == 20 * 20
-    held.add(1, seen)
-    assert seen.images is not None
-    assert held.num_bytes == 800 + seen.images.nbytes
-    assert seen.images.nbytes == 64 * 12 * 4 + 32
-    item = assemble([seen], positions=[0])
-    header = StepHeader(totals=TOTALS, micro_batches=((0,),))
-    step = FinishedStep(header=header, micro_batches=(item,))
-    assert step.num_bytes == 20 * 28 + 16 + 64 * 12 * 4 + (24 + 8 + 8 + 8)
+    samples = [[(width, image_sample([(2, 2), 2], width=width))] for width in (12, 3)]
+    with pytest.raises(ValueError, match="samples of a step have patches of different kinds"):
+        pack_step(TOTALS, samples, rule=SizeRule())
 
 
 def test_context_parallelism_is_refused() -> None:

@@ -398,23 +398,31 @@ def test_a_stopped_process_that_is_sent_much_ends_in_time() -> None:
         loader.make_step()
 
 
-def test_closing() -> None:
-    """The next step tells the others; a loader that has made none tells them as well."""
+# --- closing ----------------------------------------------------------------------------------
 
-    def go(channel: ThreadChannel) -> str:
-        loader = StepLoader(
-            lenient_stream([3] * 40), step_config(total=40), channel=channel, num_workers=2
-        )
-        if channel.replica == 0:
-            steps_of(loader, most=3)
-        loader.close()
-        with pytest.raises(LoaderClosedError):
-            steps_of(loader)
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_replica_that_closes_stops_all(num_workers: int) -> None:
+    def go(channel: ThreadChannel) -> None:
+        workers = num_workers * channel.replica
+        stream, config = lenient_stream([3] * 40), step_config(total=40)
+        loader = StepLoader(stream, config, channel=channel, num_workers=workers)
+        assert len(steps_of(loader, most=3)) == 3
+        if channel.replica == 1:
+            loader.close()
+        with pytest.raises(LoaderClosedError, match="a replica has closed its loader"):
+            loader.make_step()
         assert loader.make_step() is None
         loader.end()
-        return "closed"
 
-    channels = thread_channels(2)
-    first, second = run_in_threads(go, channels)
-    assert second == "closed"
-    assert first == "closed" or isinstance(first, LoaderClosedError)
+    in_threads(go)
+
+
+def test_a_loader_that_is_never_used_starts_no_process_to_say_so() -> None:
+    def go(channel: ThreadChannel) -> None:
+        loader = StepLoader(lenient_stream([3]), step_config(), channel=channel, num_workers=2)
+        with pytest.raises(LoaderClosedError):
+            loader.end()
+        assert not multiprocessing.active_children()
+
+    in_threads(go)

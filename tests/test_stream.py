@@ -21,12 +21,13 @@ from made_up_data import BASE, Letters, Records, rules, single_stream
 from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
 from odb_megatron.data.order import CyclicOrder, PassOrder
 from odb_megatron.data.preprocess import BadRecordPolicy
-from odb_megatron.data.replica_stream import ReplicaStream
-from odb_megatron.data.sample import BadRecordError, Skipped, Sample
+from odb_megatron.data.replica_stream import StreamReader
+from odb_megatron.data.sample import BadRecordError, Sample, Skipped
 from odb_megatron.data.sources import ChatSource, MapSource
 from odb_megatron.data.stream import Blend, FetchError, SampleStream, SourcePart
 from odb_megatron.data.workers import Workers
 from odb_megatron.plan.padding import OverlongError
+from odb_megatron.plan.record import PlanConfig
 
 
 def _parts(sizes: Sequence[int], *, seed: int = 7, lengths: int = 3) -> list[SourcePart]:
@@ -185,7 +186,7 @@ def _tokens(item: Any) -> Any:
     return item.tokens.tolist() if isinstance(item, Sample) else item
 
 
-def _failure(shard: ReplicaStream, position: int) -> Exception:
+def _failure(shard: _Shard, position: int) -> Exception:
     """The error of `take`, without the traceback: its frames would keep the workers alive."""
     try:
         shard.take(position)
@@ -202,18 +203,37 @@ class _ProcessIds(Records):
         return {"tokens": ids, "labels": ids, "loss_mask": [1]}
 
 
-def _shard(
-    stream: SampleStream, *, first: int, total: int, num_replicas: int, num_workers: int = 0
-) -> ReplicaStream:
-    """The fixed shard of a replica, from `first` on."""
-    positions = range(first, max(first, total), num_replicas)
-    return ReplicaStream(stream, positions, workers=Workers(num=num_workers))
+class _Shard:
+    """Every `num_replicas`-th position from `first` on."""
+
+    def __init__(
+        self,
+        stream: SampleStream,
+        *,
+        first: int,
+        total: int,
+        num_replicas: int,
+        num_workers: int = 0,
+    ) -> None:
+        config = PlanConfig(
+            total=total,
+            global_batch_size=num_replicas,
+            num_replicas=num_replicas,
+            token_budget=64,
+        )
+        workers = Workers(num=num_workers)
+        self._reader = StreamReader(stream, config, replica=0, consumed=first, workers=workers)
+
+    def take(self, position: int) -> Sample | Skipped:
+        ((at, item),) = self._reader.read(1)
+        assert at == position
+        return item
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_workers_are_processes_and_end_with_the_shard(num_workers: int) -> None:
+def test_workers_are_processes_and_end_with_the_Shard(num_workers: int) -> None:
     stream = single_stream(_ProcessIds([1] * 8))
-    shard = _shard(stream, first=0, total=8, num_replicas=1, num_workers=num_workers)
+    shard = _Shard(stream, first=0, total=8, num_replicas=1, num_workers=num_workers)
     seen = {_tokens(shard.take(position))[0] for position in range(7)}
     assert len(seen) == max(1, num_workers)
     assert (os.getpid() in seen) == (num_workers == 0)
@@ -229,7 +249,7 @@ def test_workers_give_what_this_process_gives() -> None:
     stream = single_stream(Records(lengths), sample_rules=sample_rules, num_samples=60)
     runs = []
     for num_workers in (0, 2):
-        shard = _shard(stream, first=1, total=60, num_replicas=2, num_workers=num_workers)
+        shard = _Shard(stream, first=1, total=60, num_replicas=2, num_workers=num_workers)
         runs.append([_tokens(shard.take(position)) for position in range(1, 60, 2)])
     assert runs[0] == runs[1] == [_tokens(stream[position]) for position in range(1, 60, 2)]
     assert sum(isinstance(item, Skipped) for item in runs[0]) > 3
@@ -246,7 +266,7 @@ def test_a_bad_record_comes_out_of_a_worker_with_file_and_line(
     )
     order = PassOrder(np.arange(4), seed=3)
     stream = SampleStream([SourcePart(source=source, order=order)])
-    shard = _shard(stream, first=0, total=4, num_replicas=1, num_workers=num_workers)
+    shard = _Shard(stream, first=0, total=4, num_replicas=1, num_workers=num_workers)
     seen: dict[int, type] = {}
     for position in range(4):
         record = order[position]
@@ -267,7 +287,7 @@ def test_a_chat_template_error_comes_out_of_a_worker_without_its_traceback(tmp_p
     renderer = ChatRenderer(Letters("{{ messages | length }}{{ messages[0].content }}"))
     source = ChatSource(str(path), rules=rules(), renderer=renderer)
     stream = SampleStream([SourcePart(source=source, order=PassOrder(np.arange(1), seed=3))])
-    shard = _shard(stream, first=0, total=1, num_replicas=1, num_workers=1)
+    shard = _Shard(stream, first=0, total=1, num_replicas=1, num_workers=1)
     error = _failure(shard, 0)
     assert isinstance(error, ChatTemplateError)
     assert str(error).startswith(f"{path}:1: ")
@@ -277,7 +297,7 @@ def test_a_chat_template_error_comes_out_of_a_worker_without_its_traceback(tmp_p
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_datasets_own_failure_comes_out_of_a_worker_with_its_traceback(num_workers: int) -> None:
     stream = single_stream(Records([2, 2, 2], failing=1))
-    shard = _shard(stream, first=0, total=3, num_replicas=1, num_workers=num_workers)
+    shard = _Shard(stream, first=0, total=3, num_replicas=1, num_workers=num_workers)
     failing = next(position for position in range(3) if stream.locate(position).record == 1)
     for position in range(failing):
         shard.take(position)
@@ -291,16 +311,9 @@ def test_fetching_leaves_the_models_random_state_alone() -> None:
     stream = single_stream(Records([2] * 4))
     before = torch.random.get_rng_state()
     for num_workers in (0, 1):
-        shard = _shard(stream, first=0, total=4, num_replicas=1, num_workers=num_workers)
+        shard = _Shard(stream, first=0, total=4, num_replicas=1, num_workers=num_workers)
         shard.take(0)
     assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_positions_are_taken_in_order() -> None:
-    shard = _shard(single_stream(Records([2] * 9)), first=1, total=9, num_replicas=3)
-    shard.take(1)
-    with pytest.raises(AssertionError, match="position 7 asked, 4 is next"):
-        shard.take(7)
 
 
 @settings(max_examples=20)
@@ -309,7 +322,7 @@ def test_shards_divide_the_stream(total: int, replicas: int, consumed: int) -> N
     stream = single_stream(Records([1] * 5), num_samples=total)
     taken = []
     for first in range(consumed, consumed + replicas):
-        shard = _shard(stream, first=first, total=total, num_replicas=replicas)
+        shard = _Shard(stream, first=first, total=total, num_replicas=replicas)
         positions = range(first, total, replicas)
         taken += [(p, _tokens(shard.take(p))) for p in positions]
         end = positions[-1] + replicas if positions else first

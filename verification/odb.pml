@@ -107,8 +107,12 @@ byte rows;
 byte ends;        /* replicas whose iterators have ended, one bit each */
 bit any_failed;
 bit any_closing;
+
+/* ---- what first ranks find, and hand on in each block ---- */
 byte most;        /* micro-batches of the block that has most */
 bit differ;       /* not all blocks have so many */
+byte handed_most[2];
+bit handed_differ[2];
 
 /* ---- the plan of a block's step, and the sample exchange ---- */
 byte planned[2];  /* steps */
@@ -227,6 +231,7 @@ inline enter(g, what) {
         waiting[g] = 0; kind[g] = 0; turn[g] = 1 - turn[g];
         if
         :: (what == round && BLOCKS == 1) || g == FIRSTS -> find(g, what)
+        :: what == handed && g != FIRSTS -> handed_most[g] = most; handed_differ[g] = differ
         :: else
         fi
     :: else
@@ -388,10 +393,11 @@ inline count_micro_batches(b) {
 /* Planned again with at least as many as the block that has most, it may be one more. */
 inline count_again(b) {
     if
-    :: count[b] < most ->
-        count[b] = most;
+    :: count[b] < handed_most[b] ->
+        count[b] = handed_most[b];
         if
-        :: most + MULTIPLE <= CEIL(BATCH, FIT) -> count[b] = most + MULTIPLE; NEVER(ONE_MORE, true)
+        :: count[b] + MULTIPLE <= CEIL(BATCH, FIT) ->
+            count[b] = count[b] + MULTIPLE; NEVER(ONE_MORE, true)
         :: true
         fi
     :: else
@@ -492,6 +498,7 @@ inline commit(r) {
     emitted = emitted | part[r];
     NEVER(IDLE_REPLICA, part[r] == 0);
     assert(committed[r] <= CEIL(quota, batch));
+    printf("replica %d step %d consumed %d next %d\n", r, committed[r], consumed[r], next[r] - first[r]);
     part[r] = 0; need[r] = 0; read[r] = 0
 }
 
@@ -634,10 +641,10 @@ compare_counts:
         hand_on(r);
         atomic {
             meet(r, BLOCK(r));
-            NEVER(MORE_MICRO_BATCHES, differ);
+            NEVER(MORE_MICRO_BATCHES, handed_differ[BLOCK(r)]);
 #ifndef MUTATE_COUNT_OF_BLOCK
             if
-            :: differ ->
+            :: handed_differ[BLOCK(r)] ->
                 compute_unless_failed(r);
                 if
                 :: IS_FIRST(r) -> count_again(BLOCK(r))
@@ -795,6 +802,7 @@ inline choose_world() {
 #else
     quota = total;
 #endif
+    printf("world batch %d quota %d\n", batch, quota);
     size = 0; each = 0;
     do
     :: each < N ->
@@ -809,6 +817,7 @@ inline choose_world() {
         first[each] = size; next[each] = size; saved[each] = size;
         size = size + num;
         last[each] = size;
+        printf("iterator %d\n", num);
 #endif
         each++
     :: else -> break

@@ -153,7 +153,9 @@ class JsonRecords(Sequence[dict[str, object]]):
         """Map the index again, where it is in a file."""
         self.__dict__.update(state)
         if self._index_file:
-            self._starts, self._ends, *lines = np.load(self._index_file, mmap_mode="r")
+            self._starts, self._ends, *lines = np.load(
+                self._index_file, mmap_mode="r", allow_pickle=False
+            )
             self._lines = lines[0] if lines else None
 
     def _record(self, start: int, end: int) -> dict[str, object]:
@@ -206,7 +208,9 @@ class JsonRecords(Sequence[dict[str, object]]):
     def _load_index(self) -> bool:
         """Map a saved index; return whether there is one."""
         try:
-            self._starts, self._ends, *lines = np.load(self._index_path(), mmap_mode="r")
+            self._starts, self._ends, *lines = np.load(
+                self._index_path(), mmap_mode="r", allow_pickle=False
+            )
         except (OSError, ValueError):
             return False
         self._lines, self._index_file = lines[0] if lines else None, self._index_path()

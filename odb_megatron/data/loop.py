@@ -305,7 +305,8 @@ class StepLoop:
         missing, waits, rounds = wanted, [0], []
         while True:
             shares = self._shares(missing if self._knows_ends else 0)
-            own = self._attempt(self._read, shares[self._replica - self._block.start])
+            share = shares[self._replica - self._block.start]
+            own = None if self._closing else self._attempt(self._read, share)
             headers, found = yield from self._gather(own, most=max(shares))
             rounds.append(found)
             waits.append(int(headers["wait_us"].max()))

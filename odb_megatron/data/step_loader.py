@@ -202,7 +202,8 @@ class StepLoader:
 
     def _open(self) -> StepLoop | LoopProcess:
         if self._loop is None:
-            workers = Workers(num=self._num_workers, timeout_s=self.fetch_limit_s)
+            num = 0 if self._is_closing else self._num_workers  # one that closes reads nothing
+            workers = Workers(num=num, timeout_s=self.fetch_limit_s)
             spec = LoopSpec(
                 stream=self.stream,
                 config=self.config,
