@@ -51,7 +51,7 @@ MODEL = ModelSize(num_layers=4, hidden=64, num_heads=4, ffn_hidden=176, seq_leng
 BATCH = 12
 NUM_BATCHES = 7
 LAST = 1
-"""Samples of the last step: fewer than replicas, or than micro-batches, so that some idle."""
+"""Samples of the last step: fewer than replicas, so that some idle."""
 
 # Adam divides a gradient by its own size: with its usual epsilon, weights whose gradient is rounding
 # move by the learning rate, in a direction that rounding picks, and the runs part by 1e-4.

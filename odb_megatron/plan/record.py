@@ -157,12 +157,8 @@ class PlanConfig:
     @property
     def size_rule(self) -> SizeRule:
         """What samples and micro-batches are padded to."""
-        return size_rule(
-            self.sizes,
-            token_budget=self.token_budget,
-            context=self.context,
-            multiple=self.multiple,
-        )
+        budget, context = self.token_budget, self.context
+        return size_rule(self.sizes, token_budget=budget, context=context, multiple=self.multiple)
 
     def digest(self) -> int:
         """Signed 64-bit digest of all fields."""
@@ -171,9 +167,8 @@ class PlanConfig:
 
     def to_text(self) -> str:
         """Return all fields for `config_differences`; long ones are cut."""
-        return json.dumps(
-            {k: str(v)[:_MAX_SHOWN] for k, v in self._values().items()}, sort_keys=True
-        )
+        values = {name: str(value)[:_MAX_SHOWN] for name, value in self._values().items()}
+        return json.dumps(values, sort_keys=True)
 
     def _values(self) -> dict[str, object]:
         return asdict(self) | {"sync": self.sync.value}
