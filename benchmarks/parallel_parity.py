@@ -53,8 +53,8 @@ NUM_BATCHES = 7
 LAST = 1
 """Samples of the last step: fewer than replicas, so that some idle."""
 
-# Adam divides a gradient by its own size: with its usual epsilon, weights whose gradient is rounding
-# move by the learning rate, in a direction that rounding picks, and the runs part by 1e-4.
+# Adam divides a gradient by its own size: with its usual epsilon, weights whose gradient is
+# rounding move by the learning rate, in a direction that rounding picks, and the runs part by 1e-4.
 TRAIN_FLAGS = shlex.split(
     "--odb --odb-token-budget 256 --micro-batch-size 1 --odb-overlong truncate --lr 1e-3 "
     "--min-lr 1e-4 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.01 --adam-eps 1e-4 "
