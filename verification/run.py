@@ -272,7 +272,7 @@ def _mutations() -> list[Check]:
     return [
         Check(
             name=f"mutation {name} {macros}".rstrip(),
-            macros=("N=2",) * ("N=" not in macros) + (*macros.split(), f"MUTATE_{name}"),
+            macros=("N=2",) * ("N=" not in macros) + (*macros.split(), f"MUTATE={name}"),
             expected=expected,
             liveness=expected == NO_END,
             quick=True,
