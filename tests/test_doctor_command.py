@@ -210,7 +210,7 @@ def test_what_is_refused(found: dict[str, FlagFacts], name: str, words: str) -> 
             [
                 "--odb-max-bad-records would do nothing with --odb-bad-record error",
                 "--odb-plan-ahead must not be negative, got -1",
-                "--odb-cost patch=8: linear is missing",
+                "--odb-cost 'patch=8' gives patch; expected KEY=NUMBER",
                 "--odb needs --calculate-per-token-loss",
             ],
         ),

@@ -133,9 +133,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"use_torch_fsdp2": True}, "--use-distributed-optimizer"),
     (
         {"odb_cost": "linear=1e-12,quadratic=1"},
-        "--odb-cost linear=1e-12,quadratic=1.0: a sample of 128 tokens and 0 patches costs",
+        "--odb-cost linear=1e-12,quadratic=1.0: the cost quadratic is",
     ),
-    ({"odb_cost": "linear=1e-12,overhead=1"}, "the price of a micro-batch is"),
+    ({"odb_cost": "linear=1e-12,overhead=1"}, "--odb-cost linear=1e-12,overhead=1.0: the cost fixed is"),
     (
         {"num_experts": 8, "moe_router_load_balancing_type": "quantile_balancing"},
         "--moe-router-load-balancing-type quantile_balancing",

@@ -297,4 +297,4 @@ def _cost(args: argparse.Namespace) -> CostPrices | None:
     try:
         return CostPrices.parse(args.odb_cost)
     except ValueError as error:
-        raise ValueError(f"--odb-cost {args.odb_cost}: {error}") from error
+        raise ValueError(f"--odb-cost {error}") from error
