@@ -91,8 +91,7 @@ def _gone(run: FaultRun) -> bool:
 
 
 def _left(run: FaultRun) -> bool:
-    early = r"has left the run early|has left by sys\.exit\(\) within a step"
-    return _all_name(rf"rank {VICTIM} \(replica {VICTIM}, [^;]*({early})", run)
+    return _all_name(rf"rank {VICTIM} \(replica {VICTIM}, .*\) has left the run early", run)
 
 
 def _paused(run: FaultRun) -> bool:
