@@ -329,6 +329,18 @@ PARTS = (
         ),
     ),
     Part(
+        name="interference",
+        title="What does the data side take from the trainer's thread?",
+        command=("benchmarks/interference.py",),
+        goals=(
+            Goal(
+                what="slowdown of a thread that only launches work",
+                read=lambda r: r["slowdown"],
+                most=0.02,
+            ),
+        ),
+    ),
+    Part(
         name="faults",
         title="What becomes of a run when something goes wrong?",
         command=("benchmarks/faults.py", "--quick"),

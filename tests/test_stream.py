@@ -14,19 +14,20 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_up_data import BASE, Letters, Records, rules, single_stream
 
 from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
 from odb_megatron.data.order import CyclicOrder, PassOrder
 from odb_megatron.data.preprocess import BadRecordPolicy
-from odb_megatron.data.replica_stream import ReplicaStream
+from odb_megatron.data.replica_stream import StreamReader, own_positions
 from odb_megatron.data.sample import BadRecordError, Sample, Skipped
 from odb_megatron.data.sources import ChatSource, MapSource
 from odb_megatron.data.stream import Blend, FetchError, SampleStream, SourcePart
 from odb_megatron.data.workers import Workers
 from odb_megatron.plan.padding import OverlongError
+from odb_megatron.plan.record import PlanConfig
 
 
 def _parts(sizes: Sequence[int], *, seed: int = 7, lengths: int = 3) -> list[SourcePart]:
@@ -185,13 +186,13 @@ def _tokens(item: Any) -> Any:
     return item.tokens.tolist() if isinstance(item, Sample) else item
 
 
-def _failure(shard: ReplicaStream, position: int) -> Exception:
-    """The error of `take`, without the traceback: its frames would keep the workers alive."""
+def _failure(reader: StreamReader) -> Exception:
+    """The error of reading, without the traceback: its frames would keep the workers alive."""
     try:
-        shard.take(position)
+        reader.read(1)
     except Exception as error:
         return error.with_traceback(None)
-    raise AssertionError(f"position {position} did not fail")
+    raise AssertionError("nothing failed")
 
 
 class _ProcessIds(Records):
@@ -202,23 +203,26 @@ class _ProcessIds(Records):
         return {"tokens": ids, "labels": ids, "loss_mask": [1]}
 
 
-def _shard(
-    stream: SampleStream, *, first: int, total: int, num_replicas: int, num_workers: int = 0
-) -> ReplicaStream:
-    """The fixed shard of a replica, from `first` on."""
-    positions = range(first, max(first, total), num_replicas)
-    return ReplicaStream(stream, positions, workers=Workers(num=num_workers))
+def _reader(
+    stream: SampleStream, *, num_workers: int = 0, replica: int = 0, num_replicas: int = 1
+) -> StreamReader:
+    config = PlanConfig(
+        total=len(stream),
+        global_batch_size=4 * num_replicas,
+        num_replicas=num_replicas,
+        token_budget=64,
+    )
+    return StreamReader(stream, config, replica=replica, workers=Workers(num=num_workers))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_workers_are_processes_and_end_with_the_shard(num_workers: int) -> None:
-    stream = single_stream(_ProcessIds([1] * 8))
-    shard = _shard(stream, first=0, total=8, num_replicas=1, num_workers=num_workers)
-    seen = {_tokens(shard.take(position))[0] for position in range(7)}
+def test_workers_are_processes_and_end_with_the_reader(num_workers: int) -> None:
+    reader = _reader(single_stream(_ProcessIds([1] * 40)), num_workers=num_workers)
+    seen = {_tokens(item)[0] for _, item in reader.read(36)}
     assert len(seen) == max(1, num_workers)
     assert (os.getpid() in seen) == (num_workers == 0)
     start = time.monotonic()
-    del shard
+    reader.close()
     assert time.monotonic() - start < 4  # 5 s is torch's time-out
     assert num_workers == 0 or not any(map(psutil.pid_exists, seen))
 
@@ -227,12 +231,15 @@ def test_workers_give_what_this_process_gives() -> None:
     lengths = [i % 4 for i in range(24)]  # every fourth is a bad record
     sample_rules = rules(bad_record=BadRecordPolicy.SKIP)
     stream = single_stream(Records(lengths), sample_rules=sample_rules, num_samples=60)
-    runs = []
-    for num_workers in (0, 2):
-        shard = _shard(stream, first=1, total=60, num_replicas=2, num_workers=num_workers)
-        runs.append([_tokens(shard.take(position)) for position in range(1, 60, 2)])
-    assert runs[0] == runs[1] == [_tokens(stream[position]) for position in range(1, 60, 2)]
-    assert sum(isinstance(item, Skipped) for item in runs[0]) > 3
+    for replica in range(2):
+        runs = [
+            _reader(stream, num_workers=num, replica=replica, num_replicas=2).read(30)
+            for num in (0, 2)
+        ]
+        named = [[(position, _tokens(item)) for position, item in run] for run in runs]
+        expected = [(at, _tokens(stream[at])) for at in range(replica, 60, 2)]
+        assert named[0] == named[1] == expected
+    assert sum(isinstance(item, Skipped) for _, item in runs[0]) > 3
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -245,15 +252,16 @@ def test_a_bad_record_comes_out_of_a_worker_with_file_and_line(
         str(path), rules=rules(context=8, token_budget=8), renderer=ChatRenderer(Letters())
     )
     order = PassOrder(np.arange(4), seed=3)
-    stream = SampleStream([SourcePart(source=source, order=order)])
-    shard = _shard(stream, first=0, total=4, num_replicas=1, num_workers=num_workers)
+    reader = _reader(
+        SampleStream([SourcePart(source=source, order=order)]), num_workers=num_workers
+    )
     seen: dict[int, type] = {}
     for position in range(4):
         record = order[position]
         if record < 2:
-            assert isinstance(shard.take(position), Sample)
+            reader.read(1)
             continue
-        error = _failure(shard, position)
+        error = _failure(reader)
         assert str(error).startswith(f"{path}:{record + 2}: ")
         seen[record] = type(error)
         if isinstance(error, BadRecordError):
@@ -267,8 +275,7 @@ def test_a_chat_template_error_comes_out_of_a_worker_without_its_traceback(tmp_p
     renderer = ChatRenderer(Letters("{{ messages | length }}{{ messages[0].content }}"))
     source = ChatSource(str(path), rules=rules(), renderer=renderer)
     stream = SampleStream([SourcePart(source=source, order=PassOrder(np.arange(1), seed=3))])
-    shard = _shard(stream, first=0, total=1, num_replicas=1, num_workers=1)
-    error = _failure(shard, 0)
+    error = _failure(_reader(stream, num_workers=1))
     assert isinstance(error, ChatTemplateError)
     assert str(error).startswith(f"{path}:1: ")
     assert "Traceback" not in str(error)
@@ -277,44 +284,46 @@ def test_a_chat_template_error_comes_out_of_a_worker_without_its_traceback(tmp_p
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_datasets_own_failure_comes_out_of_a_worker_with_its_traceback(num_workers: int) -> None:
     stream = single_stream(Records([2, 2, 2], failing=1))
-    shard = _shard(stream, first=0, total=3, num_replicas=1, num_workers=num_workers)
+    reader = _reader(stream, num_workers=num_workers)
     failing = next(position for position in range(3) if stream.locate(position).record == 1)
-    for position in range(failing):
-        shard.take(position)
-    error = _failure(shard, failing)
+    reader.read(failing)
+    error = _failure(reader)
     assert isinstance(error, BadRecordError)
     assert "record 1 raised KeyError: 'no such thing in record 1'" in str(error)
     assert "made_up_data.py" in error.trace
 
 
-def test_fetching_leaves_the_models_random_state_alone() -> None:
-    stream = single_stream(Records([2] * 4))
+def test_reading_leaves_the_models_random_state_alone() -> None:
     before = torch.random.get_rng_state()
     for num_workers in (0, 1):
-        shard = _shard(stream, first=0, total=4, num_replicas=1, num_workers=num_workers)
-        shard.take(0)
+        _reader(single_stream(Records([2] * 4)), num_workers=num_workers).read(1)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_positions_are_taken_in_order() -> None:
-    shard = _shard(single_stream(Records([2] * 9)), first=1, total=9, num_replicas=3)
-    shard.take(1)
-    with pytest.raises(AssertionError, match="position 7 asked, 4 is next"):
-        shard.take(7)
-
-
-@settings(max_examples=20)
-@given(total=st.integers(0, 20), replicas=st.integers(1, 4), consumed=st.integers(0, 20))
-def test_shards_divide_the_stream(total: int, replicas: int, consumed: int) -> None:
-    stream = single_stream(Records([1] * 5), num_samples=total)
-    taken = []
-    for first in range(consumed, consumed + replicas):
-        shard = _shard(stream, first=first, total=total, num_replicas=replicas)
-        positions = range(first, total, replicas)
-        taken += [(p, _tokens(shard.take(p))) for p in positions]
-        end = positions[-1] + replicas if positions else first
-        assert isinstance(_failure(shard, end), StopIteration)
-    assert sorted(taken) == [(p, _tokens(stream[p])) for p in range(consumed, total)]
+@given(
+    total=st.integers(0, 40),
+    replicas=st.integers(1, 5),
+    share=st.integers(1, 4),
+    steps=st.integers(0, 3),
+)
+def test_each_step_is_divided_among_the_replicas(
+    total: int, replicas: int, share: int, steps: int
+) -> None:
+    """From any step on, and alike for all that come after it."""
+    batch = share * replicas
+    config = PlanConfig(
+        total=total, global_batch_size=batch, num_replicas=replicas, token_budget=64
+    )
+    consumed = min(steps * batch, total)
+    own = [list(own_positions(config, replica=r, consumed=consumed)) for r in range(replicas)]
+    assert sorted(at for part in own for at in part) == list(range(consumed, total))
+    for part, whole in zip(
+        own, (own_positions(config, replica=r, consumed=0) for r in range(replicas)), strict=True
+    ):
+        assert part == [at for at in whole if at >= consumed]
+    for begin in range(consumed, total, batch):
+        sizes = [sum(begin <= at < begin + batch for at in part) for part in own]
+        assert max(sizes) - min(sizes) <= 1
 
 
 def test_a_stream_survives_pickling() -> None:

@@ -15,11 +15,12 @@ from made_up_data import rules
 
 from odb_megatron.data import worker_reader as module
 from odb_megatron.data.order import PassOrder
-from odb_megatron.data.replica_stream import ReplicaStream, WorkerError
+from odb_megatron.data.replica_stream import StreamReader, WorkerError
 from odb_megatron.data.sources import MapSource
 from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.data.worker_reader import DeadWorkerError, WorkerReader
 from odb_megatron.data.workers import Workers
+from odb_megatron.plan.record import PlanConfig
 
 SIZE = 20_000
 """Tokens of a sample: 400 kB, more than a pipe holds."""
@@ -83,18 +84,13 @@ def test_a_worker_killed_while_it_sends(monkeypatch: pytest.MonkeyPatch) -> None
     source = MapSource(Large(), rules=limits, name="large")
     order = PassOrder(np.arange(64), seed=1)
     before = set(active_children())
-    shard = ReplicaStream(
-        SampleStream([SourcePart(source=source, order=order)]), range(64), workers=Workers(num=1)
-    )
-    shard.take(0)
+    stream = SampleStream([SourcePart(source=source, order=order)])
+    config = PlanConfig(total=64, global_batch_size=64, num_replicas=1, token_budget=SIZE)
+    reader = StreamReader(stream, config, replica=0, workers=Workers(num=1))
+    reader.read(1)
     (worker,) = set(active_children()) - before
     thread = threading.Timer(3.0, os.kill, (worker.pid, signal.SIGKILL))  # its pipe is full by then
     thread.start()
     thread.join()
     with pytest.raises(WorkerError, match="a data-loader worker has ended .*record .* of large"):
-        _take_all(shard)
-
-
-def _take_all(shard: ReplicaStream) -> None:
-    for position in range(1, 64):
-        shard.take(position)
+        reader.read(63)

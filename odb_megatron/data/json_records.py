@@ -73,6 +73,9 @@ class JsonRecords(Sequence[dict[str, object]]):
     def __init__(self, path: str | os.PathLike[str], *, cache: str | None = None) -> None:
         self.path = str(path)
         self._cache, self._index_file = cache, ""
+        self._starts: _Places
+        self._ends: _Places
+        self._lines: _Places | None
         self._bytes: bytes | None = None
         self._file: tuple[int, BinaryIO] | None = None
         name = Path(path).name.lower()
@@ -153,7 +156,9 @@ class JsonRecords(Sequence[dict[str, object]]):
         """Map the index again, where it is in a file."""
         self.__dict__.update(state)
         if self._index_file:
-            self._starts, self._ends, *lines = np.load(self._index_file, mmap_mode="r")
+            self._starts, self._ends, *lines = np.load(
+                self._index_file, mmap_mode="r", allow_pickle=False
+            )
             self._lines = lines[0] if lines else None
 
     def _record(self, start: int, end: int) -> dict[str, object]:
@@ -186,7 +191,7 @@ class JsonRecords(Sequence[dict[str, object]]):
             file.seek(0)
             data = self._whole(file) if is_array or self._is_gzip else None
             self._bytes = data if self._is_gzip else None
-            self._lines: _Places | None = None
+            self._lines = None
             if is_array and data is not None:
                 self._starts, self._ends = self._array_index(data, skip)
                 return
@@ -206,7 +211,9 @@ class JsonRecords(Sequence[dict[str, object]]):
     def _load_index(self) -> bool:
         """Map a saved index; return whether there is one."""
         try:
-            self._starts, self._ends, *lines = np.load(self._index_path(), mmap_mode="r")
+            self._starts, self._ends, *lines = np.load(
+                self._index_path(), mmap_mode="r", allow_pickle=False
+            )
         except (OSError, ValueError):
             return False
         self._lines, self._index_file = lines[0] if lines else None, self._index_path()

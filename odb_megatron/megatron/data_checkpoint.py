@@ -87,16 +87,16 @@ class DataState:
         """
         try:
             state = cls(**json.loads(text))
-            counts = (state.consumed, state.num_bad, state.tokens_so_far)
-            if state.version != _VERSION or not all(_is_count(count) for count in counts):
-                raise ValueError(f"version {state.version}, counts {counts}")
+            counts = (state.version, state.consumed, state.num_bad, state.tokens_so_far)
+            if state.version != _VERSION or not all(map(_is_count, counts)):
+                raise ValueError(f"version and counts are {counts}")
             if not isinstance(state.data, dict) or not isinstance(state.sources, list):
                 raise TypeError("data or sources are of another kind")
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(
-                f"the checkpoint's data state is {str(text)[:80]!r} ({error}): it is damaged, or "
-                "was written by another version of odb_megatron; restore it, or start the data "
-                "anew (--finetune)"
+                f"the checkpoint's data state is {str(text)[:80]!r} ({str(error)[:200]}): it is "
+                "damaged, or was written by another version of odb_megatron; restore it, or start "
+                "the data anew (--finetune)"
             ) from error
         return state
 
