@@ -115,7 +115,7 @@ def _best_rival(name: str) -> Callable[[Result], float]:
 
 def _planner(replicas: int, key: str) -> Callable[[Result], float]:
     def read(result: Result) -> float:
-        rows = {row["replicas"]: row for row in result["rows"] if row["window"] == 1024}
+        rows = {row["replicas"]: row for row in result["rows"] if row["sync"] == "step"}
         return float(rows[replicas][key])
 
     return read
@@ -263,37 +263,44 @@ PARTS = (
     Part(
         name="planner",
         title="What does planning cost?",
-        command=("benchmarks/planner.py", "--windows", "1024", "--replicas", "8", "1024"),
+        command=("benchmarks/planner.py", "--replicas", "8", "64", "1024", "--steps", "8"),
         full=("benchmarks/planner.py",),
         timeout_s=120.0,
         goals=(
             Goal(
-                what="µs per sample, window 1024, 8 replicas",
+                what="µs per sample, 8 replicas",
                 read=_planner(8, "us_per_sample"),
                 most=10,
             ),
             Goal(
-                what="1024 replicas over 8, per step",
-                read=lambda r: _planner(1024, "us_per_step")(r) / _planner(8, "us_per_step")(r),
+                what="µs per sample of the block, 64 replicas",
+                read=_planner(64, "us_per_sample"),
+                most=10,
+            ),
+            Goal(
+                what="1024 replicas over 64, per step",
+                read=lambda r: _planner(1024, "us_per_step")(r) / _planner(64, "us_per_step")(r),
                 most=1.2,
             ),
-            Goal(what="bytes of a record", read=_planner(8, "record_bytes"), most=256),
+            Goal(
+                what="bytes of a sample in a record", read=_planner(8, "bytes_per_sample"), most=16
+            ),
         ),
     ),
     Part(
         name="control_plane",
-        title="What does an exchange between leaders cost?",
-        command=("benchmarks/control_plane.py", "--leaders", "4", "16", "--exchanges", "100"),
+        title="What does a gather between source ranks cost?",
+        command=("benchmarks/control_plane.py", "--ranks", "4", "--rounds", "50"),
         full=("benchmarks/control_plane.py",),
         timeout_s=180.0,
         goals=(
             Goal(
-                what="µs per exchange, 4 leaders on this machine",
-                read=lambda r: r["rows"][0]["latency_us"],
+                what="ms per gather, 4 source ranks on this machine",
+                read=lambda r: r["rows"][-1]["gather_ms"],
             ),
             Goal(
-                what="bytes that a leader sends, 16 leaders",
-                read=lambda r: next(row["bytes_sent"] for row in r["rows"] if row["leaders"] == 16),
+                what="sockets of a source rank's channel, 4 ranks",
+                read=lambda r: r["rows"][-1]["sockets"],
             ),
         ),
     ),
@@ -318,6 +325,18 @@ PARTS = (
             Goal(
                 what="samples per second over those of online-dynamic-batching 0.1.2",
                 read=lambda r: r["relative_to_online_dynamic_batching"],
+            ),
+        ),
+    ),
+    Part(
+        name="interference",
+        title="What does the data side take from the trainer's thread?",
+        command=("benchmarks/interference.py",),
+        goals=(
+            Goal(
+                what="slowdown of a thread that only launches work",
+                read=lambda r: r["slowdown"],
+                most=0.02,
             ),
         ),
     ),

@@ -92,7 +92,8 @@ def predict(data: ChatData, *, num_replicas: int, num_samples: int) -> dict[str,
 def fixed_size(predicted: Mapping[str, Any], *, num_replicas: int) -> int:
     """Return the samples per micro-batch of the fixed batch that was predicted to be the best."""
     own = predicted["prediction"]["methods"]["standard-safe"]
-    return round(own["samples_per_step"] / (num_replicas * own["mean_M"]))
+    size: int = round(own["samples_per_step"] / (num_replicas * own["mean_M"]))
+    return size
 
 
 def train_flags(method: str, data: ChatData, *, num_samples: int, size: int) -> list[str]:

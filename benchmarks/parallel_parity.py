@@ -18,7 +18,7 @@ goes to other experts is a failure.
 
 `max_rel_grad_diff` is the largest relative difference of one parameter's gradient in any step
 (`gradient_log`). Every case must idle and see three values of M. So cases of one replica run with M
-rounded up to a multiple of 4, and the last step has few samples.
+rounded up to a multiple of 4, and the last step has one sample.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ SCRIPT = ROOT / "benchmarks" / "replay_steps.py"
 MODEL = ModelSize(num_layers=4, hidden=64, num_heads=4, ffn_hidden=176, seq_length=256)
 BATCH = 12
 NUM_BATCHES = 7
-LAST = 3
-"""Samples of the last step: fewer than a replica's micro-batches, so that some idle."""
+LAST = 1
+"""Samples of the last step: fewer than replicas, so that some idle."""
 
-# Adam divides a gradient by its own size: with its usual epsilon, weights whose gradient is rounding
-# move by the learning rate, in a direction that rounding picks, and the runs part by 1e-4.
+# Adam divides a gradient by its own size: with its usual epsilon, weights whose gradient is
+# rounding move by the learning rate, in a direction that rounding picks, and the runs part by 1e-4.
 TRAIN_FLAGS = shlex.split(
     "--odb --odb-token-budget 256 --micro-batch-size 1 --odb-overlong truncate --lr 1e-3 "
     "--min-lr 1e-4 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.01 --adam-eps 1e-4 "

@@ -32,6 +32,7 @@ from routing_log import log_routing
 
 from odb_megatron.data.loop import PackedStep, Progress
 from odb_megatron.data.sample import Sample, Skipped
+from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.step_wire import encode_header, pack_step
 from odb_megatron.data.stream import SampleStream
@@ -69,7 +70,10 @@ class ReplayLoader(StepLoader):
         ]
         totals = _totals(self.records, at, micro_batches=micro_batches)
         metadata, payload, pixels = pack_step(totals, micro_batches, rule=self.config.size_rule)
-        self._progress = Progress(consumed=totals.consumed_before + totals.num_consumed)
+        self._progress = Progress(
+            consumed=totals.consumed_before + totals.num_consumed,
+            source_counts=tuple(SourceCounts() for _ in self.stream.source_names),
+        )
         return PackedStep(
             header=encode_header(metadata), payload=payload, pixels=pixels, progress=self._progress
         )

@@ -114,7 +114,7 @@ def judge(row: Row, report: dict[str, Any]) -> dict[str, Any]:
             missed.append(f"{own['over_budget']} micro-batches over the budget")
         for name, other in figures.items():
             value = 0.0 if other is None else other["fraction_of_bound"]
-            if row.is_best and name != "odb" and value >= own["fraction_of_bound"]:
+            if row.is_best and name not in ("odb", "bound") and value >= own["fraction_of_bound"]:
                 missed.append(f"{name} is better")
     return {"name": row.name, "target": row.target, "missed": missed, **report}
 

@@ -20,7 +20,7 @@ from sorted_batches import SortedStep, num_padded, sorted_rounds, sorted_steps
 
 from odb_megatron.data.feed import StepHeader
 from odb_megatron.data.padded import PaddedDataset
-from odb_megatron.data.sample import Skipped, Sample
+from odb_megatron.data.sample import Sample, Skipped
 from odb_megatron.megatron.counters import StepCalculator
 from odb_megatron.megatron.hooks import Hooks
 from odb_megatron.megatron.run import OdbRun

@@ -63,19 +63,19 @@ def assert_equal(run: Run, expected: Run) -> None:
 def train_changed(
     megatron: Megatron, flags: tuple[Any, ...], num_ranks: int, *, seed: int, **case: Any
 ) -> Run:
-    """Train on samples of which half have loss on their first token alone; the seed changes what
-    comes behind it.
+    """Train steps of 8, 8 and 1 samples, of which half have loss on their first token alone; the
+    seed changes what comes behind it.
     """
     fixed, changing = random.Random(0), random.Random(seed)
     items = []
-    for at in range(16):
+    for at in range(17):
         tokens = [fixed.randrange(1, 300) for _ in range(fixed.randrange(6, 25) + 1)]
         if at % 2:
             tokens[2:] = [changing.randrange(1, 300) for _ in tokens[2:]]
         mask = [1] + [1 - at % 2] * (len(tokens) - 2)
         items.append({"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask})
     run = megatron.train(
-        *(*flags, "--odb", "--train-samples", 16, "--eval-iters", 0),
+        *(*flags, "--odb", "--train-samples", 17, "--eval-iters", 0),
         replicas=num_ranks,
         items=(items, None, None),
         **case,

@@ -131,7 +131,7 @@ def test_micro_batches_of_a_few_lengths() -> None:
         ("--odb --odb-plan-ahead -1", "--odb-plan-ahead must not be negative, got -1"),
         (
             "--odb-epochs 1 --odb-plan-ahead 3",
-            "--odb-epochs, --odb-plan-ahead would do nothing without --odb: add --odb, or drop them",
+            "--odb-epochs, --odb-plan-ahead would do nothing without --odb: add --odb, or drop th",
         ),
         ("--odb-cost linear=1", "--odb-cost would do nothing without --odb"),
         ("--odb-max-patches 9", "--odb-max-patches would do nothing without --odb"),

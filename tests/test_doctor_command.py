@@ -127,7 +127,8 @@ def found(
             *("--vocab-size", "64"),
         ),
         "several": case(
-            *(*chats, "--odb-cost", "patch=8", "--odb-max-bad-records", "3", "--odb-plan-ahead", "-1"),
+            *(*chats, "--odb-cost", "patch=8", "--odb-max-bad-records", "3"),
+            *("--odb-plan-ahead", "-1"),
             without="--calculate-per-token-loss",
         ),
         "baseline": case(*chats, without="--odb"),

@@ -17,7 +17,7 @@ from odb_megatron.data.image_chat import ImageChatSource, ImageRules, expand_ima
 from odb_megatron.data.image_parts import lift_images
 from odb_megatron.data.patches import PatchRules
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
-from odb_megatron.data.sample import BadRecordError, Skipped, SkipReason, Sample
+from odb_megatron.data.sample import BadRecordError, Sample, Skipped, SkipReason
 from odb_megatron.data.sources import MapSource, open_source
 from odb_megatron.data.tokenizer import train_bpe
 from odb_megatron.plan.padding import OverlongPolicy
@@ -170,7 +170,9 @@ def test_bad_records(
     draw(tmp_path / "thin.png", size=(700, 12))
     with pytest.raises(BadRecordError, match=rf"chat\d+.jsonl:1: .*{message}"):
         source(tmp_path, renderer, record).sample(0, source=0)
-    skipped = source(tmp_path, renderer, record, bad_record=BadRecordPolicy.SKIP).sample(0, source=0)
+    skipped = source(tmp_path, renderer, record, bad_record=BadRecordPolicy.SKIP).sample(
+        0, source=0
+    )
     assert isinstance(skipped, Skipped)
     assert skipped.reason is SkipReason.BAD_RECORD
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_data import rules
 
-from odb_megatron.data.preprocess import apply_rules, skipped_bad_record, shift_labels
-from odb_megatron.data.sample import BadRecordError, Skipped, SkipReason, Sample
+from odb_megatron.data.preprocess import apply_rules, shift_labels, skipped_bad_record
+from odb_megatron.data.sample import BadRecordError, Sample, Skipped, SkipReason
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy
 
 

@@ -17,9 +17,9 @@ from megatron_world import Megatron, Run
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.megatron
 
-AHEAD = (0, 2, 5)
 SAMPLES = ("--train-samples", 45)
 EVALUATING = ("--eval-interval", 2, "--eval-iters", 3)
+LEFT = "the script has left by sys.exit() within a step"
 
 
 def _flags(plan_ahead: int, *flags: object) -> tuple[object, ...]:
@@ -38,7 +38,7 @@ def whole(megatron: Megatron, data_flags: tuple[str, ...]) -> Run:
     return megatron.train(*_flags(0, *EVALUATING), *data_flags)
 
 
-@pytest.mark.parametrize("plan_ahead", AHEAD)
+@pytest.mark.parametrize("plan_ahead", [2, 5])
 def test_the_end_of_the_data(
     megatron: Megatron, data_flags: tuple[str, ...], whole: Run, plan_ahead: int
 ) -> None:
@@ -49,65 +49,44 @@ def test_the_end_of_the_data(
     assert run.evaluated == whole.evaluated
     records = [replica.steps for replica in run.replicas]
     assert all(record["wait_s"] >= 0 for steps in records for record in steps)
-    if plan_ahead:
-        assert "data path           planner waited" in run.summary
-        assert max(record["queue_bytes"] for steps in records for record in steps) > 0
+    assert "data path           planner waited" in run.summary
+    assert max(record["queue_bytes"] for steps in records for record in steps) > 0
 
 
-@pytest.mark.parametrize("plan_ahead", AHEAD)
-def test_an_exit_interval_and_an_iteration_limit(
-    megatron: Megatron, data_flags: tuple[str, ...], whole: Run, plan_ahead: int
-) -> None:
-    run = megatron.train(*_flags(plan_ahead, "--exit-interval", 3), *data_flags)
-    assert all(replica.exited for replica in run.replicas)
-    _rested(run)
-    assert run.losses == whole.losses[:3]
-    flags = ("--odb", "--odb-plan-ahead", plan_ahead, "--train-iters", 3)
-    limited = megatron.train(*flags, *data_flags)
-    _rested(limited)
-    assert len(limited.steps) == 3
-
-
-@pytest.mark.parametrize("plan_ahead", AHEAD)
-@pytest.mark.parametrize("training", [True, False])
-def test_an_exit_duration(
+@pytest.mark.parametrize("plan_ahead", [0, 2])
+@pytest.mark.parametrize(
+    ("fault", "num_steps", "error"),
+    [
+        (None, 3, ""),
+        (Fault(iteration=2, kind="late"), 2, ""),
+        (Fault(iteration=2, kind="late", training=False), 2, ""),
+        (Fault(iteration=2, kind="raise"), 1, "ValueError: no luck in iteration 2"),
+        (Fault(iteration=2, kind="raise", training=False), 2, "ValueError: no luck in iteration 2"),
+        (Fault(iteration=2, kind="exit"), 1, f"RuntimeError: {LEFT}"),
+        (Fault(iteration=2, kind="exit", training=False), 2, f"RuntimeError: {LEFT}"),
+        (Fault(iteration=2, kind="exit 3"), 1, "SystemExit: 3"),
+        (Fault(iteration=2, kind="exit 3", training=False), 2, "SystemExit: 3"),
+    ],
+)
+def test_an_end_before_that(
     megatron: Megatron,
     data_flags: tuple[str, ...],
     whole: Run,
     plan_ahead: int,
-    training: bool,
+    fault: Fault | None,
+    num_steps: int,
+    error: str,
 ) -> None:
-    """Also when it is over inside an evaluation, whose steps are then left in the queue."""
-    fault = Fault(iteration=2, kind="late", training=training)
-    run = megatron.run(
-        *_flags(plan_ahead, *EVALUATING, "--exit-duration-in-mins", 1000), *data_flags, fault=fault
-    )
-    assert all(replica.exited for replica in run.replicas), run.replicas[0].trace
-    _rested(run)
-    assert run.losses == whole.losses[: len(run.losses)]
-    assert len(run.losses) == 2
-
-
-@pytest.mark.parametrize("plan_ahead", AHEAD)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", ["raise", "exit", "exit 3"])
-def test_a_trainer_that_raises_or_exits(
-    megatron: Megatron, data_flags: tuple[str, ...], plan_ahead: int, training: bool, kind: str
-) -> None:
-    fault = Fault(iteration=2, kind=kind, training=training)
-    run = megatron.run(*_flags(plan_ahead, *EVALUATING), *data_flags, fault=fault)
-    expected = {
-        "raise": "ValueError: no luck in iteration 2",
-        "exit": "",
-        "exit 3": "SystemExit: 3",
-    }
+    """An exit interval, an exit duration, an error, an exit: in a step or in an evaluation."""
+    exits = ("--exit-interval", 3, "--exit-duration-in-mins", 1000)
+    flags = (*_flags(plan_ahead, *EVALUATING, *exits), *data_flags)
+    run = megatron.run(*flags, fault=fault)
     for replica in run.replicas:
-        assert replica.error == expected[kind], replica.trace
-        assert replica.exited == (kind == "exit")
+        assert replica.error == error, replica.trace
+        assert replica.exited == (not error)
         assert replica.restored
     _rested(run)
-    # The next run finds its peers: nothing of this one is left on the groups.
-    assert megatron.train(*_flags(plan_ahead, "--exit-interval", 1), *data_flags).losses
+    assert run.losses == whole.losses[:num_steps]
 
 
 def test_full_validation_begins_each_pass_anew(

@@ -58,28 +58,25 @@ def initial(
 
 
 @pytest.fixture(scope="module")
-def reference(
-    megatron: Megatron, initial: tuple[Any, ...], data_flags: tuple[str, ...]
-) -> dict[str, Run]:
+def reference(megatron: Megatron, initial: tuple[Any, ...]) -> Run:
     """Two replicas of one rank each."""
-    return {
-        "packed": megatron.train(*initial, *LENGTH, *data_flags),
-        "padded": megatron.train(*initial, "--train-samples", 25, *data_flags),
-    }
+    return train_changed(megatron, initial, 2, seed=1)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_same_samples_losses_and_gradients(
-    megatron: Megatron,
-    initial: tuple[Any, ...],
-    data_flags: tuple[str, ...],
-    reference: dict[str, Run],
-    name: str,
+    megatron: Megatron, initial: tuple[Any, ...], reference: Run, name: str
 ) -> None:
+    """No sample sees another, either: half of them change behind their only token with loss."""
     num_ranks, flags = TOPOLOGIES[name]
-    run = megatron.train(*initial, *LENGTH, *data_flags, *shlex.split(flags), replicas=num_ranks)
-    assert_equal(run, reference["packed"])
-    for step in run.steps:
+    run, other = (
+        train_changed(megatron, (*initial, *shlex.split(flags)), num_ranks, seed=seed)
+        for seed in (1, 2)
+    )
+    assert_equal(run, reference)
+    for step, changed in zip(run.steps, other.steps, strict=True):
+        assert step.loss == changed.loss
+        assert step.record["grad_norm"] == changed.record["grad_norm"]
         assert (step.record["collectives"], step.record["reports"]) == (2, int("pp" in name))
         assert step.record["bytes_delivered"] >= 4096
         assert (step.record["context_balance"] is not None) == ("cp" in name)
@@ -89,19 +86,6 @@ def test_same_samples_losses_and_gradients(
         assert {step.record["num_micro_batches"] % 2 for step in run.steps} == {0}
     if name.startswith("dp2"):
         assert sum(step.record["idle"] for step in run.steps) > 0
-
-
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_no_sample_sees_another(megatron: Megatron, initial: tuple[Any, ...], name: str) -> None:
-    """Half of the samples have loss on their first token alone, and change behind it."""
-    num_ranks, flags = TOPOLOGIES[name]
-    run, other = (
-        train_changed(megatron, (*initial, *shlex.split(flags)), num_ranks, seed=seed)
-        for seed in (1, 2)
-    )
-    for step, changed in zip(run.steps, other.steps, strict=True):
-        assert step.loss == changed.loss
-        assert step.record["grad_norm"] == changed.record["grad_norm"]
 
 
 def test_a_middle_stage_without_sample_bounds_would_be_seen(
@@ -118,40 +102,34 @@ def test_a_middle_stage_without_sample_bounds_would_be_seen(
     assert abs(run.losses[0] - other.losses[0]) > 1e-5
 
 
-@pytest.mark.parametrize("name", ["tp2_sp", "pp2", "vpp2x2", "dp2_pp2"])
 def test_the_padded_baseline(
-    megatron: Megatron,
-    initial: tuple[Any, ...],
-    data_flags: tuple[str, ...],
-    reference: dict[str, Run],
-    name: str,
+    megatron: Megatron, initial: tuple[Any, ...], data_flags: tuple[str, ...]
 ) -> None:
-    num_ranks, topology = TOPOLOGIES[name]
-    flags = ("--train-samples", 25, *data_flags, *shlex.split(topology))
-    run = megatron.train(*initial, *flags, replicas=num_ranks)
-    assert_equal(run, reference["padded"])
-    assert len(run.steps) == 3
+    flags = (*initial, "--train-samples", 25, *data_flags)
+    alone = megatron.train(*flags)
+    assert len(alone.steps) == 3
+    for name in ("tp2_sp", "pp2", "vpp2x2", "dp2_pp2"):
+        num_ranks, topology = TOPOLOGIES[name]
+        assert_equal(megatron.train(*flags, *shlex.split(topology), replicas=num_ranks), alone)
 
 
-@pytest.mark.parametrize("name", ["tp2", "pp2", "vpp2x2"])
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("iters", [("--full-validation",), ("--eval-iters", 2)])
 def test_evaluation(
     megatron: Megatron,
     initial: tuple[Any, ...],
     chats: ChatFile,
     valid_chats: ChatFile,
-    name: str,
-    full: bool,
+    iters: tuple[Any, ...],
 ) -> None:
-    flags = ("--odb", "--train-samples", 8, "--train-data-path", chats.path)
-    flags += ("--valid-data-path", valid_chats.path, "--eval-interval", 1)
-    flags += ("--full-validation",) if full else ("--eval-iters", 2)
-    alone = megatron.train(*initial, *flags)
-    run = megatron.train(*initial, *flags, *shlex.split(TOPOLOGIES[name][1]))
-    assert [where for where, _ in run.evaluations] == [where for where, _ in alone.evaluations]
+    flags = (*initial, "--odb", "--train-samples", 8, "--train-data-path", chats.path)
+    flags += ("--valid-data-path", valid_chats.path, "--eval-interval", 1, *iters)
+    alone = megatron.train(*flags)
     losses = [loss for _, loss in alone.evaluations]
     assert len(losses) == 2
-    assert [loss for _, loss in run.evaluations] == pytest.approx(losses, abs=1e-5)
+    for name in ("tp2", "pp2", "vpp2x2"):
+        run = megatron.train(*flags, *shlex.split(TOPOLOGIES[name][1]))
+        assert [where for where, _ in run.evaluations] == [where for where, _ in alone.evaluations]
+        assert [loss for _, loss in run.evaluations] == pytest.approx(losses, abs=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -275,19 +253,18 @@ def test_a_cold_cache(
 def test_the_optimizers_side(
     megatron: Megatron,
     initial: tuple[Any, ...],
-    data_flags: tuple[str, ...],
-    reference: dict[str, Run],
+    reference: Run,
     num_ranks: int,
     flags: str,
     tolerance: float,
 ) -> None:
     """Gradients are clipped in all runs: their norm is above `--clip-grad 1.0`."""
-    run = megatron.train(*initial, *LENGTH, *data_flags, *shlex.split(flags), replicas=num_ranks)
+    run = train_changed(megatron, (*initial, *shlex.split(flags)), num_ranks, seed=1)
     if tolerance:
-        assert run.losses == pytest.approx(reference["packed"].losses, abs=tolerance)
+        assert run.losses == pytest.approx(reference.losses, abs=tolerance)
     else:
-        assert_equal(run, reference["packed"])
-    assert max(step.record["grad_norm"] for step in reference["packed"].steps) > 1.0
+        assert_equal(run, reference)
+    assert max(step.record["grad_norm"] for step in reference.steps) > 1.0
 
 
 @pytest.mark.parametrize(

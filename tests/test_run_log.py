@@ -21,13 +21,14 @@ from odb_megatron.report.step_record import StepRecord, record_of
 RECORD = StepRecord(
     iteration=1, loss=2.5, grad_norm=None, learning_rate=1e-3, consumed_samples=8, samples=7,
     left_out=1, tokens=300, computed_tokens=320, loss_tokens=150, num_micro_batches=2, idle=0,
-    fill=0.75, balance=0.9, moved=0, bytes_moved=0, wait_s=0.25, step_s=0.5, lengths=((100,), (150, 50)), ids=(("0:3@0",), ("0:5@0", "1:0@0")),
-    widths=(100, 200), costs=(101.5, 203.0), micro_batch_s=(0.1, 0.25), patches=(0, 48),
+    fill=0.75, balance=0.9, moved=0, bytes_moved=0, wait_s=0.25, step_s=0.5,
+    lengths=((100,), (150, 50)), ids=(("0:3@0",), ("0:5@0", "1:0@0")), widths=(100, 200),
+    costs=(101.5, 203.0), micro_batch_s=(0.1, 0.25), patches=(0, 48),
 )  # fmt: skip
 HEADER = LogHeader(
     run=5, replica=0, num_replicas=1, iteration=0, started="2026-01-01T00:00:00+00:00",
-    flags="--odb", batches="odb", cost="linear=1.0", multiple=1, token_budget=512, seq_length=512, global_batch_size=8,
-    sizes={"tp": 1, "pp": 1},
+    flags="--odb", batches="odb", cost="linear=1.0", multiple=1, token_budget=512, seq_length=512,
+    global_batch_size=8, sizes={"tp": 1, "pp": 1},
 )  # fmt: skip
 
 

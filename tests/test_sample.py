@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from odb_megatron.data.sample import BadRecordError, Skipped, SkipReason, Sample
+from odb_megatron.data.sample import BadRecordError, Sample, Skipped, SkipReason
 
 
 def _sample(tokens: object, labels: object, mask: object) -> Sample:

@@ -19,7 +19,7 @@ from made_up_data import Letters, Records, rules
 from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
 from odb_megatron.data.fetch_limit import limited
 from odb_megatron.data.preprocess import BadRecordPolicy
-from odb_megatron.data.sample import BadRecordError, Skipped, SkipReason, Sample
+from odb_megatron.data.sample import BadRecordError, Sample, Skipped, SkipReason
 from odb_megatron.data.sources import (
     ChatSource,
     IndexedSource,

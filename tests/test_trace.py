@@ -16,9 +16,13 @@ from test_run_log import HEADER, RECORD
 from odb_megatron.cli import main
 from odb_megatron.pages import Chart, Form, chart_svg
 from odb_megatron.report.run_charts import NamedRun, step_chart
-from odb_megatron.report.run_figures import RunFigures, bins_of, measured_balance
+from odb_megatron.report.run_figures import (
+    RunFigures,
+    bins_of,
+    choose_steps,
+    measured_balance,
+)
 from odb_megatron.report.run_log import LoggedStep, RunLog, read_run
-from odb_megatron.report.step_choice import choose_steps
 from odb_megatron.report.step_log import StepLog
 from odb_megatron.report.trace_page import PANELS, compare_page, trace_page
 from tests.browser import Browser, browser, page_problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from odb_megatron.data.sources import ChatSource
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.step_wire import decode_payload
 from odb_megatron.data.stream import SampleStream, SourcePart
-from odb_megatron.data.workers import Packed
+from odb_megatron.data.workers import Packed, starting
 from odb_megatron.testing.replicas import thread_channels
 
 
@@ -98,3 +99,11 @@ def test_processes_import_the_main_script_only_for_its_classes(tmp_path: Path, k
     assert done.returncode == 0, done.stderr
     assert "lengths [((3, 3, 3, 3),), ((3, 3, 3, 3),)]" in done.stdout
     assert ("imported by __mp_main__" in done.stdout) == (kind == "own")
+
+
+def test_full_shared_memory_is_named() -> None:
+    full = r"/dev/shm has \d+ KiB free; make it larger"
+    with pytest.raises(RuntimeError, match=full), starting():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(PermissionError), starting():
+        raise PermissionError(errno.EACCES, "no")

@@ -24,7 +24,7 @@
  *   FIT        samples that fit a micro-batch
  *   MULTIPLE   the number of micro-batches is a multiple of this
  *   KEPT       defined: no sample is trained elsewhere than where it was read
- *   MUTATE_*   defined: one rule is broken, to see that the check notices
+ *   MUTATE     a rule that is broken, to see that the check notices
  *   OCCURS     a case that is claimed not to happen, to see that it does
  */
 
@@ -107,8 +107,12 @@ byte rows;
 byte ends;        /* replicas whose iterators have ended, one bit each */
 bit any_failed;
 bit any_closing;
+
+/* ---- what first ranks find, and hand on in each block ---- */
 byte most;        /* micro-batches of the block that has most */
 bit differ;       /* not all blocks have so many */
+byte handed_most[2];
+bit handed_differ[2];
 
 /* ---- the plan of a block's step, and the sample exchange ---- */
 byte planned[2];  /* steps */
@@ -139,26 +143,24 @@ byte asked_at[N];
 
 hidden byte num, at, each, size;
 
-#ifdef OCCURS
-#define NEVER(case, condition) assert(OCCURS != case || !(condition))
-#else
-#define NEVER(case, condition) skip
+/* To see that the check notices: a rule that is broken, a case that is said never to happen. */
+mtype = { none, NOT_WOKEN, NO_DEADLINE, NO_HEARTBEAT, NOT_CLOSED, QUOTA_OFF_BY_ONE, SHARES_OVERLAP,
+    STATE_OF_READ, ERROR_UNTOLD, SKIP_CLOSING_GATHER, COUNT_NOT_MULTIPLE, NO_SENDS, SKIP_UNMOVED,
+    SKIP_EXCHANGE_AFTER_ERROR, END_EARLY, DECIDE_IN_BLOCK, ENDED_READ_ON, ROUND_TOO_FEW,
+    ROUND_BY_OWN_END, PLAN_PAST_END, FAILED_BY_OWN, SKIP_COUNTS_AFTER_ERROR,
+    SKIP_HANDED_AFTER_ERROR, COUNT_OF_BLOCK, COUNT_AGAIN_ONCE, SKIP_GATHER_AFTER_ERROR,
+    NO_LAST_GATHER, STOP_AT_ONCE, CLOSE_WAITS_FOREVER };
+mtype = { IDLE_REPLICA, FULL_WHEN_CLOSED, PEERS_DEADLINE, HEARTBEAT_NEEDED, LATEST_STOP,
+    MOST_ROUNDS, MORE_MICRO_BATCHES, SAMPLE_LOST, ERROR_IN_LAST_STEP, ERROR_ALONE, ALL_FAIL,
+    ERROR_AND_STOP, STAYS_OUT, PEER_SHUT, ONE_MORE };
+#ifndef MUTATE
+#define MUTATE none
 #endif
-#define IDLE_REPLICA 1
-#define FULL_WHEN_CLOSED 2
-#define PEERS_DEADLINE 3
-#define HEARTBEAT_NEEDED 4
-#define LATEST_STOP 5
-#define MOST_ROUNDS 6
-#define MORE_MICRO_BATCHES 7
-#define SAMPLE_LOST 8
-#define ERROR_IN_LAST_STEP 9
-#define ERROR_ALONE 10
-#define ALL_FAIL 11
-#define ERROR_AND_STOP 12
-#define STAYS_OUT 13
-#define PEER_SHUT 14
-#define ONE_MORE 15
+#ifndef OCCURS
+#define OCCURS none
+#endif
+#define BROKEN(rule) (MUTATE == rule)
+#define NEVER(case, condition) assert(OCCURS != case || !(condition))
 
 #define BIT(x) (1 << (x))
 #define HAS(x, k) (((x) >> (k)) & 1)
@@ -187,20 +189,13 @@ hidden byte num, at, each, size;
 #endif
 
 #define CLOSING(r) (asked[r] || closed[r])
-#ifdef MUTATE_NOT_WOKEN
-#define WOKEN(r) false
-#else
-#define WOKEN(r) closed[r]
-#endif
+#define WOKEN(r) (closed[r] && !BROKEN(NOT_WOKEN))
 
 /* An exchange with a dead process may complete or not: gloo promises neither. With a process that
    lives and does not answer, the deadline runs while the own trainer waits for a step. */
 #define WAITS(r) (empty(steps[r]) && in_step[r] == trained[r] && !closed[r] && !ended[r])
-#ifdef MUTATE_NO_DEADLINE
-#define DEADLINE(r, is_met) false
-#else
-#define DEADLINE(r, is_met) (ANY(gone) || (FAULT == HANG && ANY(struck) && !(is_met) && WAITS(r)))
-#endif
+#define IS_LATE(r, is_met) (FAULT == HANG && ANY(struck) && !(is_met) && WAITS(r))
+#define DEADLINE(r, is_met) ((ANY(gone) || IS_LATE(r, is_met)) && !BROKEN(NO_DEADLINE))
 
 /* The heartbeat ends a process whose trainer waits in a collective for a trainer that has left. */
 #define IS_ABSENT(j, r) ((gone[j] || ended[j]) && in_step[j] < in_step[r])
@@ -209,11 +204,7 @@ hidden byte num, at, each, size;
 #else
 #define IS_TOLD(r) (ANY(gone) || result[r] == failed)
 #endif
-#ifdef MUTATE_NO_HEARTBEAT
-#define HEARTBEAT(r) false
-#else
-#define HEARTBEAT(r) (IS_TOLD(r) && ANY_OF(IS_ABSENT, r))
-#endif
+#define HEARTBEAT(r) (IS_TOLD(r) && ANY_OF(IS_ABSENT, r) && !BROKEN(NO_HEARTBEAT))
 
 /* ---- exchanges: complete when all members have entered, and all are in the same one ---- */
 
@@ -227,6 +218,7 @@ inline enter(g, what) {
         waiting[g] = 0; kind[g] = 0; turn[g] = 1 - turn[g];
         if
         :: (what == round && BLOCKS == 1) || g == FIRSTS -> find(g, what)
+        :: what == handed && g != FIRSTS -> handed_most[g] = most; handed_differ[g] = differ
         :: else
         fi
     :: else
@@ -239,9 +231,7 @@ inline enter(g, what) {
 inline meet(r, g) {
     if
     :: turn[g] != my
-    :: turn[g] == my && ANY_OF(IS_SHUT_IN, g) ->
-        NEVER(PEER_SHUT, true);
-        shut[r] = 1; LEAVE_AS(r, failed)
+    :: ANY_OF(IS_SHUT_IN, g) -> NEVER(PEER_SHUT, true); shut[r] = 1; LEAVE_AS(r, failed)
     :: DEADLINE(r, turn[g] != my) -> NEVER(PEERS_DEADLINE, true); LEAVE_AS(r, failed)
     fi
 }
@@ -287,11 +277,8 @@ inline compute(r) {
     fi
 #elif FAULT == CLOSE
     if
-    :: r == victim && !struck[r] -> struck[r] = 1;
-#ifndef MUTATE_NOT_CLOSED
-        shut[r] = 1;
-#endif
-        LEAVE_AS(r, failed)
+    :: r == victim && !struck[r] ->
+        struck[r] = 1; shut[r] = !BROKEN(NOT_CLOSED); LEAVE_AS(r, failed)
     :: true
     fi
 #else
@@ -301,10 +288,9 @@ inline compute(r) {
 
 #if defined(OPEN) && !defined(QUOTA)
 #define WANTED(r) batch
-#elif defined(MUTATE_QUOTA_OFF_BY_ONE)
-#define WANTED(r) (consumed[r] < quota -> MIN2(batch, quota - consumed[r] + 1) : 0)
 #else
-#define WANTED(r) MIN2(batch, quota - consumed[r])
+#define LEFT(r) (quota - consumed[r] + (BROKEN(QUOTA_OFF_BY_ONE) && consumed[r] < quota))
+#define WANTED(r) MIN2(batch, LEFT(r))
 #endif
 
 /* Its share: what is missing is read by those whose iterators go on, in replica order. */
@@ -315,18 +301,15 @@ inline read_share(r) {
     if
     :: HAS(live[r], r) ->
         num = missing[r] / size + (each < missing[r] % size);
-#ifndef MUTATE_SHARES_OVERLAP
-        at = each * (missing[r] / size) + MIN2(each, missing[r] % size)
-#endif
+        at = each * (missing[r] / size) + MIN2(each, missing[r] % size);
+        at = (BROKEN(SHARES_OVERLAP) -> 0 : at)
     :: else
     fi;
 #ifdef OPEN
     size = MIN2(num, last[r] - next[r]);
     read[r] = read[r] | ((BIT(size) - 1) << next[r]);
     next[r] = next[r] + size;
-#ifdef MUTATE_STATE_OF_READ
-    saved[r] = next[r];
-#endif
+    saved[r] = (BROKEN(STATE_OF_READ) -> next[r] : saved[r]);
     g_rows[BLOCK(r)] = g_rows[BLOCK(r)] + size;
     if
     :: next[r] == last[r] -> g_ended[BLOCK(r)] = g_ended[BLOCK(r)] | BIT(r)
@@ -347,21 +330,13 @@ inline enter_gather(r) {
     if
     :: !error[r] -> read_share(r)
     :: else ->
-#ifndef MUTATE_ERROR_UNTOLD
-        g_failed[BLOCK(r)] = 1;
-#endif
+        g_failed[BLOCK(r)] = !BROKEN(ERROR_UNTOLD);
         NEVER(ERROR_IN_LAST_STEP, consumed[r] < quota && (consumed[0] == quota || consumed[1] == quota));
         NEVER(ERROR_AND_STOP, CLOSING(r))
     fi;
-#ifdef MUTATE_SKIP_CLOSING_GATHER
     if
-    :: CLOSING(r) -> LEAVE_AS(r, stopped)
-    :: else
-    fi;
-#endif
-    if
-    :: CLOSING(r) -> g_closing[BLOCK(r)] = 1
-    :: else
+    :: BROKEN(SKIP_CLOSING_GATHER) && CLOSING(r) -> LEAVE_AS(r, stopped)
+    :: else -> g_closing[BLOCK(r)] = g_closing[BLOCK(r)] || CLOSING(r)
     fi;
     assert(!any_closing); /* nobody enters another after the one that carried the bit */
     enter(BLOCK(r), round)
@@ -379,19 +354,17 @@ inline count_micro_batches(b) {
     :: num < CEIL(size, FIT) -> num++
     :: break
     od;
-#ifndef MUTATE_COUNT_NOT_MULTIPLE
-    num = CEIL(num, MULTIPLE) * MULTIPLE;
-#endif
-    count[b] = num
+    count[b] = (BROKEN(COUNT_NOT_MULTIPLE) -> num : CEIL(num, MULTIPLE) * MULTIPLE)
 }
 
 /* Planned again with at least as many as the block that has most, it may be one more. */
 inline count_again(b) {
     if
-    :: count[b] < most ->
-        count[b] = most;
+    :: count[b] < handed_most[b] ->
+        count[b] = handed_most[b];
         if
-        :: most + MULTIPLE <= CEIL(BATCH, FIT) -> count[b] = most + MULTIPLE; NEVER(ONE_MORE, true)
+        :: count[b] + MULTIPLE <= CEIL(BATCH, FIT) ->
+            count[b] = count[b] + MULTIPLE; NEVER(ONE_MORE, true)
         :: true
         fi
     :: else
@@ -456,25 +429,19 @@ inline give_one(r) {
 #define GETS(j, r) (BLOCK(j) == BLOCK(r) && need[j] != 0)
 #define GETS_FROM(j, r) HAS(need[j], r)
 #define GETS_BLANKS(j, r) (HAS(need[r], j) && blank[j])
+#define IS_UNMOVED(r) (need[r] == 0 && !ANY_OF(GETS_FROM, r))
+#define STAYS_AWAY(r) ((BROKEN(SKIP_UNMOVED) && IS_UNMOVED(r)) || \
+    (BROKEN(SKIP_EXCHANGE_AFTER_ERROR) && error[r]))
 
 /* The samples that others train: the whole block exchanges, or nobody of it does. */
 inline enter_samples(r) {
-    NEVER(STAYS_OUT, need[r] == 0 && !ANY_OF(GETS_FROM, r));
+    NEVER(STAYS_OUT, IS_UNMOVED(r));
     blank[r] = error[r];
-#ifdef MUTATE_NO_SENDS
-    my = turn[BLOCK(r)] /* waits for what others send, and sends nothing */
-#else
-    enter(BLOCK(r), samples)
-#endif
+    if
+    :: BROKEN(NO_SENDS) -> my = turn[BLOCK(r)] /* waits for what others send, and sends nothing */
+    :: else -> enter(BLOCK(r), samples)
+    fi
 }
-
-#ifdef MUTATE_SKIP_UNMOVED
-#define EXCHANGES(r) (need[r] != 0 || ANY_OF(GETS_FROM, r))
-#elif defined(MUTATE_SKIP_EXCHANGE_AFTER_ERROR)
-#define EXCHANGES(r) (ANY_OF(GETS, r) && !error[r])
-#else
-#define EXCHANGES(r) ANY_OF(GETS, r)
-#endif
 
 #define SAME_M(j, r) (committed[j] != committed[r] || planned_m[j] == planned_m[r])
 #define SAME_CONSUMED(j, r) (committed[j] != committed[r] || consumed[j] == consumed[r])
@@ -483,15 +450,14 @@ inline commit(r) {
     planned_m[r] = count[BLOCK(r)];
     committed[r]++;
     consumed[r] = consumed[r] + WANTED(r) - missing[r];
-#ifndef MUTATE_STATE_OF_READ
     saved[r] = next[r];
-#endif
     assert(EVERY(SAME_M, r) && EVERY(SAME_CONSUMED, r));
     assert(planned_m[r] % MULTIPLE == 0 && SIZE(part[r]) <= planned_m[r] * FIT);
     assert((emitted & part[r]) == 0); /* no sample twice */
     emitted = emitted | part[r];
     NEVER(IDLE_REPLICA, part[r] == 0);
     assert(committed[r] <= CEIL(quota, batch));
+    printf("replica %d step %d consumed %d next %d\n", r, committed[r], consumed[r], next[r] - first[r]);
     part[r] = 0; need[r] = 0; read[r] = 0
 }
 
@@ -501,6 +467,8 @@ inline compute_unless_failed(r) {
     :: else
     fi
 }
+
+#define GOES_ON(r) (BROKEN(ROUND_BY_OWN_END) -> HAS(live[r], r) : live[r] != 0)
 
 /* What the first ranks of the blocks have exchanged, to the others of the block. */
 inline hand_on(r) {
@@ -527,12 +495,11 @@ proctype loop(byte r) {
 again:
     {
         atomic {
-#ifdef MUTATE_END_EARLY
             if
-            :: r == 0 && consumed[r] > 0 && consumed[r] + batch >= total -> LEAVE_AS(r, finished)
+            :: BROKEN(END_EARLY) && r == 0 && consumed[r] > 0 && consumed[r] + batch >= total ->
+                LEAVE_AS(r, finished)
             :: else
             fi;
-#endif
             missing[r] = (knows -> WANTED(r) : 0)
         };
 another_round:
@@ -544,9 +511,8 @@ gathered:
             if
             :: IS_FIRST(r) && ends_with_texts -> enter(FIRSTS, texts)
             :: IS_FIRST(r) && !ends_with_texts -> bring(r); enter(FIRSTS, round)
-#ifdef MUTATE_DECIDE_IN_BLOCK
-            :: !IS_FIRST(r) && g_closing[BLOCK(r)] -> LEAVE_AS(r, stopped)
-#endif
+            :: BROKEN(DECIDE_IN_BLOCK) && !IS_FIRST(r) && g_closing[BLOCK(r)] ->
+                LEAVE_AS(r, stopped)
             :: else
             fi
         };
@@ -565,9 +531,7 @@ gathered:
                 LEAVE_AS(r, stopped)
             :: else
             fi;
-#ifndef MUTATE_ENDED_READ_ON
-            live[r] = live[r] & (BIT(N) - 1 - ends);
-#endif
+            live[r] = (BROKEN(ENDED_READ_ON) -> live[r] : live[r] & (BIT(N) - 1 - ends));
 #ifdef OPEN
             if
             :: !knows -> knows = 1; goto again
@@ -575,18 +539,12 @@ gathered:
             fi;
             missing[r] = missing[r] - rows;
             if
-#ifndef MUTATE_ROUND_TOO_FEW
-#ifdef MUTATE_ROUND_BY_OWN_END
-            :: missing[r] > 0 && HAS(live[r], r) ->
-#else
-            :: missing[r] > 0 && live[r] != 0 ->
-#endif
+            :: missing[r] > 0 && GOES_ON(r) && !BROKEN(ROUND_TOO_FEW) ->
                 if
                 :: r == 0 -> extra++; assert(extra < N); NEVER(MOST_ROUNDS, extra == N - 1)
                 :: else
                 fi;
                 goto another_round
-#endif
             :: else
             fi;
 #else
@@ -594,19 +552,17 @@ gathered:
             assert(missing[r] == 0);
 #endif
             if
-#ifndef MUTATE_PLAN_PAST_END
-            :: missing[r] == WANTED(r) -> LEAVE_AS(r, finished) /* nothing was left to read */
-#endif
+            :: missing[r] == WANTED(r) && !BROKEN(PLAN_PAST_END) -> /* nothing was left to read */
+                LEAVE_AS(r, finished)
             :: else
             fi;
             assert(missing[r] < WANTED(r));
             compute_unless_failed(r);
-#ifdef MUTATE_FAILED_BY_OWN
             if
-            :: error[r] -> ends_with_texts = 1; enter(BLOCK(r), texts); goto gathered
+            :: BROKEN(FAILED_BY_OWN) && error[r] ->
+                ends_with_texts = 1; enter(BLOCK(r), texts); goto gathered
             :: else
             fi;
-#endif
 #if BLOCKS == 1
             if
             :: planned[0] == committed[r] -> count_micro_batches(0)
@@ -621,44 +577,37 @@ gathered:
 compare_counts:
         atomic {
             if
-#ifdef MUTATE_SKIP_COUNTS_AFTER_ERROR
-            :: IS_FIRST(r) && error[r] -> goto again
-#endif
+            :: BROKEN(SKIP_COUNTS_AFTER_ERROR) && IS_FIRST(r) && error[r] -> goto again
+            :: BROKEN(SKIP_HANDED_AFTER_ERROR) && !IS_FIRST(r) && error[r] -> goto again
             :: IS_FIRST(r) -> bring_count(BLOCK(r)); enter(FIRSTS, counts)
-#ifdef MUTATE_SKIP_HANDED_AFTER_ERROR
-            :: !IS_FIRST(r) && error[r] -> goto again
-#endif
             :: else
             fi
         };
         hand_on(r);
         atomic {
             meet(r, BLOCK(r));
-            NEVER(MORE_MICRO_BATCHES, differ);
-#ifndef MUTATE_COUNT_OF_BLOCK
+            NEVER(MORE_MICRO_BATCHES, handed_differ[BLOCK(r)]);
             if
-            :: differ ->
+            :: handed_differ[BLOCK(r)] && !BROKEN(COUNT_OF_BLOCK) ->
                 compute_unless_failed(r);
                 if
                 :: IS_FIRST(r) -> count_again(BLOCK(r))
                 :: else
                 fi;
-#ifndef MUTATE_COUNT_AGAIN_ONCE
-                goto compare_counts
-#endif
+                if
+                :: BROKEN(COUNT_AGAIN_ONCE)
+                :: else -> goto compare_counts
+                fi
             :: else
             fi;
-#endif
 #endif
             plan_block(r);
-#ifdef MUTATE_SKIP_GATHER_AFTER_ERROR
             if
-            :: error[r] -> LEAVE_AS(r, failed)
+            :: BROKEN(SKIP_GATHER_AFTER_ERROR) && error[r] -> LEAVE_AS(r, failed)
             :: else
             fi;
-#endif
             if
-            :: EXCHANGES(r) -> enter_samples(r)
+            :: ANY_OF(GETS, r) && !STAYS_AWAY(r) -> enter_samples(r)
             :: else -> my = !turn[BLOCK(r)]
             fi
         };
@@ -680,13 +629,10 @@ compare_counts:
             :: full(steps[r]) -> NEVER(FULL_WHEN_CLOSED, true) /* nobody takes this step */
             :: nfull(steps[r]) -> steps[r]!planned_m[r]
             fi;
-#ifdef MUTATE_NO_LAST_GATHER
             if
-            :: consumed[r] == quota -> LEAVE_AS(r, finished)
-            :: else
-            fi;
-#endif
-            goto again
+            :: BROKEN(NO_LAST_GATHER) && consumed[r] == quota -> LEAVE_AS(r, finished)
+            :: else -> goto again
+            fi
         }
     } unless { gone[r] };
 out:
@@ -714,9 +660,7 @@ take:
             :: FAULT == RAISE && r == victim && struck[r] && nempty(steps[r]) ->
                 steps[r]?m; m = 0;
                 goto raises
-#ifdef MUTATE_STOP_AT_ONCE
-            :: asked[r] -> LEAVE_TRAINER(r)
-#endif
+            :: BROKEN(STOP_AT_ONCE) && asked[r] -> LEAVE_TRAINER(r)
             :: FAULT == ERROR && error[r] -> END_TRAINER(r) /* or trains what is queued first */
             :: nempty(steps[r]) && !(FAULT == LEAVE && trained[r] == leave_after) ->
                 steps[r]?m;
@@ -744,9 +688,7 @@ close:
         atomic { /* the loop was woken: wait for its last exchange */
             if
             :: result[r] != running
-#ifndef MUTATE_CLOSE_WAITS_FOREVER
-            :: FAULT == RAISE /* the deadline of close(): at any moment */
-#endif
+            :: FAULT == RAISE && !BROKEN(CLOSE_WAITS_FOREVER) /* its deadline: at any moment */
             fi;
             gone[r] = (FAULT == RAISE); /* its process ends with the error */
             END_TRAINER(r)
@@ -795,6 +737,7 @@ inline choose_world() {
 #else
     quota = total;
 #endif
+    printf("world batch %d quota %d\n", batch, quota);
     size = 0; each = 0;
     do
     :: each < N ->
@@ -809,6 +752,7 @@ inline choose_world() {
         first[each] = size; next[each] = size; saved[each] = size;
         size = size + num;
         last[each] = size;
+        printf("iterator %d\n", num);
 #endif
         each++
     :: else -> break

@@ -41,7 +41,7 @@ def enable(cfg: Any, *, token_budget: int | None = None, **settings: Any) -> Non
     Args:
         cfg: a recipe's `ConfigContainer`.
         token_budget: most tokens of a micro-batch on one replica; None: `model.seq_length`.
-        settings: other attributes of `OdbSettings`, such as `overlong="truncate"` or `data_path=...`.
+        settings: other attributes of `OdbSettings`, such as `overlong="drop"` or `data_path=...`.
 
     Raises:
         ValueError: a setting that is not known or has a wrong value, or data that ODB cannot read.

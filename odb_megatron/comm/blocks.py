@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from odb_megatron.comm.deadline import Deadline
 from odb_megatron.comm.gloo_group import Channel, ControlError, numbered
+from odb_megatron.plan.blocks import BLOCK, block_of, blocks_of
 
 __all__ = ["ControlError", "SourceGroup"]
 
@@ -50,22 +51,21 @@ class SourceGroup(Channel):
         name: str,
         timeout_s: float,
         deadline: Deadline | None = None,
-        block: int = 64,
+        block: int = BLOCK,
     ) -> None:
         assert block > 1, "the blocks' first ranks would be all ranks"
         rank, size = dist.get_rank(), len(ranks)
         self.replica = list(ranks).index(rank) if rank in ranks else -1
-        self.num_replicas, self.num_blocks, self.block = size, -(-size // block), range(0)
-        bounds = [size * at // self.num_blocks for at in range(self.num_blocks + 1)]
-        self._blocks = list(map(range, bounds, bounds[1:]))
+        self._blocks = blocks_of(size, block)
+        self.num_replicas, self.num_blocks, self.block = size, len(self._blocks), range(0)
         self._heads: SourceGroup | None = None
         self._rounds = self._block_rounds = 0
         who = f"replica {self.replica}"
         super().__init__(ranks, who=who, timeout_s=timeout_s, deadline=deadline)
         if self.replica < 0:
             return
-        at = int(np.searchsorted(bounds, self.replica, side="right")) - 1
-        self.block = self._blocks[at]
+        self.block = block_of(self.replica, size, block)
+        at = self._blocks.index(self.block)
         self._ranks = [ranks[one] for one in self.block]
         own_name = numbered(f"{name} source ranks", ranks)
         self._group = self._join(self._ranks, f"{own_name}, block {at}")

@@ -511,13 +511,15 @@ class StepLoop:
         )
 
     def _plan(self, table: _Table) -> Requests[StepPlan]:
-        """Return the block's plan, with as many micro-batches as the block that needs most."""
+        """Return the block's plan; blocks plan again until all have as many micro-batches."""
         plan = self._planned(table, 1)
-        if self._num_blocks > 1:
+        while self._num_blocks > 1:
             found = yield GatherBlocks(_ID.pack(plan.num_micro_batches))
-            count = max(_ID.unpack(one)[0] for one in found)
-            if plan.num_micro_batches < count:
-                plan = self._planned(table, count)
+            counts = [_ID.unpack(one)[0] for one in found]
+            if min(counts) == max(counts):
+                break
+            if plan.num_micro_batches < max(counts):
+                plan = self._planned(table, max(counts))
         return plan
 
     def _add_up(self, table: _Table, plan: StepPlan) -> Requests[StepTotals]:

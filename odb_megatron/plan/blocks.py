@@ -35,10 +35,9 @@ def block_of(replica: int, num_replicas: int, most: int = BLOCK) -> range:
 
 def offered(costs: npt.NDArray[np.int64]) -> list[int]:
     """Return which of a block's samples may move: the costliest, and some of all other sizes."""
-    order = np.argsort(-costs, kind="stable").tolist()
-    rest = order[_COSTLIEST:]
-    step = -(-len(rest) // (MAX_OFFERS - _COSTLIEST)) or 1
-    return order[:_COSTLIEST] + rest[::step]
+    order: list[int] = np.argsort(-costs, kind="stable").tolist()
+    step = -(-len(order[_COSTLIEST:]) // (MAX_OFFERS - _COSTLIEST)) or 1
+    return order[:_COSTLIEST] + order[_COSTLIEST::step]
 
 
 def even_blocks(

@@ -20,6 +20,8 @@ COST_UNIT = 1 << 16
 MAX_SAMPLE_COST = 1 << 46
 """Costs stay below this, so that 65536 of them sum to less than 2**62."""
 
+Real = float | Fraction
+
 _QUADRATIC_BITS = 32
 _SHIFT = _QUADRATIC_BITS - COST_UNIT.bit_length() + 1
 
@@ -88,11 +90,7 @@ class CostModel:
 
     @classmethod
     def from_ratios(
-        cls,
-        *,
-        quadratic: float | Fraction,
-        fixed_tokens: float | Fraction,
-        patch_tokens: float | Fraction = 0.0,
+        cls, *, quadratic: Real, fixed_tokens: Real, patch_tokens: Real = 0.0
     ) -> CostModel:
         """Build from real numbers.
 
@@ -186,22 +184,19 @@ class CostPrices:
 
     def model(self) -> CostModel:
         """Return the model, the same integers on every machine."""
-        linear = Fraction(self.linear)
+        linear, quadratic, fixed, patch = (
+            Fraction(getattr(self, one.name)) for one in fields(self)
+        )
         return CostModel.from_ratios(
-            quadratic=Fraction(self.quadratic) / linear,
-            fixed_tokens=Fraction(self.overhead) / linear,
-            patch_tokens=Fraction(self.patch) / linear,
+            quadratic=quadratic / linear, fixed_tokens=fixed / linear, patch_tokens=patch / linear
         )
 
     @classmethod
     def of(cls, model: CostModel) -> CostPrices:
         """Return prices with few digits that give exactly `model` again; a token costs 1."""
-        return cls(
-            linear=1.0,
-            quadratic=_short(model.quadratic, 1 << _QUADRATIC_BITS),
-            overhead=_short(model.fixed, COST_UNIT),
-            patch=_short(model.per_patch, COST_UNIT),
-        )
+        quadratic = _short(model.quadratic, 1 << _QUADRATIC_BITS)
+        overhead, patch = (_short(value, COST_UNIT) for value in (model.fixed, model.per_patch))
+        return cls(linear=1.0, quadratic=quadratic, overhead=overhead, patch=patch)
 
 
 def _short(value: int, scale: int) -> float:

@@ -13,19 +13,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "MAX_SEGMENTS",
-    "OverlongError",
-    "OverlongPolicy",
-    "Quantization",
-    "SizeRule",
-    "Verdict",
-    "budget_length",
-    "judge_length",
-    "length_multiple",
-    "padded_length",
-    "size_rule",
-]
+__all__ = ["MAX_SEGMENTS", "OverlongError", "OverlongPolicy", "Quantization", "SizeRule"]
+__all__ += ["Verdict", "budget_length", "judge_length", "length_multiple", "padded_length"]
+__all__ += ["size_rule"]
 
 MAX_SEGMENTS = 256
 """Samples of a micro-batch of a fixed shape, at most. Kernels look at each entry of the cumulative
@@ -87,16 +77,13 @@ class SizeRule:
         Raises:
             ValueError: they do not fit the largest size.
         """
-        if not self.sizes:
-            return num_tokens
-        for size in self.sizes:
-            if num_tokens <= size:
-                return size
-        raise ValueError(
-            f"samples of {num_tokens} tokens after padding are in a micro-batch that is padded to "
-            f"{self.sizes[-1]}: raise --odb-token-budget, or drop --odb-pad-to-budget and "
-            "--odb-shape-buckets"
-        )
+        found = [size for size in self.sizes if num_tokens <= size] if self.sizes else [num_tokens]
+        if not found:
+            raise ValueError(
+                f"samples of {num_tokens} tokens after padding are in a micro-batch that is padded "
+                f"to {self.sizes[-1]}: raise --odb-token-budget"
+            )
+        return found[0]
 
     def num_segments(self, size: int) -> int:
         """Return how many segments the cumulative lengths of a micro-batch have room for.
@@ -134,13 +121,11 @@ class Verdict:
     Attributes:
         keep: number of tokens to keep, 0 when the sample is dropped.
         truncated: number of tokens cut off the end.
-        solo: the sample gets a micro-batch of its own, over the budget.
         message: why it is not kept whole; empty when it is.
     """
 
     keep: int
     truncated: int = 0
-    solo: bool = False
     message: str = ""
 
 
@@ -225,7 +210,7 @@ def judge_length(
     seen = f"{length} tokens" + (f" ({padded} after padding to {multiple})" if multiple > 1 else "")
     message = f"{seen}; the limit is {limit} (seq-length {context}, token budget {token_budget})"
     if policy is OverlongPolicy.SOLO and padded <= context:
-        return Verdict(keep=length, solo=True, message=message)
+        return Verdict(keep=length, message=message)
     if policy is OverlongPolicy.DROP:
         return Verdict(keep=0, message=message)
     if policy is OverlongPolicy.TRUNCATE:

@@ -18,21 +18,9 @@ from odb_megatron.plan.blocks import BLOCK, MAX_OFFERS
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.padding import SizeRule, size_rule
 
-__all__ = [
-    "HEADER",
-    "OFFER",
-    "OPEN_TOTAL",
-    "ROW",
-    "SUMMARY",
-    "TEXT_BYTES",
-    "LoaderClosedError",
-    "PlanConfig",
-    "ReplicaFailedError",
-    "SkipReason",
-    "StepTotals",
-    "Sync",
-    "config_differences",
-]
+__all__ = ["HEADER", "OFFER", "OPEN_TOTAL", "ROW", "SUMMARY", "TEXT_BYTES", "LoaderClosedError"]
+__all__ += ["PlanConfig", "ReplicaFailedError", "SkipReason", "StepTotals", "Sync"]
+__all__ += ["config_differences"]
 
 OPEN_TOTAL = 1 << 40
 """Samples of a run whose length nobody knows before its end."""
@@ -152,7 +140,7 @@ class PlanConfig:
     data: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "num_replicas", "count_multiple", "multiple", "block"):
+        for name in ("global_batch_size", "num_replicas"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         if self.token_budget < self.multiple:
@@ -169,12 +157,8 @@ class PlanConfig:
     @property
     def size_rule(self) -> SizeRule:
         """What samples and micro-batches are padded to."""
-        return size_rule(
-            self.sizes,
-            token_budget=self.token_budget,
-            context=self.context,
-            multiple=self.multiple,
-        )
+        budget, context = self.token_budget, self.context
+        return size_rule(self.sizes, token_budget=budget, context=context, multiple=self.multiple)
 
     def digest(self) -> int:
         """Signed 64-bit digest of all fields."""
@@ -196,13 +180,12 @@ def config_differences(texts: Sequence[str]) -> str:
     Args:
         texts: `PlanConfig.to_text` of each replica.
     """
-    first, *others = (json.loads(text) for text in texts)
+    first, *others = map(json.loads, texts)
     return "; ".join(
-        f"{name} is {other.get(name, 'absent')} on replica {replica} and "
-        f"{first.get(name, 'absent')} on replica 0"
-        for replica, other in enumerate(others, 1)
-        for name in sorted({*first, *other})
-        if first.get(name) != other.get(name)
+        f"{name} is {other.get(name)} on replica {at} and {first[name]} on replica 0"
+        for at, other in enumerate(others, 1)
+        for name in first
+        if first[name] != other.get(name)
     )
 
 
@@ -275,12 +258,9 @@ class StepTotals:
         """
         table = np.stack([np.frombuffer(part, dtype="<i8") for part in parts])
         values: dict[str, Any] = {}
-        for at, field in enumerate(fields(cls)):
-            column = table[:, at]
-            if field.name in _SAME:
-                values[field.name] = int(column[0])
-            else:
-                values[field.name] = int(column.max() if field.name in _MAX else column.sum())
+        for field, column in zip(fields(cls), table.T, strict=True):
+            is_same, is_max = field.name in _SAME, field.name in _MAX
+            values[field.name] = int(column.max() if is_same or is_max else column.sum())
         return cls(**values | {"is_final": bool(values["is_final"])})
 
 

@@ -1,13 +1,9 @@
-"""Which replica trains which samples of a step, in which of its M micro-batches.
-
-Pure, integers only: from the same table every replica computes the same plan, on any CPU.
-"""
+"""Which replica trains which samples of a step in which micro-batch: pure, and integers only."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
@@ -26,7 +22,6 @@ Integers = npt.NDArray[np.int64]
 SHARE_OVERHEAD = 8  # percent that a sample costs more where replicas share it (keys, values travel)
 _SHARED = 100 + SHARE_OVERHEAD
 _DENSITY = 90  # percent of the cost of an index full of the costliest units that is aimed at
-_EVEN = (100, 80, 0)  # percent of the units that are spread; the others fill bin after bin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +39,7 @@ class StepPlan:
 
     num_micro_batches: int
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
-    shares: Mapping[int, int]
+    shares: dict[int, int]
     loads: tuple[tuple[int, ...], ...]
     overhead: int
 
@@ -64,9 +59,8 @@ def plan_step(  # noqa: PLR0913
     """Plan one optimizer step of all replicas.
 
     Made small is, with the overhead of M micro-batches added, max over r (sum over m load[r][m])
-    for sync "step" and sum over m (max over r load[r][m]) for sync "microbatch". A replica with
-    fewer samples than M has idle micro-batches, no other has (a group counts as one sample, what
-    replicas share as none).
+    for sync "step", sum over m (max over r load[r][m]) for sync "microbatch". Idle are only micro-
+    batches of replicas with fewer samples (shared ones do not count, groups as one) than M.
 
     Args:
         lengths: tokens of each sample, at least 1, int [samples]; so are the other arrays.
@@ -77,7 +71,7 @@ def plan_step(  # noqa: PLR0913
         count_multiple: M is a multiple of it (virtual pipelines).
         max_share: most replicas that share a sample.
         groups: samples with the same number >= 0 stay in one micro-batch.
-        owner: replica that has read the sample; where plans take equal time, few tokens move.
+        owner: replica that has read the sample, -1 for none: few tokens move where it is free.
         solo: whether the sample may be over the budget, alone in a micro-batch.
 
     Raises:
@@ -88,7 +82,7 @@ def plan_step(  # noqa: PLR0913
     none = np.zeros_like(tokens)
     images = none if patches is None else np.asarray(patches, dtype=np.int64)
     prices, alone = cost.samples(tokens, images), none if solo is None else solo
-    room = (token_budget, max_patches or int(images.sum()))
+    room = (token_budget, max_patches or int(images.sum()) or 1)
     widest, part = 1 << min(max_share, num_replicas).bit_length() - 1, math.lcm(2, alignment)
     table = np.stack([tokens, images, prices, alone, none - 1 if groups is None else groups])
     planner = _Planner(table, num_replicas, room, widest, part)
@@ -106,8 +100,9 @@ def plan_step(  # noqa: PLR0913
         count += count_multiple
     if owner is not None:
         planner.keep_at_home(rows, np.asarray(owner, dtype=np.int64), sync)
-    names = [[planner.samples_of(one) for one in row] for row in rows]
-    bins = zip(chain.from_iterable(rows), chain.from_iterable(names), strict=True)
+    flat, ids = chain.from_iterable, planner.samples.__getitem__
+    names = [[tuple(sorted(flat(map(ids, one.units)))) for one in row] for row in rows]
+    bins = zip(flat(rows), flat(names), strict=True)
     return StepPlan(
         num_micro_batches=len(rows[0]),
         micro_batches=tuple(map(tuple, names)),
@@ -146,9 +141,8 @@ class _Planner:
         can_share = (widest > 1) & (parts <= room[0]) & (images <= room[1])
         for at in np.flatnonzero((tokens > room[0]) & ~can_share & (solo == 0)).tolist():
             raise ValueError(
-                f"sample {', '.join(map(str, self.samples[at]))} is padded to {tokens[at]} tokens, "
-                f"a micro-batch holds {room[0]}, and at most {widest} replicas share a sample: "
-                "raise the token budget, or truncate, drop, share the sample or let it be alone"
+                f"sample {str(self.samples[at])[1:-1]} takes up {tokens[at]} tokens; a micro-batch "
+                f"holds {room[0]}, {widest} replicas may share it: raise the token budget"
             )
         alone = (images > room[1]) | (tokens > room[0]) & ~can_share
         size = np.where(alone, room[0], tokens)
@@ -160,11 +154,7 @@ class _Planner:
         self.alone, self.total = set(np.flatnonzero(alone).tolist()), sum(self.prices)
         long = [np.count_nonzero(~can_share & (size * (n + 1) > room[0])) for n in range(1, 9)]
         fewest = [-(-int(num) // n) for n, num in enumerate(long, 1)]  # n of them fit in one
-        fewest += [-(-sum(self.sizes) // room[0]), -(-sum(self.images) // max(1, room[1]))]
-        self.fewest = max(fewest)
-
-    def samples_of(self, one: _Bin) -> tuple[int, ...]:
-        return tuple(sorted(chain.from_iterable(map(self.samples.__getitem__, one.units))))
+        self.fewest = max(*fewest, -(-sum(self.sizes) // room[0]), -(-sum(self.images) // room[1]))
 
     def part_of(self, unit: int, width: int) -> tuple[int, int]:
         """Return the tokens (of a group at most) and the cost of a unit's part on each replica."""
@@ -179,11 +169,14 @@ class _Planner:
         is_long = (self.price * self.num_replicas > self.total) | (self.size > budget)
         if sync == "microbatch" or (is_long & ~self.is_whole).any():
             return self.plan_by_index(count, limit)
-        replicas = [_Bin(budget * count, images * count) for _ in range(self.num_replicas)]
-        if self.spread(list(range(len(self.prices))), replicas, self.prices):
-            return []
-        rows = [self.pack(one.units, count, self.sizes) for one in replicas]
-        return rows if all(rows) else []
+        for spare in (count * budget // 256, 0):  # what cannot be packed to the last token
+            room = (budget * count - spare, images * count)
+            replicas = [_Bin(*room) for _ in range(self.num_replicas)]
+            if not self.spread(list(range(len(self.prices))), replicas, self.prices):
+                rows = [self.pack(one.units, count, self.sizes) for one in replicas]
+                if all(rows):
+                    return rows
+        return []
 
     def plan_by_index(self, count: int, limit: int) -> list[list[_Bin]]:
         """Return a plan whose micro-batches of one index cost the same on every replica.
@@ -194,10 +187,10 @@ class _Planner:
         """
         budget, images = self.room
         left, time, columns = list(range(len(self.prices))), 0, list[list[_Bin]]()
-        while left:
+        while left and len(columns) < count:
             price, size, rest = self.price[left], self.size[left], count - len(columns)
-            level = -(-int(price.sum()) // (self.num_replicas * max(1, rest)))
-            if not rest or time + level * rest >= limit:
+            level = -(-int(price.sum()) // (self.num_replicas * rest))
+            if time + level * rest >= limit:
                 return []
             if price[0] <= level and size.max() <= budget:
                 break
@@ -238,19 +231,17 @@ class _Planner:
 
     def pack(self, units: Ids, count: int, keys: Ids) -> list[_Bin]:
         """Return so many bins with all units, or empty where they do not fit."""
-        for percent in _EVEN:
+        for key in (keys, []):
             bins = [_Bin(*self.room) for _ in range(count)]
-            num = len(units) * percent // 100
-            if not self.spread(units[:num], bins, keys) and not self.spread(units[num:], bins, []):
+            if not self.spread(units, bins, key):
                 self.use_idle(bins)
                 return bins
         return []
 
     def spread(self, units: Ids, bins: list[_Bin], keys: Ids, height: int = 0) -> Ids:
-        """Put each unit into the lowest bin that has room for it; return those that find none.
+        """Put each unit into the bin that is lowest, by keys; return those that find no room.
 
-        With a height no bin grows beyond it. Low is a bin by the keys of its units; without keys
-        one bin after the other is filled.
+        With a height no bin grows beyond it; without keys one bin after the other is filled.
         """
         sizes, images, prices = self.sizes, self.images, self.prices
         heap = [(one.load, at) for at, one in enumerate(bins)]
@@ -258,35 +249,29 @@ class _Planner:
             scales = [(100 * one.width if one.width > 1 else _SHARED) for one in bins]
             heap = [((low - height) * scales[at] // _SHARED, at) for low, at in heap]
         heapq.heapify(heap)
-        full: list[tuple[int, int, int]] = []  # without room for the present unit
-        others = []
+        full, others = list[tuple[int, int, int]](), list[int]()  # bins without room, units
         for unit in units:
             size, key = sizes[unit], keys[unit] if keys else 0
             while full and -full[0][0] >= size:
                 heapq.heappush(heap, heapq.heappop(full)[1:])
-            apart = []
             while heap and not (height and heap[0][0] + key > 0):
                 low, at = heap[0]
                 one = bins[at]
                 need, cost = size, prices[unit]
                 if one.width > 1:
                     need, cost = self.part_of(unit, one.width)
-                if need > one.room:
+                if need > one.room or images[unit] > one.images:
                     heapq.heappush(full, (-one.room * one.width, *heapq.heappop(heap)))
-                elif images[unit] > one.images:
-                    apart.append(heapq.heappop(heap))
-                else:
-                    one.units.append(unit)
-                    one.room -= need
-                    one.images -= images[unit]
-                    one.load += cost
-                    low += key if height or one.width == 1 else cost
-                    heapq.heapreplace(heap, (low, at))
-                    break
+                    continue
+                one.units.append(unit)
+                one.room -= need
+                one.images -= images[unit]
+                one.load += cost
+                low += key if height or one.width == 1 else cost
+                heapq.heapreplace(heap, (low, at))
+                break
             else:
                 others.append(unit)
-            for entry in apart:
-                heapq.heappush(heap, entry)
         return others
 
     def use_idle(self, bins: list[_Bin]) -> None:
@@ -304,13 +289,12 @@ class _Planner:
         width = len(rows[0]) if sync == "step" else 1
         for part in [slice(m, m + width) for m in range(0, len(rows[0]), width)]:
             free = [at for at, row in enumerate(rows) if all(one.width == 1 for one in row[part])]
-            bins, homes = {at: rows[at][part] for at in free}, set(free)
-            tokens = np.zeros((len(rows), len(rows)), dtype=np.int64)
-            for at in free:
-                units = np.array([unit for one in bins[at] for unit in one.units], dtype=np.int64)
+            bins = [rows[at][part] for at in free]
+            tokens = np.zeros((len(bins), len(rows) + 1), dtype=np.int64)  # the last: no owner
+            for at, ones in enumerate(bins):
+                units = np.array([unit for one in ones for unit in one.units], dtype=np.int64)
                 np.add.at(tokens[at], home_of[units], self.size[units])
-            for pair in np.argsort(-tokens, axis=None, kind="stable").tolist():
-                at, home = divmod(pair, len(rows))
-                if at in bins and home in homes:
-                    homes.remove(home)
-                    rows[home][part] = bins.pop(at)
+            for home in free:
+                at = int(tokens[:, home].argmax())
+                rows[home][part] = bins[at]
+                tokens[at] = -1  # taken

@@ -1,6 +1,6 @@
 """Charts of single steps: replicas × micro-batches laid out in time, and samples by replica.
 
-Must not choose which steps are worth showing (`step_choice`). A chart shows at most a dozen
+Must not choose which steps are worth showing (`run_figures`). A chart shows at most a dozen
 replicas, and the same ones at each width: those of the highest and lowest cost of its first step,
 and others between them.
 """

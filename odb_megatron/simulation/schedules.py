@@ -429,7 +429,7 @@ def odb(stream: Stream, setting: Setting) -> Schedule:
     """Return what training runs: the next global batch, planned by `plan_step` in each block.
 
     Replicas plan in blocks; each has read every `num_replicas`-th sample of the global batch. Some
-    samples move between blocks first. The largest M of the blocks counts; those below plan again.
+    samples move between blocks first. Blocks plan again until all have the same M.
     """
     num, batch_size = setting.num_replicas, setting.global_batch_size
     blocks = blocks_of(num)
@@ -456,10 +456,13 @@ def odb(stream: Stream, setting: Setting) -> Schedule:
         tables = [batch[np.isin(batch % batch_size % num, block)] for block in blocks]
         tables = [table[stream.lengths[table] > 0] for table in _evened(tables, blocks, stream)]
         plans = list(map(plan, tables, blocks, [1] * len(blocks)))
-        count = max(found.num_micro_batches for found in plans)
+        while len(counts := {found.num_micro_batches for found in plans}) > 1:
+            plans = [
+                plan(table, block, max(counts)) if own.num_micro_batches < max(counts) else own
+                for table, block, own in zip(tables, blocks, plans, strict=True)
+            ]
         step: list[MicroBatches] = []
-        for table, block, found in zip(tables, blocks, plans, strict=True):
-            own = found if found.num_micro_batches == count else plan(table, block, count)
+        for table, own in zip(tables, plans, strict=True):
             names = table.tolist()
             step += [[[names[i] for i in batch] for batch in row] for row in own.micro_batches]
             shares |= {names[index]: share for index, share in own.shares.items()}
