@@ -80,7 +80,7 @@ class StreamReader:
         self._asked: deque[int] = deque()  # given to workers, and not yet come
         share = -(-config.global_batch_size // config.num_replicas)
         num, options = workers.num, dict[str, Any]()
-        fetcher, dead = _Fetcher(stream), list[int]
+        fetcher, dead = _Fetcher(stream), _none
         if num:
             fetcher = _Fetcher(stream, limit_s=workers.timeout_s)
             stream.locate(consumed)  # makes the pass's order, which forked workers then share
@@ -197,6 +197,10 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
 
 def _as_is(item: Any) -> Any:
     return item
+
+
+def _none() -> list[int]:
+    return []
 
 
 def end_with_trainer(_worker: int = 0) -> None:

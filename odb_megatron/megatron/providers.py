@@ -116,9 +116,8 @@ def build_loader(
 ) -> StepLoader:
     """Build a split's step loader."""
     training = split is Split.train
-    is_iterable = isinstance(stream, ItemStream)
     total, batch, consumed = len(stream), args.global_batch_size, args.consumed_train_samples
-    if is_iterable:
+    if isinstance(stream, ItemStream):
         consumed = 0  # its state says where
     elif not training:
         batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
@@ -138,7 +137,7 @@ def build_loader(
         cost=cost_model(args, config),
         sync=config.sync,
         max_patches=config.max_patches,
-        has_iterators=is_iterable,
+        has_iterators=isinstance(stream, ItemStream),
         max_bad_records=config.max_bad_records if training else None,
         data=f"{stream.fingerprint()}, --seed {args.seed}",
     )
