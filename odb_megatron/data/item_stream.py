@@ -125,7 +125,7 @@ class ItemReader:
 
     def read(self, count: int) -> list[tuple[int, Sample | Skipped]]:
         """Return the next items with their ids, fewer where the iterators end; see `ItemFeed`."""
-        shard, items = self._shard, []
+        shard, items = self._shard, list[tuple[int, Sample | Skipped]]()
         while len(items) < count and self._feed.has_next():
             number, item = self._feed.take()
             items.append((number * shard.num_replicas + shard.replica, item))

@@ -77,8 +77,8 @@ class Reader(Protocol):
     def has_ended(self) -> bool:
         """Whether there is no further sample."""
 
-    def head(self) -> bytes | None:
-        """Return what must differ between replicas' own iterators; None where nothing must."""
+    def head(self) -> bytes:
+        """Return what must differ between replicas' own iterators; of one size."""
 
     def check_heads(self, heads: Sequence[bytes]) -> None:
         """Raise if replicas read the same samples; the same on all."""

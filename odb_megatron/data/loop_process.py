@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from odb_megatron.data.item_stream import ItemStream
-from odb_megatron.data.loop import Exchange, Gather, Progress, Request, StepLoop
+from odb_megatron.data.loop import Exchange, Gather, Progress, Reader, Request, StepLoop
 from odb_megatron.data.replica_stream import StreamReader, WorkerError
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.workers import Packed, Workers
@@ -79,13 +79,14 @@ class LoopSpec:
         Raises:
             ValueError: the saved state of an iterable source does not fit.
         """
-        stream, start, reader = self.stream, self.start, None
+        stream, start = self.stream, self.start
+        reader: Reader
         if isinstance(stream, ItemStream):
-            reader = stream.open(
+            reader = items = stream.open(
                 replica=self.replica, num_replicas=self.config.num_replicas, workers=self.workers
             )
             if start.source is not None:
-                reader.restore(start.source)
+                items.restore(start.source)
         else:
             reader = StreamReader(
                 stream,

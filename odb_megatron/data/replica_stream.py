@@ -80,7 +80,7 @@ class StreamReader:
         self._asked: deque[int] = deque()  # given to workers, and not yet come
         share = -(-config.global_batch_size // config.num_replicas)
         num, options = workers.num, dict[str, Any]()
-        fetcher, dead = _Fetcher(stream), list[int]
+        fetcher, dead = _Fetcher(stream), _none_dead
         if num:
             fetcher = _Fetcher(stream, limit_s=workers.timeout_s)
             stream.locate(consumed)  # makes the pass's order, which forked workers then share
@@ -193,6 +193,10 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
             with limited(self._limit_s, what=lambda: stream.describe(position)):  # noqa: B023
                 found.append((position, stream[position]))
         return found
+
+
+def _none_dead() -> list[int]:
+    return []
 
 
 def _as_is(item: Any) -> Any:

@@ -308,7 +308,8 @@ def random_world(rng: random.Random) -> tuple[World, Fault | None]:
     num = rng.choice([1, 2, 2, 3, 4, 5, 8, 16])
     sizes = [_shard_size(rng) for _ in range(num)]
     kind = rng.choice(["positions", "positions", "iterators", "quota"])
-    shards, starts_again, total = (), False, sum(sizes)
+    shards: tuple[int, ...] = ()
+    starts_again, total = False, sum(sizes)
     if kind == "iterators":
         shards, total = tuple(sizes), OPEN_TOTAL
     elif kind == "quota":
