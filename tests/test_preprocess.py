@@ -79,7 +79,7 @@ def test_the_number_of_tokens_cut_is_kept() -> None:
 def test_solo_goes_over_the_budget_and_not_over_the_context() -> None:
     sample = _of_length(9)
     assert _ruled(sample, OverlongPolicy.SOLO, context=9, token_budget=8) is sample
-    with pytest.raises(OverlongError, match="a.jsonl:9: .*raise --seq-length"):
+    with pytest.raises(OverlongError, match="a.jsonl:9: .*the limit is 8 .*--seq-length"):
         _ruled(sample, OverlongPolicy.SOLO, context=8, token_budget=20)
 
 
