@@ -266,7 +266,7 @@ def test_plan_imports_without_torch() -> None:
         "import importlib, pkgutil, sys, odb_megatron.plan as plan\n"
         "for module in pkgutil.iter_modules(plan.__path__, 'odb_megatron.plan.'):\n"
         "    importlib.import_module(module.name)\n"
-        "print('torch' in sys.modules, 'odb_megatron.plan.planner' in sys.modules)"
+        "print('torch' in sys.modules, 'odb_megatron.plan.step_planner' in sys.modules)"
     )
     assert run(sys.executable, "-c", code, cwd=REPO).split() == ["False", "True"]
 
