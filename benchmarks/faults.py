@@ -91,8 +91,7 @@ def _gone(run: FaultRun) -> bool:
 
 
 def _left(run: FaultRun) -> bool:
-    early = r"has left the run early|has left by sys\.exit\(\) within a step"
-    return _all_name(rf"rank {VICTIM} \(replica {VICTIM}, [^;]*({early})", run)
+    return _all_name(rf"rank {VICTIM} \(replica {VICTIM}, .*\) has left the run early", run)
 
 
 def _paused(run: FaultRun) -> bool:
@@ -100,7 +99,7 @@ def _paused(run: FaultRun) -> bool:
 
 
 _SLOW = (
-    *("--odb-timeout-s", "4", "--odb-stall-warn-s", "2"),
+    *("--odb-timeout-s", "12", "--odb-stall-warn-s", "4"),
     *("--eval-interval", "6", "--eval-iters", "1", "--save", "SAVE", "--save-interval", "6"),
 )
 
@@ -167,7 +166,7 @@ CASES = (
         names=lambda run: _saves(run) and "validation loss at iteration 6" in "".join(run.outputs),
         flags=_SLOW,
         is_survived=True,
-        slow_s=8.0,
+        slow_s=16.0,
     ),
 )
 QUICK = ("killed_in_device_call", "worker_raises")

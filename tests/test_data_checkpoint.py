@@ -1,194 +1,332 @@
-"""`odb_megatron.megatron.data_checkpoint`: what a checkpoint holds of the data, and going on."""
+"""The data's state among Megatron's arguments: replicas as threads save and resume it; refusals."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_data import Records, single_stream
+from iterables import MakeLines, Stateless
+from made_up_data import (
+    Records,
+    in_threads,
+    lenient_stream,
+    metadata_of,
+    step_config,
+    steps_of,
+)
+from test_item_stream import config_of, stream_of
 
-pytest.importorskip("megatron.core")
-
-from odb_megatron.data.loop import Progress
+from odb_megatron.data.feed import StepFeed, StepHeader
+from odb_megatron.data.iterable import IterableShards
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.stream import SampleStream
+from odb_megatron.megatron import data_checkpoint
 from odb_megatron.megatron.data_checkpoint import DataCheckpoint, DataState, restore, together
-from odb_megatron.megatron.data_identity import data_identity
-from odb_megatron.plan.record import PlanConfig
+from odb_megatron.megatron.data_identity import changed_files, check_same_samples, data_identity
 from odb_megatron.testing.replicas import ThreadChannel, run_in_threads, thread_channels
 
-STRICT: Any = SimpleNamespace(resume_strict=True)
-LENIENT: Any = SimpleNamespace(resume_strict=False)
+TOTAL, STEPS = 60, 3
+LENGTHS = [11 * at % 34 for at in range(TOTAL)]  # some are bad, some too long
+
+MakeLoader = Callable[[ThreadChannel], StepLoader]
 
 
-def _args(**changes: Any) -> argparse.Namespace:
-    values = {
+def megatron_args(**changes: Any) -> argparse.Namespace:
+    values: dict[str, Any] = {
+        "iteration": STEPS,
         "rank": 0,
-        "iteration": 2,
-        "consumed_train_samples": 8,
+        "consumed_train_samples": 0,
         "tokenizer_type": "NullTokenizer",
         "tokenizer_model": None,
-        "odb_data_state": None,
     }
     return argparse.Namespace(**values | changes)
 
 
-class _Named(Records):
-    """Records that say which they are."""
-
-    def __init__(self, lengths: Sequence[int], name: str) -> None:
-        super().__init__(lengths)
-        self._name = name
-
-    def fingerprint(self) -> str:
-        return self._name
+def map_style(
+    channel: ThreadChannel, *, kind: type[Records] = Records, lengths: Any = LENGTHS
+) -> StepLoader:
+    stream = lenient_stream(lengths, kind=kind)
+    config = step_config(total=TOTAL, global_batch_size=12, num_replicas=channel.num_replicas)
+    return StepLoader(stream, config, channel=channel)
 
 
-def _stream(size: int = 12, name: str = "first") -> SampleStream:
-    return single_stream(_Named([3] * size, name))
+def iterable(channel: ThreadChannel, *, passes: int = 1, **more: Any) -> StepLoader:
+    """Shards of 40 and 20 items."""
+    made = MakeLines(LENGTHS, [at % 3 % 2 for at in range(TOTAL)], **more)
+    stream = stream_of(IterableShards(make=made), passes=passes)
+    config = config_of(global_batch_size=12, num_replicas=channel.num_replicas)
+    return StepLoader(stream, config, channel=channel)
 
 
-def _loader(stream: SampleStream, channel: Any, *, consumed: int = 0) -> StepLoader:
-    config = PlanConfig(
-        total=len(stream), global_batch_size=4, num_replicas=channel.num_replicas, token_budget=16
-    )
-    return StepLoader(stream, config, channel=channel, consumed=consumed)
+def ids_of(steps: list[Any]) -> list[list[int]]:
+    return [[at for row in metadata_of(step).positions for at in row] for step in steps]
 
 
-def _saved(**changes: Any) -> str:
-    values: dict[str, Any] = {
-        "data": data_identity(_args(), _stream()),
-        "consumed": 8,
-        "num_bad": 3,
-        "tokens_so_far": 99,
-        "sources": [],
-    }
-    return DataState(**values | changes).to_text()
+def saved(make: MakeLoader, *, num_replicas: int = 2, most: int = STEPS) -> str:
+    """Train so many steps and save; what is made ahead, or handed out only, is not in."""
+    groups = thread_channels(num_replicas)
 
-
-def _restored(text: str | None, *, stream: SampleStream | None = None, config: Any = STRICT) -> Any:
-    (channel,) = thread_channels(1)
-    loader = _loader(stream or _stream(), channel)
-    return restore(_args(), config, loader, group=channel, text=text), loader
-
-
-def test_what_is_saved_goes_on_at_any_number_of_replicas() -> None:
-    (channel,) = thread_channels(1)
-    loader = _loader(_stream(), channel)
-    for _ in range(2):
-        step = loader.make_step()
-        assert step is not None
-    feed = SimpleNamespace(progress=step.progress)
-    args = _args()
-    checkpoint = DataCheckpoint(args, group=channel, channel=None)
-    checkpoint.watch(feed, identity=data_identity(args, loader.stream))
-    checkpoint.save(tokens_so_far=24)
-    state = DataState.parse(args.odb_data_state)
-    assert (state.consumed, state.num_bad, state.tokens_so_far) == (8, 0, 24)
-
-    def go_on(own: ThreadChannel) -> tuple[int, int]:
-        other = _loader(_stream(), own)
-        found = restore(args, STRICT, other, group=own, text=args.odb_data_state)
-        assert found == state
-        made = other.make_step()
-        assert made is not None
-        assert other.make_step() is None
-        return other.progress.consumed, made.progress.consumed
-
-    assert run_in_threads(go_on, thread_channels(4)) == [(12, 12)] * 4
-
-
-def test_a_step_that_was_handed_out_and_not_trained_is_not_saved() -> None:
-    args = _args(consumed_train_samples=4)
-    feed = SimpleNamespace(progress=Progress(consumed=4))
-    checkpoint = DataCheckpoint(args, group=SimpleNamespace(replica=0), channel=None)
-    checkpoint.watch(feed, identity={})
-    checkpoint.note_trained()
-    feed.progress = Progress(consumed=8)
-    assert checkpoint.state(tokens_so_far=0).consumed == 4
-
-
-def test_other_ranks_of_the_replica_get_the_same_text() -> None:
-    args = _args()
-    channel = SimpleNamespace(
-        header=lambda data=None: b"the source rank's" if data is None else data
-    )
-    DataCheckpoint(args, group=None, channel=channel).save(tokens_so_far=0)
-    assert args.odb_data_state == "the source rank's"
-
-
-def test_iterators_states_of_all_replicas_are_saved() -> None:
-    def save(channel: ThreadChannel) -> str:
-        args = _args()
-        source = {"has_state": channel.replica == 0, "next": "x" * channel.replica}
-        feed = SimpleNamespace(progress=Progress(consumed=8, source=source))
-        checkpoint = DataCheckpoint(args, group=channel, channel=None)
-        checkpoint.watch(feed, identity={})
-        checkpoint.save(tokens_so_far=0)
+    def go(channel: ThreadChannel) -> str:
+        feed = StepFeed(make(channel), plan_ahead=2)
+        loader, args = feed._loader, megatron_args()
+        assert loader is not None
+        checkpoint = DataCheckpoint(args, group=groups[channel.replica], channel=None)
+        checkpoint.watch(feed, identity=data_identity(args, loader.stream))
+        num_steps = 0
+        for item in feed.iterators[0]:
+            if isinstance(item, StepHeader):
+                num_steps += 1
+                if num_steps > most:
+                    break
+                args.consumed_train_samples += item.totals.num_consumed
+                checkpoint.note_trained()
+        checkpoint.save(tokens_so_far=7)
+        assert feed.close(timeout_s=60)
         return str(args.odb_data_state)
 
-    one, other = run_in_threads(save, thread_channels(2))
-    assert isinstance(one, str), one
-    assert one == other
-    assert [state["next"] for state in DataState.parse(one).sources] == ["", "x"]
+    texts = in_threads(go, num_replicas)
+    assert len(set(texts)) == 1
+    return texts[0]
 
 
-def test_without_a_state_the_data_goes_on_at_the_consumed_samples(
+def resumed(
+    make: MakeLoader,
+    text: str | None,
+    *,
+    num_replicas: int = 2,
+    strict: bool = True,
+    **changes: Any,
+) -> list[Any]:
+    """Return by replica what each emits from there on, and the state; or the error it raised."""
+    consumed = 0 if text is None else json.loads(text)["consumed"]
+
+    def go(channel: ThreadChannel) -> tuple[list[list[int]], DataState | None]:
+        loader = make(channel)
+        values = {"consumed_train_samples": consumed, "rank": channel.replica}
+        args = megatron_args(**values | changes)
+        config: Any = argparse.Namespace(resume_strict=strict)
+        state = restore(args, config, loader, group=channel, text=text)
+        return ids_of(steps_of(loader)), state
+
+    return run_in_threads(go, thread_channels(num_replicas))
+
+
+def refused(make: MakeLoader, text: str | None, **how: Any) -> list[str]:
+    """Return the error of each replica; all must refuse."""
+    found = resumed(make, text, **how)
+    assert all(isinstance(error, ValueError) for error in found), found
+    return [str(error) for error in found]
+
+
+def changed(text: str, change: Callable[[dict[str, Any]], Any]) -> str:
+    state = json.loads(text)
+    change(state)
+    return json.dumps(state)
+
+
+# --- going on ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [map_style, iterable])
+def test_the_same_replicas_go_on(make: MakeLoader) -> None:
+    whole = in_threads(lambda channel: ids_of(steps_of(make(channel))))
+    text = saved(make)
+    for rest, (found, state) in zip(whole, resumed(make, text), strict=True):
+        assert found == rest[STEPS:]
+        assert (state.consumed, state.tokens_so_far) == (36, 7)
+        assert state.num_bad == (json.loads(text)["num_bad"]) > 0
+    assert len(json.loads(text)["sources"]) == (2 if make is iterable else 0)
+
+
+def test_other_replicas_go_on_with_the_same_samples() -> None:
+    whole = in_threads(lambda channel: ids_of(steps_of(map_style(channel))))
+    steps = [sorted(sum(step, [])) for step in zip(*whole, strict=True)][STEPS:]  # noqa: RUF017
+    text = saved(map_style)
+    for num in (1, 3, 4):
+        found = [ids for ids, _ in resumed(map_style, text, num_replicas=num)]
+        assert [sorted(sum(step, [])) for step in zip(*found, strict=True)] == steps  # noqa: RUF017
+    for error in refused(iterable, saved(iterable), num_replicas=4):
+        assert "saved with 2 of them: resume with that data-parallel size, not 4" in error
+
+
+def test_an_iterable_at_its_end_has_no_further_step() -> None:
+    text = saved(iterable, most=99)
+    assert [ids for ids, _ in resumed(iterable, text)] == [[], []]
+    more = [ids for ids, _ in resumed(lambda channel: iterable(channel, passes=2), text)]
+    assert sum(len(step) for ids in more for step in ids) == sum(0 < n <= 64 for n in LENGTHS)
+
+
+def test_the_state_of_one_replica_alone() -> None:
+    """As a host keeps it that saves each replica's by itself."""
+    text = saved(iterable)
+    sources = json.loads(text)["sources"]
+
+    def go(channel: ThreadChannel) -> Any:
+        own = changed(text, lambda state: state.update(sources=[sources[channel.replica]]))
+        args = megatron_args(consumed_train_samples=36)
+        loader = iterable(channel)
+        restore(args, argparse.Namespace(), loader, group=channel, text=own)  # type: ignore[arg-type]
+        return ids_of(steps_of(loader))
+
+    assert in_threads(go) == [ids for ids, _ in resumed(iterable, text)]
+
+
+def test_a_checkpoint_without_a_state(capsys: pytest.CaptureFixture[str]) -> None:
+    found = resumed(map_style, None, consumed_train_samples=24)
+    assert [state for _, state in found] == [None, None]
+    assert capsys.readouterr().out == (
+        "odb: no data state in the checkpoint of iteration 3; the data goes on at sample 24 of the "
+        "stream\n"
+    )
+    for error in refused(iterable, None):
+        assert "an iterable source cannot be continued without" in error
+
+
+def test_an_iterable_without_a_state_of_its_own_is_warned_of(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found, _ = _restored(None)
-    assert found is None
-    assert "the data goes on at sample 8 of the stream" in capsys.readouterr().out
+    def make(channel: ThreadChannel) -> StepLoader:
+        return iterable(channel, kind=Stateless)
+
+    text = saved(make)
+    assert capsys.readouterr().out.count("has no state of its own") == 1
+    assert all("had no state of its own" in error for error in refused(make, text))
+
+
+def test_states_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_checkpoint, "_MAX_BYTES", 100)
+    with pytest.raises(RuntimeError, match="return less from state_dict"):
+        saved(iterable)
+
+
+def test_the_other_ranks_of_a_replica_get_the_same_text() -> None:
+    class Channel:
+        sent = b""
+
+        def header(self, data: bytes | None = None) -> bytes:
+            Channel.sent = data or Channel.sent
+            return Channel.sent
+
+    source, other = megatron_args(), megatron_args()
+    (group,) = thread_channels(1)
+    first = DataCheckpoint(source, group=group, channel=Channel())
+    first.watch(StepFeed(map_style(group)), identity={})
+    first.save(tokens_so_far=0)
+    rank = DataCheckpoint(other, group=None, channel=Channel())
+    rank.note_trained()
+    rank.save(tokens_so_far=0)
+    assert other.odb_data_state == source.odb_data_state
+    assert DataState.parse(other.odb_data_state).consumed == 0
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+TEXT = DataState(
+    data=data_identity(megatron_args(), lenient_stream(LENGTHS)),
+    consumed=36,
+    num_bad=sum(LENGTHS[lenient_stream(LENGTHS).locate(at).record] == 0 for at in range(36)),
+    tokens_so_far=7,
+).to_text()
+
+
+def test_the_text_is_what_a_run_saves() -> None:
+    assert saved(map_style) == TEXT
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", "7", '{"version": 1}', _saved(version=2), _saved(consumed=-1),
-     _saved(num_bad=True), _saved(data=[]), _saved(data={}), _saved(sources={}), "[" * 100_000,
-     _saved(data={"blend": [0, ""], "sources": 1, "tokenizer": ""})],
-)  # fmt: skip
-def test_a_damaged_state_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="data state is .*(damaged|restore it)"):
-        _restored(text)
+    ("change", "text"),
+    [
+        (lambda s: s.update(version=9), "was written by another version of odb_megatron"),
+        (lambda s: s.update(consumed=99), "saved after 99 samples, the checkpoint after 36: one"),
+        (lambda s: s["data"].pop("blend"), "data state is damaged (KeyError: 'blend')"),
+        (lambda s: s["data"].update(blend=7), "data state is damaged (TypeError"),
+        (lambda s: s["data"].update(sources="x"), "data state is damaged (TypeError"),
+        (lambda s: s["data"]["sources"][0].pop("seed"), "data state is damaged (KeyError: 'seed')"),
+        (lambda s: s["data"].update(sources=[]), "0 sources then, 1 now"),
+        (lambda s: s["data"]["sources"][0].update(num_records=61), "records of made up: 61 then"),
+        (lambda s: s["data"]["sources"][0].update(seed=5), "seed of made up: 5 then"),
+        (lambda s: s["data"]["sources"][0].update(ends=[1, 1]), "split of made up: [1, 1] then"),
+    ],
+)
+def test_a_state_that_does_not_fit(change: Callable[[dict[str, Any]], Any], text: str) -> None:
+    state = changed(TEXT, change)
+    for error in refused(map_style, state, consumed_train_samples=36):
+        assert text in error
+        assert "restore" in error
 
 
-def test_other_data_or_another_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="saved with other data .records of .*12 then, 13 now"):
-        _restored(_saved(), stream=_stream(13))
-    with pytest.raises(ValueError, match="saved after 4 samples, the checkpoint after 8"):
-        _restored(_saved(consumed=4))
-    with pytest.raises(ValueError, match=r"data changed .*first then, other now"):
-        _restored(_saved(), stream=_stream(name="other"))
+class Changed(Records):
+    """Records of files that have changed."""
+
+    def fingerprint(self) -> str:
+        return "another"
 
 
-def test_changed_files_are_a_warning_without_strict_resume(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found, loader = _restored(_saved(), stream=_stream(name="other"), config=LENIENT)
-    assert found.tokens_so_far == 99
-    assert (loader.progress.consumed, loader.progress.num_bad) == (8, 3)
-    assert "WARNING: data changed since the checkpoint was saved" in capsys.readouterr().out
+def test_files_that_have_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    """On one replica alone too; the others name it."""
+
+    def one_changed(channel: ThreadChannel) -> StepLoader:
+        return map_style(channel, kind=Changed if channel.replica else Records)
+
+    own, other = reversed(refused(one_changed, TEXT))
+    assert "data changed since the checkpoint was saved: " in own
+    assert "pass --no-odb-resume-strict to go on with every record number" in own
+    assert other == f"replica 1 cannot resume its data: {own}"
+    found = resumed(lambda channel: map_style(channel, kind=Changed), TEXT, strict=False)
+    assert [ids for ids, _ in found] == [ids for ids, _ in resumed(map_style, TEXT)]
+    assert "odb: WARNING: data changed since the checkpoint was saved: " in capsys.readouterr().out
 
 
-def test_what_one_replica_refuses_all_refuse() -> None:
-    def check(channel: ThreadChannel) -> str:
-        def refuse() -> str:
+def test_what_one_replica_raises_all_raise() -> None:
+    def go(channel: ThreadChannel) -> int:
+        def function() -> int:
             if channel.replica == 1:
-                raise ValueError("its file is gone")
-            return "fine"
+                raise ValueError("é" * 2000)
+            return 3
 
-        with pytest.raises(ValueError, match="its file is gone") as caught:
-            together(channel, refuse)
-        assert together(channel, lambda: "fine") == "fine"
-        return str(caught.value)
+        return together(channel, function)
 
-    found = run_in_threads(check, thread_channels(2))
-    assert found == ["replica 1 cannot resume its data: its file is gone", "its file is gone"]
+    first, second, third = run_in_threads(go, thread_channels(3))
+    assert str(second) == "é" * 2000
+    for error in (first, third):
+        assert isinstance(error, ValueError)
+        assert str(error).startswith("replica 1 cannot resume its data: ééé")
 
 
-def test_the_text_is_plain_json() -> None:
-    assert json.loads(_saved())["version"] == 1
+def test_another_number_of_sources_and_another_blend() -> None:
+    part = {"path": "a", "fingerprint": "f", "num_records": 3, "seed": 1, "ends": [0, 2]}
+    one = {"sources": [part], "blend": [4, "aa"], "tokenizer": "t"}
+    with pytest.raises(ValueError, match="1 sources then, 2 now"):
+        check_same_samples(one, {**one, "sources": [part, part]})
+    with pytest.raises(ValueError, match="the weights of the blend have changed"):
+        check_same_samples(one, {**one, "blend": [4, "bb"]})
+    check_same_samples(one, {**one, "blend": [2, "cc"]})  # a shorter run: nothing to compare
+    parts = [{**part, "path": str(number), "fingerprint": "g" * 20} for number in range(5)]
+    many = {**one, "sources": [part] * 5}
+    text = changed_files(many, {**many, "sources": parts, "tokenizer": "u"})
+    assert text.startswith("0 (fingerprint f then, gggggggggggg now); 1 (")
+    assert text.endswith(" and 3 more")
+    assert changed_files(one, {**one, "tokenizer": "u"}) == "tokenizer (t then, u now)"
+
+
+def test_the_tokenizer_is_told_by_its_files(tmp_path: Path) -> None:
+    stream = lenient_stream(LENGTHS)
+
+    def tokenizer(folder: Path) -> str:
+        args = megatron_args(tokenizer_type="HF", tokenizer_model=str(folder))
+        return str(data_identity(args, stream)["tokenizer"])
+
+    names = []
+    for text in ("a", "b"):
+        folder = tmp_path / text
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(text)
+        names.append(tokenizer(folder))
+    (tmp_path / "b" / "tokenizer.json").write_text("a")
+    assert names[0] != names[1]
+    assert tokenizer(tmp_path / "b") == names[0]
+    assert tokenizer(Path("org/name")) == "HF org/name"
+    assert data_identity(megatron_args(), stream)["tokenizer"] == "NullTokenizer"

@@ -31,7 +31,7 @@ def _run(kind: str, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("flag", "victim"),
     [
-        (None, 0),  # a leader, which also hosts the rendezvous store
+        (None, 0),  # a source rank, which also hosts the rendezvous store
         ("--tensor-model-parallel-size", 1),
         ("--pipeline-model-parallel-size", 1),
         ("--context-parallel-size", 1),
@@ -52,7 +52,7 @@ def test_a_survivor_ends_while_its_trainer_is_in_a_call_that_never_returns(
     assert (run.orphans, run.shm_left) == (0, 0)
 
 
-@pytest.mark.parametrize("name", ["slow_evaluation_and_save", "sigterm"])
+@pytest.mark.parametrize("name", ["slow_evaluation_and_save", "sigterm", "leaves_in_step"])
 def test_a_case_of_the_benchmark(name: str) -> None:
     faults = _module("faults")
     (case,) = [case for case in faults.CASES if case.name == name]

@@ -50,7 +50,9 @@ def _serve(job: tuple[int, str], connection: Connection) -> None:
         elif name == "loss":
             connection.send((heartbeat.wait_for_loss(0), heartbeat.gone))
         else:
-            connection.send(getattr(heartbeat, name)(*arguments))
+            method = getattr(heartbeat, name)
+            named = {"within_step": arguments[0]} if name == "leave" else {}
+            connection.send(method(**named) if named else method(*arguments))
 
 
 class _World:
@@ -139,8 +141,9 @@ def test_a_rank_that_leaves(tmp_path: Path) -> None:
     try:
         for rank in range(3):
             world.call(rank, "begin_step")
-        for order in ("leave", "close", "close"):
-            world.call(2, order)
+        world.call(2, "leave", False)
+        for _ in range(2):
+            world.call(2, "close")
         world.call(1, "tell_failure", "later than the others' news")
         assert "rank 2" not in world.until(0, "later than")
         assert world.call(1, "loss") == (False, {})
@@ -149,8 +152,9 @@ def test_a_rank_that_leaves(tmp_path: Path) -> None:
             early = f"{world.who[2]} has left the run early: its script has ended, and others train"
             assert early in world.until(rank, "has left")
             assert 2 in world.call(rank, "loss")[1]
-        world.call(0, "leave")  # with the others: it begins no step
-        assert "rank 0" not in world.call(1, "diagnosis")
+        world.call(0, "leave", True)  # in a step; it knows that, too
+        for rank in range(2):
+            assert f"{world.who[0]} has left the run early" in world.until(rank, world.who[0])
     finally:
         for process in world.processes:
             process.kill()

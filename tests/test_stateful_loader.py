@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from iterables import Lines
-from test_item_stream import _config, _run, _stream
+from test_item_stream import config_of, emitted, run, stream_of
 
 from odb_megatron.data.iterable import IterableShards
 
@@ -61,11 +60,10 @@ class MakeLoader:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_join_and_resume(workers: int) -> None:
-    stream = _stream(IterableShards(make=MakeLoader(workers)))
-    names, states, _ = _run(stream, _config())
-    emitted = Counter(name for step in names for part in step for name in part)
-    assert emitted == dict.fromkeys(range(NUM), 1)
+    stream = stream_of(IterableShards(make=MakeLoader(workers)))
+    names, states, _ = run(stream, config_of())
+    assert emitted(names) == dict.fromkeys(range(NUM), 1)
     source = json.loads(states[40][0])["source"]
     assert source["from"]["number"] > 0
-    rest, _, _ = _run(stream, _config(), states=states[40])
+    rest, _, _ = run(stream, config_of(), states=states[40])
     assert rest == names[41:]

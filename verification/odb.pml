@@ -289,7 +289,7 @@ inline compute(r) {
 #if defined(OPEN) && !defined(QUOTA)
 #define WANTED(r) batch
 #else
-#define LEFT(r) (quota - consumed[r] + (BROKEN(QUOTA_OFF_BY_ONE) && consumed[r] < quota))
+#define LEFT(r) (consumed[r] < quota -> quota - consumed[r] + BROKEN(QUOTA_OFF_BY_ONE) : 0)
 #define WANTED(r) MIN2(batch, LEFT(r))
 #endif
 

@@ -137,9 +137,10 @@ class Heartbeat:
         if self._steps > self._left["steps"]:
             self._order(self._left)
 
-    def leave(self) -> None:
-        """This rank's script has ended between steps: those that begin another one miss it."""
-        self._order({"kind": "left", "rank": self._rank, "steps": self._steps, "text": self.who})
+    def leave(self, *, within_step: bool) -> None:
+        """This rank's script has ended: those that begin a step that it has not done miss it."""
+        steps = self._steps - within_step
+        self._order({"kind": "left", "rank": self._rank, "steps": steps, "text": self.who})
 
     def tell_failure(self, text: str) -> None:
         """Tell all ranks that this one ends with an error."""

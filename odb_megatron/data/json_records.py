@@ -73,6 +73,9 @@ class JsonRecords(Sequence[dict[str, object]]):
     def __init__(self, path: str | os.PathLike[str], *, cache: str | None = None) -> None:
         self.path = str(path)
         self._cache, self._index_file = cache, ""
+        self._starts: _Places
+        self._ends: _Places
+        self._lines: _Places | None
         self._bytes: bytes | None = None
         self._file: tuple[int, BinaryIO] | None = None
         name = Path(path).name.lower()
@@ -188,7 +191,7 @@ class JsonRecords(Sequence[dict[str, object]]):
             file.seek(0)
             data = self._whole(file) if is_array or self._is_gzip else None
             self._bytes = data if self._is_gzip else None
-            self._lines: _Places | None = None
+            self._lines = None
             if is_array and data is not None:
                 self._starts, self._ends = self._array_index(data, skip)
                 return

@@ -86,9 +86,9 @@ class PeerWatch:
         """The trainer begins a step, of training or evaluation."""
         self._heartbeat.begin_step()
 
-    def leave(self) -> None:
-        """The script has ended as it should, between steps: the same for all, or it is told."""
-        self._heartbeat.leave()
+    def leave(self, *, within_step: bool) -> None:
+        """The script has ended without an error: after the last step of all, or others miss it."""
+        self._heartbeat.leave(within_step=within_step)
 
     def close(self, *, clean: bool) -> None:
         """End; while a peer is gone the watchdog stays until the process has ended.

@@ -223,11 +223,12 @@ class OdbRun:
     ) -> None:
         clean = kind is None or (isinstance(error, SystemExit) and not error.code)
         has_left = clean and is_within_step(trace)
+        if clean and self._peers is not None:
+            self._peers.leave(within_step=has_left)
         if has_left:
             clean, error = False, RuntimeError("the script has left by sys.exit() within a step")
-        elif clean and self._peers is not None:
-            self._peers.leave()
-        if not clean and error is not None:
+            leave_reason(str(error))
+        elif not clean and error is not None:
             self._tell_failure(error)
         self._hooks.remove()
         if self._prediction is not None:
