@@ -138,18 +138,18 @@ def test_micro_batches_of_a_few_lengths() -> None:
         ("--odb --odb-max-patches 0", "--odb-max-patches must be at least 1, got 0"),
         (
             "--odb --odb-cost overhead=100",
-            "--odb-cost 'overhead=100' gives overhead; .* linear is needed",
+            "'overhead=100' gives overhead; .* linear is needed",
         ),
         ("--odb --odb-cost linear=0", "--odb-cost 'linear=0': linear must be above 0"),
         ("--odb --odb-cost linear=-1", "linear must be a number of at least 0, got -1"),
         ("--odb --odb-cost linear=1,patch=nan", "patch must be a number of at least 0, got nan"),
         (
             "--odb --odb-cost linear=much",
-            "'linear=much': could not convert string to float: 'much'",
+            "'linear=much': could not convert string to",
         ),
         (
             "--odb --odb-cost linear=1,linear=2",
-            "gives linear, linear; expected KEY=NUMBER, .* each at most once",
+            "gives linear, linear; .* each at most once",
         ),
         (
             "--odb --odb-cost linear=1,square=2",
