@@ -101,8 +101,8 @@ class Outcome:
         final: some of Megatron's arguments after the run.
         restored: whether every name that ODB replaces is the original again.
         seconds: wall clock.
-        usage: (threads, file descriptors, child processes, files of /dev/shm that are mapped) of
-            this process at the end of each training iteration.
+        usage: (threads, file descriptors, child processes) of this process at the end of each
+            training iteration.
         threads: threads that make steps and are still alive after the run.
         threads_in_all: threads of the process after the run, those of torch's backends included.
     """
@@ -119,7 +119,7 @@ class Outcome:
     eval_ids: list[tuple[int, ...]] = field(default_factory=list)
     final: dict[str, Any] = field(default_factory=dict)
     restored: bool = True
-    usage: list[tuple[int, int, int, int]] = field(default_factory=list)
+    usage: list[tuple[int, int, int]] = field(default_factory=list)
     seconds: float = 0.0
     threads: int = 0
     threads_in_all: int = 0
@@ -333,15 +333,13 @@ def _counted(forward_step: Any, outcome: Outcome, args: Any, case: Case) -> Any:
     return counting
 
 
-def _usage() -> tuple[int, int, int, int]:
+def _usage() -> tuple[int, int, int]:
     tasks = os.listdir("/proc/self/task")
     children = 0
     for task in tasks:
         with contextlib.suppress(OSError):  # a thread that has ended meanwhile
             children += len(Path(f"/proc/self/task/{task}/children").read_text().split())
-    maps = Path("/proc/self/maps").read_text()
-    shared = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/dev/shm/" in line}
-    return len(tasks), len(os.listdir("/proc/self/fd")), children, len(shared)
+    return len(tasks), len(os.listdir("/proc/self/fd")), children
 
 
 def _fail(fault: Fault, args: Any) -> None:
