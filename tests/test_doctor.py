@@ -255,7 +255,7 @@ OVERLONG = DataFacts(
             changed("command.flags", data=(OVERLONG,), overlong="solo"),
             FAILURE,
             "data",
-            "--odb-overlong truncate or drop",
+            "--odb-overlong truncate, drop",
         ),
         (
             changed("command.flags", data=(DataFacts(path="b", error="no data at b: mend"),)),

@@ -309,7 +309,7 @@ def test_the_cache_is_written_and_read(
 
     first = [_stream(dataset) for dataset in _build(config())[:2]]
     files = sorted(path.name for path in tmp_path.iterdir())
-    assert len(files) == 6  # description and two indices, for train and valid
+    assert len(files) == 8  # description and two indices of train and valid, lines of both files
     index = next(tmp_path.glob("*-train-dataset_index.npy"))
     stamp = index.stat().st_mtime_ns
     again = [_stream(dataset) for dataset in _build(config())[:2]]
@@ -362,7 +362,12 @@ def test_ranks_build_the_same_from_a_cold_cache(write_chats: Any, tmp_path: Path
             everything = _all("a", 40) + ([] if name == "single" else _all("b", 60))
             assert sorted(seen) == sorted(everything)
     assert [len(result[1]) for result in first["weighted"]] == [40, 8, 4]
-    assert {path.name for path in tmp_path.iterdir()} == {"exhaustive", "weighted", "per split"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "exhaustive",
+        "per split",
+        "single",  # lines of its file
+        "weighted",
+    }
     expected = _build(_config(blend=(paths, None), split="8,1,1"))
     assert [_texts(_stream(dataset)) for dataset in expected] == [
         result[1] for result in first["exhaustive"]

@@ -427,7 +427,7 @@ def _mapping_images(item: Mapping[str, Any]) -> SampleImages | None:
 
 def _numbers(values: Any, name: str, *, kinds: str) -> npt.NDArray[Any]:
     array = np.asarray(values)
-    if not array.size:
+    if array.ndim == 1 and not array.size:
         raise ValueError(f"{name} is empty; expected at least one number")
     if array.dtype.kind not in kinds:
         expected = "integers" if kinds == "iu" else "0 and 1"
