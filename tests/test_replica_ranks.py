@@ -40,7 +40,7 @@ for (tensor, pipeline, context, mapping), world, _ in json.loads(sys.argv[1]):
     )
     places = [replica_ranks(args, rank=rank) for rank in range(world)]
     found.append([
-        {**asdict(place), "leads": place.is_leader, "uses_tokens": place.uses_tokens}
+        {**asdict(place), "leads": place.is_source, "uses_tokens": place.uses_tokens}
         for place in places
     ])
     with_mtp = replica_ranks(args, rank=0, token_stages=[pipeline - 2 if pipeline > 1 else 0])
