@@ -182,7 +182,7 @@ def _worlds() -> list[Check]:
         ("iterators", "N=2 OPEN TOTAL=5 BATCH=3"),
         ("iterators", "N=3 OPEN TOTAL=4 BATCH=4 KEPT"),
         ("iterators", "N=2 BLOCKS=2 OPEN TOTAL=5 BATCH=3"),
-        ("iterators", "N=3 BLOCKS=2 OPEN TOTAL=4 BATCH=4 KEPT"),
+        ("iterators", "N=3 BLOCKS=2 OPEN TOTAL=3 BATCH=4 KEPT"),
         ("iterators, ends unseen", "N=2 OPEN UNSEEN TOTAL=4 BATCH=3"),
         ("iterators, ends unseen", "N=3 OPEN UNSEEN TOTAL=2 BATCH=3 KEPT"),
         ("iterators, quota", "N=2 OPEN QUOTA TOTAL=4 BATCH=3"),
