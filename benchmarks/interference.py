@@ -139,6 +139,7 @@ def measure(data: ChatData, *, workers: int, seconds: float, pairs: int) -> dict
     feed = StepFeed(StepLoader(stream, config, channel=peers, num_workers=workers), plan_ahead=2)
     beside, alone = Trainer(feed), Trainer(None)
     beside.take()
+    beside.take_s, beside.steps = 0.0, 0  # processes start with the first
     _wait_until_full(feed)
     os.sched_setaffinity(0, {cores[0]})
     for thread in threading.enumerate():
