@@ -25,6 +25,7 @@ from megatron_run import CASE_TIMEOUT_S, Case, Outcome, serve
 
 __all__ = [
     "GLOBAL_BATCH_SIZE",
+    "LEFT",
     "SEQ_LENGTH",
     "WORDS",
     "ChatFile",
@@ -37,6 +38,8 @@ __all__ = [
 
 SEQ_LENGTH = 64
 GLOBAL_BATCH_SIZE = 8
+
+LEFT = "the script has left by sys.exit() within a step"
 
 MAX_THREADS = 100
 """A process with more is replaced: groups of its last runs are alive, with three threads each that
@@ -263,6 +266,9 @@ class Megatron:
         run = Run(replicas=world.run(made))
         if max(outcome.threads_in_all for outcome in run.replicas) > MAX_THREADS:
             world.stop()
+        elif any(LEFT in outcome.error for outcome in run.replicas):
+            with contextlib.suppress(Exception):  # its watchdog may be quicker: exit code 75
+                world.stop()
         else:
             self._worlds[replicas] = world
         return run

@@ -233,7 +233,7 @@ def test_without_torch(plain: Path, tmp_path: Path) -> None:
         tmp_path,
     )
     assert simulated.returncode == 0, simulated.stderr
-    assert set(json.loads((tmp_path / "s.json").read_text())["policies"]) == {"samples"}
+    assert set(json.loads((tmp_path / "s.json").read_text())["policies"]) == {"odb"}
     if "inspect " in told:
         (tmp_path / "lengths.txt").write_text("\n".join(map(str, range(20, 276))) + "\n")
         flags = ["--token-budget", "2048", "--dp", "2", "--global-batch-size", "16", "--no-advice"]

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 from megatron_run import Fault
-from megatron_world import Megatron, Run
+from megatron_world import LEFT, Megatron, Run
 
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.megatron
 
 SAMPLES = ("--train-samples", 45)
 EVALUATING = ("--eval-interval", 2, "--eval-iters", 3)
-LEFT = "the script has left by sys.exit() within a step"
 
 
 def _flags(plan_ahead: int, *flags: object) -> tuple[object, ...]:
