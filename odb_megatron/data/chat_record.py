@@ -1,103 +1,66 @@
 """What a record of a chat or text file means: its layout is recognised by its columns.
 
-Pure: no files, no tokenizer. Must not drop a turn, guess a role, or render text for a model.
+Pure: no files, no tokenizer. A turn is never dropped and a role never guessed; whatever would
+change what is learnt and is not understood is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from odb_megatron.data.strict_json import strict_json
 
-__all__ = [
-    "ChatRecord",
-    "Conversation",
-    "Layout",
-    "Message",
-    "PlainText",
-    "ToolCall",
-    "layout_of",
-    "parse_record",
-]
+__all__ = ["ChatFormatError", "ChatRecord", "Conversation", "PlainText", "parse_record"]
 
 _PROMPTS = ("prompt", "question", "query", "input", "problem")
 _RESPONSES = ("response", "completion", "answer", "output", "canonical_solution", "solution")
 _SYSTEMS = ("system", "system_prompt")
 _ROLES = {
-    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "function_call"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "tool_response"), "tool"),
+    **dict.fromkeys(("model",), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "tool_response", "ipython"), "tool"),
     "system": "system",
     "developer": "developer",
 }
+_LOSS_KEYS = ("weight", "loss_weight", "loss", "loss_mask", "train", "trainable")
+_SOUNDS_LIKE_LOSS = re.compile(
+    r"(?:^|_)(?:loss(?:es)?|weights?|masks?|masked|train|trainable|learn)(?:$|_)"
+)
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_output")
 
 
-class Layout(Enum):
-    """The known layouts, in order of precedence: the first whose columns hold something is taken.
-
-    `MESSAGES`: `messages` (OpenAI). `CONVERSATIONS`: `conversations` (ShareGPT). `INSTANCES`:
-    `instruction` and `instances`, of which the first is taken (Self-Instruct seed tasks).
-    `INSTRUCTION`: `instruction` and a response column, with `input` or `context` (Alpaca, Dolly).
-    `PAIR`: the first prompt column and the first response column, in the order the error text of
-    `layout_of` names them. `TEXT`: `text`. `PROMPT`: `prompt` alone as plain text, only when no
-    other column holds text, messages or objects (which might be the answer).
-    """
-
-    MESSAGES = "messages"
-    CONVERSATIONS = "conversations"
-    INSTANCES = "instances"
-    INSTRUCTION = "instruction"
-    PAIR = "pair"
-    TEXT = "text"
-    PROMPT = "prompt"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """A call the assistant makes; `arguments` is an object, or text that is no JSON object."""
-
-    name: str
-    arguments: Mapping[str, object] | str
-    call_id: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One turn.
-
-    Attributes:
-        role: system, developer, user, assistant or tool.
-        content: its text, "" for an assistant that only calls tools.
-        tool_calls: the assistant's calls.
-        name: the speaker's or the tool's name.
-        tool_call_id: which call a tool's message answers.
-        reasoning: the assistant's `reasoning_content`.
-        learn: whether an assistant's turn carries loss: not with `weight` 0, nor in a list prompt.
-    """
-
-    role: str
-    content: str
-    tool_calls: tuple[ToolCall, ...] = ()
-    name: str | None = None
-    tool_call_id: str | None = None
-    reasoning: str | None = None
-    learn: bool = True
+class ChatFormatError(ValueError):
+    """A chat template or file that cannot be used; no fault of one record, so none is skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Turns in order, at least one of them the assistant's to learn, and the tools on offer."""
+    """Messages as chat templates of transformers take them.
 
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, object], ...] = ()
+    Attributes:
+        messages: `role` (system, developer, user, assistant or tool), `content`, `tool_calls` with
+            arguments as an object where they are one, reasoning under each of its names.
+        weights: of each message in the loss; 0 for all but the assistant's.
+        tools: on offer, each `{"type": "function", "function": {...}}`.
+        template_arguments: the record's own `chat_template_kwargs`.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    weights: tuple[float, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.messages:
-            raise ValueError("the conversation is empty; expected at least one assistant message")
-        if not any(m.role == "assistant" and m.learn and _says_something(m) for m in self.messages):
-            roles = ", ".join(m.role for m in self.messages[:8])
+        learnt = zip(self.messages, self.weights, strict=True)
+        if not any(weight and _says_something(message) for message, weight in learnt):
+            roles = ", ".join(str(m["role"]) for m in self.messages[:8]) or "none"
             raise ValueError(
                 f"no assistant message with content to learn from; roles seen: {roles}. Add the "
                 "answer, or leave the record out"
@@ -106,9 +69,10 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainText:
-    """A document: every token carries loss."""
+    """A document: every token carries loss, of this weight."""
 
     text: str
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.text.strip():
@@ -120,281 +84,354 @@ class PlainText:
 ChatRecord = Conversation | PlainText
 
 
-def layout_of(record: Mapping[str, object]) -> Layout:
-    """The layout of a record.
+def parse_record(record: Mapping[str, Any]) -> ChatRecord:
+    """Read a record; the first layout whose columns hold something is taken.
 
-    Raises:
-        ValueError: its columns fit no layout.
-    """
-    has = {name for name, value in record.items() if value is not None}
-    if "messages" in has:
-        return Layout.MESSAGES
-    if "conversations" in has:
-        return Layout.CONVERSATIONS
-    if {"instruction", "instances"} <= has:
-        return Layout.INSTANCES
-    if "instruction" in has and has & set(_RESPONSES):
-        return Layout.INSTRUCTION
-    if has & set(_PROMPTS) and has & set(_RESPONSES):
-        return Layout.PAIR
-    if "text" in has:
-        return Layout.TEXT
-    is_alone = not any(_may_be_text(v) for name, v in record.items() if name != "prompt")
-    if isinstance(record.get("prompt"), str) and is_alone:
-        return Layout.PROMPT
-    raise ValueError(_unknown_columns(record))
-
-
-def parse_record(record: Mapping[str, object]) -> ChatRecord:
-    """Read a record.
-
-    Any chat layout may also have `system` (or `system_prompt`), a text put before the first turn,
-    and `tools`, a list of tool schemas or its JSON text.
+    `messages` (OpenAI); `conversations` (ShareGPT); `instruction` and `instances`, of which the
+    first is taken (Self-Instruct); `instruction` and a response (Alpaca, Dolly), with `input` or
+    `context` and `history`; a prompt and a response column, texts or lists of messages (TRL);
+    `text`; `prompt` alone as text, where no other column could be the answer. A chat may also have
+    `system` (or `system_prompt`), `tools` or `functions` (a list or its JSON text),
+    `chat_template_kwargs`, and a loss key: one weight, or a list of one for each message.
 
     Args:
-        record: one row of a file, by column.
-
-    Returns:
-        the conversation, or the plain text.
+        record: one row of a file, by column; null is as if not there.
 
     Raises:
+        ChatFormatError: preference data, or a key that sounds like a loss weight and is not known.
         ValueError: the reason; the caller knows the file and the line.
     """
-    layout = layout_of(record)
-    if layout in (Layout.TEXT, Layout.PROMPT):
-        return PlainText(text=_text(record[layout.value], layout.value))
-    turns = _turns(record, layout)
-    system = next((_text(record[k], k) for k in _SYSTEMS if record.get(k)), "")
+    row = {name: value for name, value in record.items() if value is not None}
+    _check_columns(row)
+    for layout in ("text", "prompt"):
+        if _is_plain(row, layout):
+            weight = _weights(row, 1)[0]
+            return PlainText(text=_text(row[layout], layout), weight=weight)
+    messages = _turns(row)
+    system = next((_text(row[name], name) for name in _SYSTEMS if row.get(name)), "")
+    first = 0
     if system:
-        if turns and turns[0].role in ("system", "developer"):
+        if messages and messages[0][0]["role"] in ("system", "developer"):
             raise ValueError(
                 "the record has a system column and its first message is a system message too; "
                 "keep one of them"
             )
-        turns = [Message(role="system", content=system), *turns]
-    return Conversation(messages=tuple(turns), tools=_tools(record.get("tools")))
+        messages, first = [({"role": "system", "content": system}, 1.0), *messages], 1
+    if not messages:
+        raise ValueError("the conversation is empty; expected at least one assistant message")
+    given = [1.0] * first + _weights(row, len(messages) - first, [m for m, _ in messages[first:]])
+    return Conversation(
+        messages=tuple(message for message, _ in messages),
+        weights=tuple(
+            own * factor if message["role"] == "assistant" else 0.0
+            for (message, own), factor in zip(messages, given, strict=True)
+        ),
+        tools=_tools(row),
+        template_arguments=_object(row.get("chat_template_kwargs", {}), "chat_template_kwargs"),
+    )
 
 
-def _turns(record: Mapping[str, object], layout: Layout) -> list[Message]:
-    if layout in (Layout.MESSAGES, Layout.CONVERSATIONS):
-        return _messages(record[layout.value], layout.value)
-    if layout is Layout.INSTANCES:
-        instances = _list(record["instances"], "instances")
+# --- layouts ------------------------------------------------------------------------------------
+
+
+def _check_columns(row: Mapping[str, Any]) -> None:
+    pairs = [name for name in _PREFERENCES if name in row]
+    if isinstance(row.get("label"), bool):  # KTO
+        pairs.append("label")
+    if pairs:
+        raise ChatFormatError(
+            f"the record is preference data (column {', '.join(pairs)}), of which one side is not "
+            "to be learnt; this trains on one answer: keep prompt and chosen answer as messages"
+        )
+    _check_loss_keys(row, "the record")
+    media = [name for name in _MEDIA if row.get(name)]
+    if media:
+        raise ValueError(
+            f"the record has {', '.join(media)}, and this model reads text alone: take a "
+            "multimodal script (docs/multimodal.md), or leave such records out"
+        )
+
+
+def _check_loss_keys(item: Mapping[str, Any], path: str) -> None:
+    unknown = [k for k in item if k not in _LOSS_KEYS and _SOUNDS_LIKE_LOSS.search(str(k).lower())]
+    if unknown:
+        raise ChatFormatError(
+            f"{path} has the key {unknown[0]!r}, which sounds as if it said what is learnt and is "
+            f"not known; known: {', '.join(_LOSS_KEYS)}. Rename it, or take it out"
+        )
+
+
+def _is_plain(row: Mapping[str, Any], name: str) -> bool:
+    if name == "text":
+        chats = {"messages", "conversations"} & row.keys()
+        pair = row.keys() & {*_PROMPTS, "instruction"} and row.keys() & {*_RESPONSES, "instances"}
+        return "text" in row and not chats and not pair
+    others = (value for key, value in row.items() if key not in ("prompt", *_LOSS_KEYS))
+    return isinstance(row.get("prompt"), str) and not any(map(_may_be_text, others))
+
+
+def _turns(row: Mapping[str, Any]) -> list[tuple[dict[str, Any], float]]:
+    """Return each message with its own weight."""
+    for name in ("messages", "conversations"):
+        if name in row:
+            return _messages(row[name], name)
+    if "instruction" in row and "instances" in row:
+        instances = _list(row["instances"], "instances")
         if not instances:
             raise ValueError("instances is empty; expected at least one {input, output}")
-        first = _mapping(instances[0], "instances[0]")
-        return _instruction_turns(
-            _text(record["instruction"], "instruction"),
-            _text(first.get("input") or "", "instances[0].input"),
-            _text(first.get("output"), "instances[0].output"),
-        )
-    response = next(name for name in _RESPONSES if record.get(name) is not None)
-    if layout is Layout.INSTRUCTION:
-        context = next((name for name in ("input", "context") if record.get(name)), "input")
-        return _history(record.get("history")) + _instruction_turns(
-            _text(record["instruction"], "instruction"),
-            _text(record.get(context) or "", context),
-            _text(record[response], response),
-        )
-    prompt = next(name for name in _PROMPTS if record.get(name) is not None)
-    return _pair(record[prompt], record[response], prompt, response)
+        first = _object(instances[0], "instances[0]")
+        context, output = first.get("input") or "", first.get("output")
+        return _instruction(row, (context, "instances[0].input"), (output, "instances[0].output"))
+    response = next((name for name in _RESPONSES if name in row), None)
+    if response and "instruction" in row:
+        context = next((name for name in ("input", "context") if row.get(name)), "input")
+        turns = _history(row.get("history", []))
+        answer = (row[response], response)
+        return turns + _instruction(row, (row.get(context) or "", context), answer)
+    prompt = next((name for name in _PROMPTS if name in row and name != response), None)
+    if response and prompt:
+        if isinstance(row[prompt], list) and isinstance(row[response], list):  # TRL's
+            before = [(message, 0.0) for message, _ in _messages(row[prompt], prompt)]
+            return before + _messages(row[response], response)
+        return _pair(_text(row[prompt], prompt), _text(row[response], response))
+    raise ValueError(_unknown_columns(row))
 
 
-def _pair(prompt: object, response: object, prompt_name: str, response_name: str) -> list[Message]:
-    if isinstance(prompt, list) and isinstance(
-        response, list
-    ):  # TRL's conversational prompt/completion
-        before = [replace(m, learn=False) for m in _messages(prompt, prompt_name)]
-        return before + _messages(response, response_name)
+def _pair(user: str, assistant: str) -> list[tuple[dict[str, Any], float]]:
     return [
-        Message(role="user", content=_text(prompt, prompt_name)),
-        Message(role="assistant", content=_text(response, response_name)),
+        ({"role": "user", "content": user}, 1.0),
+        ({"role": "assistant", "content": assistant}, 1.0),
     ]
 
 
-def _instruction_turns(instruction: str, context: str, output: str) -> list[Message]:
+def _instruction(
+    row: Mapping[str, Any], context: tuple[Any, str], output: tuple[Any, str]
+) -> list[tuple[dict[str, Any], float]]:
     # Joined by one newline, as LLaMA-Factory does for its alpaca format.
-    user = f"{instruction}\n{context}" if context else instruction
-    return [Message(role="user", content=user), Message(role="assistant", content=output)]
+    texts = [_text(row["instruction"], "instruction"), _text(*context)]
+    return _pair("\n".join(filter(None, texts)), _text(*output))
 
 
-def _history(value: object) -> list[Message]:
-    turns: list[Message] = []
-    for i, pair in enumerate(_list(value if value is not None else [], "history")):
+def _history(value: Any) -> list[tuple[dict[str, Any], float]]:
+    turns = []
+    for i, pair in enumerate(_list(value, "history")):
         texts = _list(pair, f"history[{i}]")
         if len(texts) != 2:
             raise ValueError(
                 f"history[{i}] has {len(texts)} items; expected [user text, assistant text]"
             )
-        turns.append(Message(role="user", content=_text(texts[0], f"history[{i}][0]")))
-        turns.append(Message(role="assistant", content=_text(texts[1], f"history[{i}][1]")))
+        turns += _pair(*(_text(text, f"history[{i}][{k}]") for k, text in enumerate(texts)))
     return turns
 
 
-def _messages(value: object, path: str) -> list[Message]:
+# --- messages -----------------------------------------------------------------------------------
+
+
+def _messages(value: Any, path: str) -> list[tuple[dict[str, Any], float]]:
     return [_message(item, f"{path}[{i}]") for i, item in enumerate(_list(value, path))]
 
 
-def _message(value: object, path: str) -> Message:
+def _message(value: Any, path: str) -> tuple[dict[str, Any], float]:
     """A turn in OpenAI's keys (role, content) or ShareGPT's (from, value)."""
-    item = _mapping(value, path)
+    item = {key: part for key, part in _object(value, path).items() if part is not None}
     role_key, content_key = ("from", "value") if "from" in item else ("role", "content")
     if role_key not in item:
         raise ValueError(
             f"{path} has keys {', '.join(map(str, item)) or 'none'}; "
             "expected role and content, or from and value"
         )
-    given = _text(item[role_key], f"{path}.{role_key}")
+    given = _text(item.pop(role_key), f"{path}.{role_key}")
     role = _ROLES.get(given)
     if role is None:
         raise ValueError(
             f"{path}.{role_key} is {given!r}; known roles: {', '.join(sorted(_ROLES))}"
         )
-    content_path = f"{path}.{content_key}"
-    content = item.get(content_key)
-    calls: tuple[ToolCall, ...] = ()
+    weight = _weight(item, path)
+    if role != "assistant" and any(key in item for key in _LOSS_KEYS) and weight:
+        weight = _refuse_learning(role, path)
+    content = item.pop(content_key, None)
+    message = {key: part for key, part in item.items() if key not in _LOSS_KEYS}
     if given == "function_call":
-        calls, content = _calls_from_text(content, content_path), ""
-    elif role == "assistant":
-        calls = _calls(item, path)
-        content = "" if content is None and calls else content
-    return Message(
-        role=role,
-        content=_content(content, content_path),
-        tool_calls=calls,
-        name=_optional_text(item, "name", path),
-        tool_call_id=_optional_text(item, "tool_call_id", path),
-        reasoning=_optional_text(item, "reasoning_content", path) or None,
-        learn=_weight(item.get("weight"), path),
-    )
+        text = _text(content, f"{path}.{content_key}")
+        found = _json(text, f"{path}.{content_key}")
+        message["tool_calls"], content = found if isinstance(found, list) else [found], None
+    elif "function_call" in message:  # OpenAI's older single call
+        message["tool_calls"] = [message.pop("function_call")]
+    if role == "assistant":
+        calls = _list(message.pop("tool_calls", []), f"{path}.tool_calls")
+        if calls:
+            where = f"{path}.tool_calls"
+            message["tool_calls"] = [_call(c, f"{where}[{i}]") for i, c in enumerate(calls)]
+        message |= _reasoning(message, path)
+    if content is not None or "tool_calls" not in message:
+        message["content"] = _content(content, f"{path}.{content_key}")
+    for key in ("name", "tool_call_id"):
+        if key in message:
+            _text(message[key], f"{path}.{key}")
+    return {"role": role, **message}, weight
 
 
-def _content(value: object, path: str) -> str:
+def _content(value: Any, path: str) -> str:
     if not isinstance(value, list):
         return _text(value, path)
     texts = []
     for i, part in enumerate(value):
-        kind = _mapping(part, f"{path}[{i}]").get("type")
+        kind = _object(part, f"{path}[{i}]").get("type")
         if kind != "text":
             raise ValueError(
-                f"{path}[{i}] is a part of type {kind!r}; only text parts are supported here"
+                f"{path}[{i}] is a part of type {kind!r}, and this model reads text alone: take a "
+                "multimodal script (docs/multimodal.md), or leave such records out"
             )
         texts.append(_text(part.get("text"), f"{path}[{i}].text"))
     return "".join(texts)
 
 
-def _calls(item: Mapping[str, object], path: str) -> tuple[ToolCall, ...]:
-    if item.get("function_call") is not None:  # OpenAI's older single call
-        return (_call(item["function_call"], f"{path}.function_call"),)
-    calls = item["tool_calls"] if item.get("tool_calls") is not None else []
-    path = f"{path}.tool_calls"
-    return tuple(_call(c, f"{path}[{i}]") for i, c in enumerate(_list(calls, path)))
+def _reasoning(message: Mapping[str, Any], path: str) -> dict[str, str]:
+    """Return the reasoning under every name that templates read."""
+    texts = {_text(message[key], f"{path}.{key}") for key in _REASONING if key in message}
+    if len(texts) > 1:
+        raise ValueError(f"{path} has different texts of reasoning; keep one of {_REASONING}")
+    return dict.fromkeys(_REASONING, texts.pop()) if any(texts) else {}
 
 
-def _calls_from_text(value: object, path: str) -> tuple[ToolCall, ...]:
-    call = _json(_text(value, path), path)
-    return tuple(_call(c, path) for c in (call if isinstance(call, list) else [call]))
-
-
-def _call(value: object, path: str) -> ToolCall:
-    item = _mapping(value, path)
-    function = _mapping(item.get("function", item), f"{path}.function")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            parsed = strict_json(arguments.encode())
-        except ValueError:
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    elif arguments is None:
-        arguments = {}
-    elif not isinstance(arguments, Mapping):
+def _call(value: Any, path: str) -> dict[str, Any]:
+    item = dict(_object(value, path))
+    function = dict(_object(item.get("function", item), f"{path}.function"))
+    name = _text(function.get("name"), f"{path}.name")
+    names = [key for key in ("arguments", "parameters", "args") if function.get(key) is not None]
+    arguments = function[names[0]] if names else {}
+    if len(names) > 1:
+        raise ValueError(f"{path} has {' and '.join(names)}; expected arguments alone")
+    if not isinstance(arguments, (Mapping, str)):
         raise ValueError(
             f"{path}.arguments is {_kind(arguments)}; expected an object or its JSON text"
         )
-    call_id = _optional_text(item, "id", path)
-    return ToolCall(
-        name=_text(function.get("name"), f"{path}.name"), arguments=arguments, call_id=call_id
-    )
+    call_id = item.get("id")
+    return {
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+        **({} if call_id is None else {"id": _text(call_id, f"{path}.id")}),
+    }
 
 
-def _tools(value: object) -> tuple[Mapping[str, object], ...]:
-    if value is None or value == "":
+def _tools(row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    names = [name for name in ("tools", "functions") if row.get(name)]
+    if not names:
         return ()
+    if len(names) > 1:
+        raise ValueError("the record has tools and functions; keep one of them")
+    value, path = row[names[0]], names[0]
     tools = []
-    for i, tool in enumerate(
-        _list(_json(value, "tools") if isinstance(value, str) else value, "tools")
-    ):
-        item = _mapping(tool, f"tools[{i}]")
+    listed = _json(value, path) if isinstance(value, str) else value
+    for i, tool in enumerate(_list(listed, path)):
+        item = dict(_object(tool, f"{path}[{i}]"))
         wrapped = item if "function" in item else {"type": "function", "function": item}
-        _text(_mapping(wrapped["function"], f"tools[{i}].function").get("name"), f"tools[{i}].name")
+        function = _object(wrapped["function"], f"{path}[{i}].function")
+        _text(function.get("name"), f"{path}[{i}].name")
         tools.append(wrapped)
     return tuple(tools)
 
 
-def _weight(value: object, path: str) -> bool:
-    if value is None:
-        return True
-    if value not in (0, 1):
-        raise ValueError(
-            f"{path}.weight is {value!r}; expected 0 or 1, since loss masks are not fractional"
-        )
-    return bool(value)
+# --- weights ------------------------------------------------------------------------------------
 
 
-def _says_something(message: Message) -> bool:
-    return bool(message.content.strip() or message.tool_calls or message.reasoning)
+def _weight(item: Mapping[str, Any], path: str) -> float:
+    """Return what the loss keys of a message say; 1 where there is none."""
+    _check_loss_keys(item, path)
+    found = {key: _number(item[key], f"{path}.{key}") for key in _LOSS_KEYS if key in item}
+    if len(set(found.values())) > 1:
+        raise ValueError(f"{path} has {' and '.join(found)}, which differ; keep one of them")
+    return next(iter(found.values()), 1.0)
 
 
-def _may_be_text(value: object) -> bool:
+def _weights(
+    row: Mapping[str, Any], count: int, messages: Sequence[Mapping[str, Any]] = ()
+) -> list[float]:
+    """Return what the record's own loss key says of each message, 1 where there is none."""
+    names = [key for key in _LOSS_KEYS if key in row]
+    if not names:
+        return [1.0] * count
+    if len(names) > 1:
+        raise ValueError(f"the record has {' and '.join(names)}; keep one of them")
+    value, path = row[names[0]], names[0]
+    if not isinstance(value, list):
+        return [_number(value, path)] * count
+    given = [_number(one, f"{path}[{i}]") for i, one in enumerate(value)]
+    roles = [str(message["role"]) for message in messages]
+    if len(given) == count:
+        for i, (role, weight) in enumerate(zip(roles, given, strict=True)):
+            if weight and role != "assistant":
+                _refuse_learning(role, f"{path}[{i}]")
+        return given
+    if len(given) == roles.count("assistant"):
+        rest = iter(given)
+        return [next(rest) if role == "assistant" else 1.0 for role in roles]
+    raise ValueError(
+        f"{path} has {len(given)} entries for {count} messages, {roles.count('assistant')} of the "
+        "assistant; expected one for each, or one for each of the assistant's"
+    )
+
+
+def _number(value: Any, path: str) -> float:
+    if not isinstance(value, (bool, int, float)) or not (0 <= value < math.inf):
+        raise ValueError(f"{path} is {value!r}; expected true or false, or a weight of at least 0")
+    return float(value)
+
+
+def _refuse_learning(role: str, path: str) -> float:
+    raise ValueError(
+        f"{path} asks to learn a message of the role {role}; only the assistant's are learnt: set "
+        "it to 0"
+    )
+
+
+# --- texts --------------------------------------------------------------------------------------
+
+
+def _says_something(message: Mapping[str, Any]) -> bool:
+    said = (message.get("content"), message.get("reasoning_content"))
+    return bool(message.get("tool_calls")) or any(text and text.strip() for text in said)
+
+
+def _may_be_text(value: Any) -> bool:
     is_list = isinstance(value, list) and not all(isinstance(item, str) for item in value)
     return is_list or isinstance(value, (str, Mapping))
 
 
-def _unknown_columns(record: Mapping[str, object]) -> str:
-    prompt = record.get("prompt")
+def _unknown_columns(row: Mapping[str, Any]) -> str:
+    prompt = row.get("prompt")
     if isinstance(prompt, Mapping) and "replies" in prompt:
         return (
             "a message tree (prompt.replies) holds many conversations, but a record is one sample; "
             "write each path from the root to a leaf as a record with 'messages'"
         )
-    seen = ", ".join(f"{k} (null)" if v is None else str(k) for k, v in record.items()) or "none"
     return (
-        f"columns {seen} fit no known layout; expected messages, or conversations, or instruction "
-        f"with output (or instances), or a pair of one of {', '.join(_PROMPTS)} and one of "
-        f"{', '.join(_RESPONSES)}, or text. Rename the columns"
+        f"columns {', '.join(map(str, row)) or 'none'} fit no known layout; expected messages, or "
+        "conversations, or instruction with output (or instances), or a pair of one of "
+        f"{', '.join(_PROMPTS)} and one of {', '.join(_RESPONSES)}, or text. Rename the columns"
     )
 
 
-def _text(value: object, path: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{path} is {_kind(value)}; expected text")
-    return value
+def _expect(kind: type | tuple[type, ...], name: str) -> Callable[[Any, str], Any]:
+    def check(value: Any, path: str) -> Any:
+        if not isinstance(value, kind):
+            raise ValueError(f"{path} is {_kind(value)}; expected {name}")
+        return value
+
+    return check
 
 
-def _optional_text(item: Mapping[str, object], key: str, path: str) -> str | None:
-    value = item.get(key)
-    return None if value is None else _text(value, f"{path}.{key}")
+_text = _expect(str, "text")
+_list = _expect(list, "a list")
+_object = _expect(Mapping, "an object")
 
 
-def _list(value: object, path: str) -> Sequence[object]:
-    if not isinstance(value, list):
-        raise ValueError(f"{path} is {_kind(value)}; expected a list")
-    return value
-
-
-def _mapping(value: object, path: str) -> Mapping[str, object]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{path} is {_kind(value)}; expected an object")
-    return value
-
-
-def _json(value: str, path: str) -> object:
+def _json(value: str, path: str) -> Any:
     try:
         return strict_json(value.encode())
     except ValueError as error:
         raise ValueError(f"{path} is text that {error}") from error
 
 
-def _kind(value: object) -> str:
+def _kind(value: Any) -> str:
     return "null or missing" if value is None else f"of type {type(value).__name__}"

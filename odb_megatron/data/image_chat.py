@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.chat_record import parse_record
-from odb_megatron.data.chat_template import ChatRenderer
 from odb_megatron.data.image_parts import lift_images
 from odb_megatron.data.images import SampleImages
 from odb_megatron.data.patches import IMAGE_TEXT, IMAGE_TOKEN, PatchRules, cut_into_patches
@@ -86,7 +86,7 @@ class ImageChatSource(ChatSource):
 
     def _load(self, index: int, *, source: int) -> Sample:
         record, names = lift_images(self._records[index], self._images.text)
-        ids, learn = self._renderer.render(parse_record(record))
+        ids, weights = self._renderer.render(parse_record(record))
         rules = self._images.patches
         num_found = int((ids == self._token).sum())
         if num_found != len(names):
@@ -96,13 +96,13 @@ class ImageChatSource(ChatSource):
                 "template must print each message once"
             )
         if not names:
-            return shift_labels(ids, learn, source=source)
+            return shift_labels(ids, weights, source=source)
         cut = [self._cut(name) for name in names]
         grid = np.array([one for _, one in cut], dtype=np.int64)
-        ids, learn, starts = expand_images(
-            ids, learn, token=self._token, counts=grid.prod(axis=1) // rules.merge**2
+        ids, weights, starts = expand_images(
+            ids, weights, token=self._token, counts=grid.prod(axis=1) // rules.merge**2
         )
-        sample = shift_labels(ids, learn, source=source)
+        sample = shift_labels(ids, weights, source=source)
         images = SampleImages(
             pixel_values=np.concatenate([patches for patches, _ in cut]),
             grid_thw=grid,
@@ -127,21 +127,21 @@ class ImageChatSource(ChatSource):
 
 
 def expand_images(
-    ids: Integers, learn: npt.NDArray[np.bool_], *, token: int, counts: Integers
-) -> tuple[Integers, npt.NDArray[np.bool_], Integers]:
+    ids: Integers, weights: npt.NDArray[np.float32], *, token: int, counts: Integers
+) -> tuple[Integers, npt.NDArray[np.float32], Integers]:
     """Repeat each token that stands for a picture as often as it has visual tokens.
 
     Args:
         ids: int64 [L], `token` once for each picture.
-        learn: bool [L], whether each token is to be predicted; visual ones never are.
+        weights: float32 [L], of each token in the loss; that of visual ones becomes 0.
         token: id that stands for a picture.
         counts: int64 [I], visual tokens of each picture.
 
     Returns:
-        ids and learn, longer; and where each picture begins, int64 [I].
+        ids and weights, longer; and where each picture begins, int64 [I].
     """
     times = np.ones(ids.size, dtype=np.int64)
     places = np.flatnonzero(ids == token)
     times[places] = counts
     starts = (np.cumsum(times) - times)[places]
-    return np.repeat(ids, times), np.repeat(learn & (ids != token), times), starts
+    return np.repeat(ids, times), np.repeat(weights * (ids != token), times), starts

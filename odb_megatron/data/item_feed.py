@@ -262,7 +262,7 @@ class ItemFeed:
         """Return the next item and its number; there must be one.
 
         Raises:
-            BadRecordError, OverlongError, ChatTemplateError: by policy.
+            BadRecordError, OverlongError, ChatFormatError: by policy.
             SourceError, ValueError, WorkerError: see `has_next`.
         """
         assert self.has_next(), "an item past the end"

@@ -17,7 +17,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
-from odb_megatron.data.chat_template import ChatRenderer
+from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.image_chat import ImageRules
 from odb_megatron.data.order import Order, PassOrder
 from odb_megatron.data.preprocess import SampleRules

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,14 +50,12 @@ class SampleRules:
     vocab_size: int = 0
 
 
-def shift_labels(
-    ids: npt.NDArray[np.int64], learn: npt.NDArray[np.bool_], *, source: int = 0
-) -> Sample:
+def shift_labels(ids: npt.NDArray[np.int64], learn: npt.NDArray[Any], *, source: int = 0) -> Sample:
     """Turn a sequence of L + 1 ids into a sample of L: each label is the token after its place.
 
     Args:
         ids: int64 [L + 1].
-        learn: bool [L + 1]; whether each *token* is to be predicted.
+        learn: bool or float32 [L + 1]; weight in the loss of each *token* as a label.
         source: index of the data source.
 
     Raises:

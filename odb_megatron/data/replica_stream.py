@@ -109,7 +109,7 @@ class StreamReader:
 
         Raises:
             BadRecordError, OverlongError: by policy.
-            ChatTemplateError, DataFileError: always.
+            ChatFormatError, DataFileError: always.
             WorkerError: a worker process has died.
         """
         return [self._take() for _ in range(count)]

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from odb_megatron.data.chat import ChatFormatError, ChatRenderer
 from odb_megatron.data.chat_record import parse_record
-from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
 from odb_megatron.data.images import SampleImages
 from odb_megatron.data.index_check import check_index
 from odb_megatron.data.json_records import JSON_ENDINGS, JsonRecords, is_json_path
@@ -67,7 +67,7 @@ class SampleSource(Protocol):
 
         Raises:
             BadRecordError, OverlongError: by policy, naming path and line.
-            ChatTemplateError, DataFileError: always.
+            ChatFormatError, DataFileError: always.
         """
 
     def fingerprint(self) -> str:
@@ -151,8 +151,8 @@ class _RuledSource:
             sample = self._load(index, source=source)
         except BadRecordError as error:
             bad = error
-        except ChatTemplateError as error:
-            raise ChatTemplateError(f"{self.path}:{line}: {error}") from None
+        except ChatFormatError as error:
+            raise ChatFormatError(f"{self.path}:{line}: {error}") from None
         except DataFileError:
             raise
         except ValueError as error:
@@ -203,8 +203,8 @@ class ChatSource(_RuledSource):
         return self._records.line(index)
 
     def _load(self, index: int, *, source: int) -> Sample:
-        ids, learn = self._renderer.render(parse_record(self._records[index]))
-        return shift_labels(ids, learn, source=source)
+        ids, weights = self._renderer.render(parse_record(self._records[index]))
+        return shift_labels(ids, weights, source=source)
 
 
 class IndexedSource(_RuledSource):

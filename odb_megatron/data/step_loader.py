@@ -148,7 +148,7 @@ class StepLoader:
         Raises:
             LoaderClosedError: a replica has closed its loader; it may be this one.
             ReplicaFailedError, ControlError: another replica has failed, or is gone.
-            BadRecordError, OverlongError, ChatTemplateError: by policy.
+            BadRecordError, OverlongError, ChatFormatError: by policy.
             TooManyBadRecordsError: on all replicas, in the same step.
         """
         if self.is_over:

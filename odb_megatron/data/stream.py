@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odb_megatron.data.chat_template import ChatTemplateError
+from odb_megatron.data.chat import ChatFormatError
 from odb_megatron.data.order import Order, PassOrder, SingleOrder
 from odb_megatron.data.sample import BadRecordError, DataFileError, Sample, Skipped, SkipReason
 from odb_megatron.data.sources import SampleSource
@@ -66,7 +66,7 @@ class Blend:
 class FetchError:
     """An error met while preprocessing, carried out of a worker process as a value."""
 
-    error: BadRecordError | OverlongError | ChatTemplateError | DataFileError
+    error: BadRecordError | OverlongError | ChatFormatError | DataFileError
 
 
 class SampleStream(torch.utils.data.Dataset[Sample | Skipped | FetchError]):
@@ -150,7 +150,7 @@ class SampleStream(torch.utils.data.Dataset[Sample | Skipped | FetchError]):
 
         Raises:
             BadRecordError, OverlongError: by policy.
-            ChatTemplateError, DataFileError: always.
+            ChatFormatError, DataFileError: always.
         """
         where = self.locate(position)
         if position in self._bad:
@@ -161,7 +161,7 @@ class SampleStream(torch.utils.data.Dataset[Sample | Skipped | FetchError]):
     def __getitem__(self, position: int) -> Sample | Skipped | FetchError:
         try:
             return self.fetch(position)
-        except (BadRecordError, OverlongError, ChatTemplateError, DataFileError) as error:
+        except (BadRecordError, OverlongError, ChatFormatError, DataFileError) as error:
             return FetchError(error=error)
 
     def sources(self) -> list[dict[str, object]]:

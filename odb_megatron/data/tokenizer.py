@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from odb_megatron.data.chat_template import CHATML_TEMPLATE, TextTokenizer
+from odb_megatron.data.chat import CHATML_TEMPLATE, TextTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -190,7 +190,7 @@ def _data(
 
 def _renderer(args: argparse.Namespace, path: str) -> Any:
     """Return the tokenizer and template for a text file; None for token data."""
-    from odb_megatron.data.chat_template import ChatRenderer
+    from odb_megatron.data.chat import ChatRenderer
     from odb_megatron.data.json_records import is_json_path
     from odb_megatron.data.tokenizer import adds_special_tokens, usable_tokenizer
 

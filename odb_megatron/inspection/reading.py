@@ -21,7 +21,7 @@ import numpy.typing as npt
 from odb_megatron.inspection.lengths import ANY_LENGTH, Reading
 
 if TYPE_CHECKING:
-    from odb_megatron.data.chat_template import ChatRenderer
+    from odb_megatron.data.chat import ChatRenderer
     from odb_megatron.data.sources import SampleSource
 
 __all__ = ["DataRequest", "read_data"]
@@ -94,7 +94,7 @@ def read_data(request: DataRequest, *, start: Callable[[int], Advance]) -> Readi
     bad: list[Bad] = []
     done = 0
     pieces = [order[at : at + _PIECE] for at in range(0, len(order), _PIECE)]
-    from odb_megatron.data.chat_template import ChatTemplateError
+    from odb_megatron.data.chat import ChatFormatError
     from odb_megatron.data.sample import DataFileError
 
     try:
@@ -103,7 +103,7 @@ def read_data(request: DataRequest, *, start: Callable[[int], Advance]) -> Readi
             done += len(found_lengths)
             bad += messages
             advance(len(found_lengths))
-    except (ChatTemplateError, DataFileError) as error:  # no record is to blame for it
+    except (ChatFormatError, DataFileError) as error:  # no record is to blame for it
         raise ValueError(f"training would stop: {error}") from error
     if not lengths.any():
         raise ValueError(
@@ -194,7 +194,7 @@ def _sources(request: DataRequest) -> list[SampleSource]:
 
 
 def _renderer(tokenizer: str) -> ChatRenderer:
-    from odb_megatron.data.chat_template import ChatRenderer
+    from odb_megatron.data.chat import ChatRenderer
     from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder
 
     try:

@@ -17,7 +17,7 @@ from megatron.core.datasets.utils import Split
 from odb_megatron.comm.blocks import SourceGroup
 from odb_megatron.comm.deadline import Deadline
 from odb_megatron.comm.gloo_group import ranks_of
-from odb_megatron.data.chat_template import ChatRenderer
+from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.iterable import as_shards, is_iterable
 from odb_megatron.data.megatron_dataset import build_datasets, stream_from_dataset

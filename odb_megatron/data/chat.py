@@ -1,0 +1,902 @@
+"""Chat records as token ids with a weight for each, through chat templates of transformers.
+
+What a conversation looks like is the template's business and where the assistant speaks is marked
+in it: by its author, or by TRL's training version of it. For a template that nobody has marked,
+private characters around every message's strings tell which of the rendered text is whose; without
+them it must be the same text. So a text that imitates a turn cannot move what is learnt.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_megatron.data.chat_record import ChatFormatError, ChatRecord, Conversation, PlainText
+
+__all__ = ["CHATML_TEMPLATE", "MAX_TEXT_CHARS", "ChatRenderer", "ChatTemplate", "TextTokenizer"]
+
+CHATML_TEMPLATE = """\
+{% for message in messages %}
+{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
+{% else %}
+{{ message['content'] + '<|im_end|>' }}
+{%- endif %}
+{{ '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+"""Used where a tokenizer has no chat template; also what `train_bpe` writes."""
+
+MAX_TEXT_CHARS = 8 << 20
+"""Longest text that is tokenized: a fast tokenizer takes some 240 bytes per token meanwhile."""
+
+# Llama's and gpt-oss's templates print today's date, so that lengths would depend on the day of
+# the run; this is the date that Llama's fall back to where no clock is offered.
+_TEMPLATE_DATE = datetime(2024, 7, 26)
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+
+_Ids = npt.NDArray[np.int64]
+_Weights = npt.NDArray[np.float32]
+_Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Characters [start, end) of a rendered text, and their weight in the loss."""
+
+    start: int
+    end: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A template in Jinja.
+
+    Attributes:
+        source: its text.
+        origin: where it is from, in words.
+    """
+
+    source: str
+    origin: str
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether `{% generation %}` shows where the assistant speaks."""
+        return _GENERATION.search(self.source) is not None
+
+    def mentions(self, words: str) -> bool:
+        """Whether it reads one of these variables, given as a regular expression."""
+        return re.search(rf"\b(?:{words})\b", self.source) is not None
+
+
+@runtime_checkable
+class TextTokenizer(Protocol):
+    """A tokenizer known only by its text-to-ids function (see `tokenizer.py`)."""
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id put after plain text, if there is one."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja chat template, or None for ChatML."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Ids of a text."""
+
+
+class ChatRenderer:
+    """Turns records into ids and weights of equal length.
+
+    With marks, learnt is what they enclose, as transformers' `return_assistant_tokens_mask` has it:
+    every token that overlaps a marked span. Without, an assistant's turn from the end of its header
+    to the token that ends it. The text is tokenized once, without added special tokens; a tokenizer
+    without offsets (a slow one, or a `TextTokenizer`) tokenizes it piece by piece, cut at the edges
+    of the spans, so its ids may differ from those of the whole text near them.
+
+    Templates insert a message's text as it is: the string `<|im_end|>` in it becomes that token.
+    Tools, tool calls and the role `developer` are put where a template that does not know them
+    still prints them. `strftime_now` always answers 26 July 2024.
+
+    Plain text is tokenized as the tokenizer does by itself (a BOS only if its post-processor adds
+    one), EOS is appended if there is one and the text does not end with it, and all carries loss.
+
+    Safe to share between threads and across forks: it holds a copy of a fast tokenizer's backend.
+
+    Args:
+        tokenizer: of transformers, or a `TextTokenizer`.
+        template_arguments: further variables of the chat template, such as `enable_thinking`.
+        add_special_tokens: whether plain text gets the post-processor's tokens.
+
+    Raises:
+        ValueError: the tokenizer is of neither kind, or has a chat format of its own.
+    """
+
+    def __init__(
+        self,
+        tokenizer: object,
+        *,
+        template_arguments: Mapping[str, object] | None = None,
+        add_special_tokens: bool = True,
+    ) -> None:
+        self._arguments = (tokenizer, dict(template_arguments or {}), add_special_tokens)
+        self._tokenizer = cast(Any, tokenizer)
+        self._add_special_tokens = add_special_tokens
+        self._is_hf = hasattr(tokenizer, "special_tokens_map")
+        self._backend: Any = None
+        self._bos_id: int | None = None
+        self._variables: dict[str, object] = {}
+        named: Iterable[str] = ()
+        if self._is_hf:
+            _check_own_format(tokenizer)
+            self._variables = dict(self._tokenizer.special_tokens_map)
+            if getattr(tokenizer, "is_fast", False):
+                self._backend = _own_backend(self._tokenizer)
+            named = {*self._tokenizer.get_added_vocab(), *self._tokenizer.all_special_tokens}
+            self._eos_id: int | None = self._tokenizer.eos_token_id
+            self._bos_id = self._tokenizer.bos_token_id
+        elif isinstance(tokenizer, TextTokenizer):
+            self._eos_id = tokenizer.eos_id
+        else:
+            raise ValueError(
+                f"cannot tokenize with a {type(tokenizer).__name__}; expected a HF tokenizer or a "
+                "TextTokenizer: pass Megatron's tokenizer through usable_tokenizer()"
+            )
+        longest_first = sorted(map(re.escape, named), key=len, reverse=True)
+        self._control = re.compile("|".join([*longest_first, r"<[^<>\s]{1,40}>", r"\[/?[A-Z_]+\]"]))
+        self._variables |= _checked_arguments(template_arguments or {})
+        self._templates: dict[bool, ChatTemplate] = {}
+        self._frames: dict[str, _Frame] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Rebuild from the tokenizer: its backend is copied once, not twice."""
+        return _renderer, self._arguments
+
+    def render(self, record: ChatRecord) -> tuple[_Ids, _Weights]:
+        """Ids (int64 [L]) and the weight of each in the loss (float32 [L]) of a record.
+
+        Raises:
+            ChatFormatError: the template does not show for certain where the assistant speaks.
+            ValueError: the template refuses the record, or it is too long.
+        """
+        if isinstance(record, PlainText):
+            _check_text(record.text)
+            ids = np.asarray(self._plain_ids(record.text), dtype=np.int64)
+            return ids, np.full(ids.size, record.weight, dtype=np.float32)
+        text, spans = self._spans(record)
+        _check_text(text)
+        ids, weights = self._encode(text, spans)
+        if not weights.any():
+            raise ChatFormatError(
+                "no token of the rendered conversation carries loss; check that the chat template "
+                "prints the assistant's text, and put {% generation %} and {% endgeneration %} "
+                "around it and its end marker"
+            )
+        return ids, weights
+
+    def template(self, *, has_tools: bool = False) -> ChatTemplate:
+        """Return the template of conversations with tools or without."""
+        if has_tools not in self._templates:
+            self._templates[has_tools] = self._choose(has_tools=has_tools)
+        return self._templates[has_tools]
+
+    def token_id(self, token: str) -> int:
+        """Return the id of a text that is one token.
+
+        Raises:
+            ValueError: it is several.
+        """
+        ids = list(self._encode(token, ())[0])
+        if len(ids) != 1:
+            raise ValueError(
+                f"the tokenizer has no token {token!r} (it makes {len(ids)} of the text): use the "
+                "tokenizer that belongs to the model, or add the token to it"
+            )
+        return int(ids[0])
+
+    def decode(self, ids: Sequence[int]) -> list[str]:
+        """Return each token as text."""
+        if self._is_hf:
+            return [str(self._tokenizer.decode([one])) for one in ids]
+        return [str(one) for one in ids]
+
+    def _choose(self, *, has_tools: bool) -> ChatTemplate:
+        given = self._tokenizer.chat_template
+        if not given:
+            return ChatTemplate(CHATML_TEMPLATE, "ChatML: the tokenizer has no chat template")
+        if self._is_hf:
+            given = self._tokenizer.get_chat_template(None, [{}] if has_tools else None)
+        own = ChatTemplate(str(given), "the tokenizer's own, whose author marked what is learnt")
+        if own.is_marked:
+            return own
+        for name, source, training in _trained_by_trl():
+            if source.strip() == own.source.strip():
+                return ChatTemplate(training, f"TRL's training version of {name}")
+        return ChatTemplate(
+            own.source, "the tokenizer's own; what is learnt was found in the rendered text"
+        )
+
+    # --- text -----------------------------------------------------------------------------------
+
+    def _spans(self, conversation: Conversation) -> tuple[str, list[_Span]]:
+        """Return the rendered text and what of it carries loss."""
+        template = self.template(has_tools=bool(conversation.tools))
+        messages, tools = _for_template(conversation, template)
+        arguments = {
+            **self._variables,
+            **_checked_arguments(conversation.template_arguments),
+            "tools": tools,
+        }
+        # Where tools were put into a message before the first, it has no weight.
+        added = len(messages) - len(conversation.messages)
+        weights = [0.0] * added + list(conversation.weights)
+        messages, text, marks = _rendered(template, messages, arguments)
+        if not template.is_marked:
+            frame = self._frame(template, arguments)
+            spans = _found_turns(template, messages, arguments, text, weights, frame)
+            if frame.end and not frame.last_end and spans and spans[-1].end == len(text.rstrip()):
+                # The model stops with the next role's token, which nothing follows here.
+                text = text[: spans[-1].end] + frame.end
+                spans[-1] = replace(spans[-1], end=len(text))
+            return text, spans
+        spoken = [w for w, m in zip(weights, messages, strict=True) if m["role"] == "assistant"]
+        if len(set(spoken)) == 1:
+            return text, [_Span(*mark, spoken[0]) for mark in marks]
+        owners = _owners(template, messages, arguments, text, marks)
+        return text, [
+            _Span(*mark, weights[owner]) for mark, owner in zip(marks, owners, strict=True)
+        ]
+
+    def _frame(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> _Frame:
+        key = json.dumps([template.source, {**arguments, "tools": None}], default=str)
+        if key not in self._frames:
+            self._frames[key] = _probe(template, {**arguments, "tools": None}, self._control)
+        return self._frames[key]
+
+    # --- tokens ---------------------------------------------------------------------------------
+
+    def _plain_ids(self, text: str) -> list[int]:
+        if self._backend is not None:
+            ids = list(self._backend.encode(text, add_special_tokens=self._add_special_tokens).ids)
+        elif self._is_hf:
+            ids = self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens)
+        else:
+            ids = list(self._tokenizer.encode(text))
+        if self._bos_id is not None and ids[:2] == [self._bos_id] * 2:
+            ids = ids[1:]  # one from the text, one from the tokenizer
+        if self._eos_id is not None and ids[-1:] != [self._eos_id]:
+            ids.append(self._eos_id)
+        return ids
+
+    def _encode(self, text: str, spans: Sequence[_Span]) -> tuple[_Ids, _Weights]:
+        if self._backend is None:
+            return self._encode_pieces(text, spans)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        ids = np.asarray(encoding.ids, dtype=np.int64)
+        weights = np.zeros(ids.size, dtype=np.float32)
+        spans = [span for span in spans if span.end > span.start]
+        if spans and ids.size:
+            starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+            # The first span that ends behind the token's start; it overlaps where it begins before
+            # the token's end (as transformers 5.24 has it, tokenization_utils_base.py).
+            places = np.searchsorted([span.end for span in spans], starts, side="right")
+            begins = np.array([*(span.start for span in spans), np.iinfo(np.int64).max])
+            values = np.array([*(span.weight for span in spans), 0.0], dtype=np.float32)
+            overlaps = ends > begins[places]
+            weights[overlaps] = values[places[overlaps]]
+        return ids, weights
+
+    def _encode_pieces(self, text: str, spans: Sequence[_Span]) -> tuple[_Ids, _Weights]:
+        """Tokenize the pieces between the edges of the spans one by one."""
+        edges = sorted({0, len(text), *(edge for one in spans for edge in (one.start, one.end))})
+        ids: list[int] = []
+        weights: list[float] = []
+        for start, end in itertools.pairwise(edges):
+            piece = text[start:end]
+            given = {"add_special_tokens": False} if self._is_hf else {}
+            found = list(self._tokenizer.encode(piece, **given))
+            own = [one.weight for one in spans if one.start <= start < one.end]
+            ids += found
+            weights += (own[:1] or [0.0]) * len(found)
+        return np.asarray(ids, dtype=np.int64), np.asarray(weights, dtype=np.float32)
+
+
+def _renderer(
+    tokenizer: object, template_arguments: Mapping[str, object], add_special_tokens: bool
+) -> ChatRenderer:
+    return ChatRenderer(
+        tokenizer, template_arguments=template_arguments, add_special_tokens=add_special_tokens
+    )
+
+
+def _checked_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
+    if taken := [name for name in _RESERVED if name in arguments]:
+        raise ValueError(
+            f"template arguments have {', '.join(taken)}, which the conversation itself gives"
+        )
+    return dict(arguments)
+
+
+def _check_text(text: str) -> None:
+    if len(text) > MAX_TEXT_CHARS:
+        raise ValueError(
+            f"the text has {len(text)} characters; up to {MAX_TEXT_CHARS} are tokenized: split the "
+            "record"
+        )
+
+
+def _check_own_format(tokenizer: object) -> None:
+    from transformers import PreTrainedTokenizerBase
+
+    own = getattr(type(tokenizer), "apply_chat_template", None)
+    if own not in (None, PreTrainedTokenizerBase.apply_chat_template):
+        raise ValueError(
+            f"{type(tokenizer).__name__} formats chats by its own code, which does not tell where "
+            "the assistant's text is; use the model's tokenizer.json with a Jinja chat_template"
+        )
+
+
+def _own_backend(tokenizer: Any) -> Any:
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
+    return backend
+
+
+@lru_cache(maxsize=1)
+def _trained_by_trl() -> tuple[tuple[str, str, str], ...]:
+    """Return (name, vendor's template, its training version) of each that TRL has.
+
+    Read from its files (trl/chat_templates of 1.16): importing TRL imports torch and pandas too.
+
+    Raises:
+        ChatFormatError: TRL is there and its templates are not.
+    """
+    found = importlib.util.find_spec("trl")
+    if found is None or not found.submodule_search_locations:
+        return ()
+    folder = Path(found.submodule_search_locations[0]) / "chat_templates"
+    names = sorted(path.name for path in folder.glob("*_training.jinja"))
+    if not names:
+        raise ChatFormatError(
+            f"the installed TRL has no training templates in {folder}: install trl>=1.16,<2"
+        )
+    pairs = ((name.replace("_training", ""), name) for name in names)
+    return tuple(
+        (own.removesuffix(".jinja"), (folder / own).read_text(), (folder / name).read_text())
+        for own, name in pairs
+        if (folder / own).is_file()
+    )
+
+
+# --- rendering ----------------------------------------------------------------------------------
+
+
+def _render(
+    template: ChatTemplate,
+    messages: _Messages,
+    arguments: Mapping[str, Any],
+    *,
+    prompt: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text and the characters that the template marks.
+
+    Raises:
+        ValueError: the template refuses the messages.
+    """
+    from jinja2 import TemplateError, TemplateSyntaxError
+    from jinja2.exceptions import SecurityError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rest = {key: value for key, value in arguments.items() if key != "tools"}
+    try:
+        texts, marks = render_jinja_template(
+            [messages],
+            tools=arguments.get("tools"),
+            chat_template=_dated(template.source),
+            return_assistant_tokens_mask=template.is_marked,
+            add_generation_prompt=prompt,
+            **rest,
+        )
+    except (SecurityError, TemplateSyntaxError, MemoryError, RecursionError) as error:
+        raise ChatFormatError(
+            f"the chat template cannot be used ({str(error) or type(error).__name__}); take the "
+            "one that belongs to the model"
+        ) from error
+    except (TemplateError, TypeError, AttributeError, KeyError, ValueError) as error:
+        roles = ", ".join(str(message["role"]) for message in messages[:8])
+        raise ValueError(
+            f"the chat template cannot render this conversation ({error}); its roles are {roles}: "
+            "mend the record, or the tokenizer's chat_template"
+        ) from error
+    return texts[0], list(marks[0]) if marks else []
+
+
+@lru_cache(maxsize=16)
+def _dated(source: str) -> str:
+    """Return a copy of a template, compiled, in which today is `_TEMPLATE_DATE`.
+
+    transformers 5.24 turns functions among a template's variables into text; the clock is a global
+    of each compiled template, and they are kept by their text.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    copy = source.removesuffix("\n") + "{# dated by odb_megatron #}"  # Jinja drops that newline
+    _compile_jinja_template(copy).globals["strftime_now"] = _TEMPLATE_DATE.strftime
+    return copy
+
+
+def _rendered(
+    template: ChatTemplate, messages: _Messages, arguments: Mapping[str, Any]
+) -> tuple[_Messages, str, list[tuple[int, int]]]:
+    """Render in the form that the template takes: the first in which nothing is left out.
+
+    Templates differ in what they want of tool calls (arguments as an object or its text, content
+    missing, empty or null) and of content (text or parts); transformers' own form comes first.
+
+    Returns:
+        the messages in that form, their text, what the template marks.
+
+    Raises:
+        ValueError: the template refuses all, or prints no tool or tool call.
+    """
+    best: tuple[int, _Messages, str, list[tuple[int, int]]] | None = None
+    lost: list[str] = []
+    refusal: ValueError | None = None
+    for form in _forms(messages):
+        try:
+            text, marks = _render(template, form, arguments)
+        except ChatFormatError:
+            raise
+        except ValueError as error:
+            refusal = refusal or error
+            continue
+        found = _left_out(form, text, arguments.get("tools") or ())
+        if best is None or len(found) < best[0]:
+            best, lost = (len(found), form, text, marks), found
+        if not found:
+            break
+    if best is None:
+        assert refusal is not None, "at least one form was tried"
+        raise refusal
+    for what in lost:
+        if what.startswith(("tool", "reasoning")):
+            raise ValueError(
+                f"the chat template prints no {what}: use a model whose template does, or leave "
+                "the record out"
+            )
+        _warn_once(
+            f"the chat template leaves out {what} in some conversations, as at inference; "
+            "nothing of it is learnt there"
+        )
+    return best[1], best[2], best[3]
+
+
+def _forms(messages: _Messages) -> Iterator[_Messages]:
+    yield [_with_arguments(message, as_text=False) for message in messages]
+    if any("tool_calls" in message for message in messages):
+        for as_text, content in ((True, ...), (False, ""), (True, ""), (False, None), (True, None)):
+            yield [
+                _with_arguments(
+                    message
+                    if content is ... or message.get("content") or "tool_calls" not in message
+                    else {**message, "content": content},
+                    as_text=as_text,
+                )
+                for message in messages
+            ]
+    parts = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
+    yield [_with_arguments(message, as_text=False) for message in parts]
+
+
+def _with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """Return the message with the arguments of its tool calls as text, or as objects."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not as_text and isinstance(arguments, str):
+            try:
+                parsed = json.loads(arguments)
+            except ValueError:
+                parsed = None
+            arguments = parsed if isinstance(parsed, dict) else arguments
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
+def _left_out(messages: _Messages, text: str, tools: Sequence[Any]) -> list[str]:
+    """Return what the text does not hold, in words."""
+    lost: list[str] = []
+    at = 0
+    for message in messages:
+        content = message.get("content")
+        shown = content if isinstance(content, str) else ""
+        if isinstance(content, list):
+            shown = "".join(part["text"] for part in content)
+        for part in _TAG.split(shown):
+            core = part.strip()
+            place = text.find(core, at)
+            at = place if place >= 0 else at
+            escaped = json.dumps(core, ensure_ascii=False)[1:-1]
+            if place < 0 and core not in text and escaped not in text:
+                lost.append(f"the content of a message of the role {message['role']}")
+        reasoning = message.get("reasoning_content", "").strip()
+        if reasoning not in text:
+            is_last = message is messages[-1]
+            lost.append("reasoning" if is_last else "the reasoning of earlier turns")
+        for call in message.get("tool_calls", ()):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            is_repr = isinstance(arguments, Mapping) and arguments and repr(arguments) in text
+            is_twice = isinstance(arguments, str) and json.dumps(arguments) in text
+            if name not in text[at:] or is_repr or (is_twice and arguments.startswith("{")):
+                lost.append(f"tool call ({name})")
+    lost += [f"tool ({t['function']['name']})" for t in tools if t["function"]["name"] not in text]
+    return lost
+
+
+@lru_cache(maxsize=64)
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
+
+
+def _for_template(
+    conversation: Conversation, template: ChatTemplate
+) -> tuple[_Messages, list[dict[str, Any]] | None]:
+    """Put what a template would leave out where it prints it.
+
+    Tools, where the template does not mention `tools`: JSON lines at the end of the system message,
+    or in one put before the first turn. Tool calls, where it does not mention `tool_calls`: JSON
+    lines at the end of the assistant's text. The role `developer`: `system`.
+
+    Raises:
+        ValueError: a message has reasoning, for which the template has no place.
+    """
+    messages: _Messages = []
+    for given in conversation.messages:
+        message = dict(given)
+        if message["role"] == "developer" and not template.mentions("developer"):
+            message["role"] = "system"
+        if "tool_calls" in message and not template.mentions("tool_calls"):
+            calls = _with_arguments(message, as_text=False)["tool_calls"]
+            lines = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+            message["content"] = "\n".join(filter(None, [message.get("content"), *lines]))
+            del message["tool_calls"]
+        if "reasoning_content" in message and not template.mentions(
+            "reasoning_content|thinking|reasoning"
+        ):
+            raise ValueError(
+                "a message has reasoning_content, for which the chat template has no place; use a "
+                "tokenizer whose template prints it, or write it into the content"
+            )
+        messages.append(message)
+    tools = list(conversation.tools)
+    if not tools or template.mentions("tools"):
+        return messages, tools or None
+    listed = "\n".join(["# Tools", *(json.dumps(tool, ensure_ascii=False) for tool in tools)])
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": listed}, *messages], None
+    content = f"{messages[0]['content']}\n\n{listed}"
+    return [{**messages[0], "content": content}, *messages[1:]], None
+
+
+# --- finding who says what ----------------------------------------------------------------------
+# A message's strings are put between two characters of the private plane, its number in them.
+
+_FIRST = 0xF0000
+_MAX_MESSAGES = 0x7FFE
+_MARK = re.compile("[\U000f0000-\U000ffffd]")
+_TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{2,}\]|◁[^◁▷]{1,40}▷)")  # templates split there
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Characters [start, end) of a text from a message's first string to its last."""
+
+    message: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What a template puts around what the assistant says.
+
+    Attributes:
+        prompt: what it puts before an answer that it asks for; empty where it asks for none.
+        end, last_end: what ends a turn in the middle and at the end of a conversation.
+        control: finds control tokens.
+    """
+
+    prompt: str
+    end: str
+    last_end: str
+    control: re.Pattern[str]
+
+
+def _marked(text: str, number: int) -> str:
+    """Put marks inside the white space of each piece: templates trim, and split at tags."""
+    opening, closing = chr(_FIRST + 2 * number), chr(_FIRST + 2 * number + 1)
+    pieces = []
+    for piece in _TAG.split(text):
+        core = piece.strip()
+        if core and not _TAG.fullmatch(piece):
+            lead = piece[: len(piece) - len(piece.lstrip())]
+            tail = piece[len(piece.rstrip()) :]
+            piece = f"{lead}{opening}{core}{closing}{tail}"
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _marked_message(message: dict[str, Any], number: int, *, calls: bool) -> dict[str, Any]:
+    marked = dict(message)
+    for key in ("content", "reasoning_content", "reasoning", "thinking"):
+        if isinstance(message.get(key), str):
+            marked[key] = _marked(message[key], number)
+        elif isinstance(message.get(key), list):
+            marked[key] = [{**one, "text": _marked(one["text"], number)} for one in message[key]]
+    if calls and "tool_calls" in message:
+        marked["tool_calls"] = [
+            {**call, "function": _marked_call(call["function"], number)}
+            for call in message["tool_calls"]
+        ]
+    return marked
+
+
+def _marked_call(function: Mapping[str, Any], number: int) -> dict[str, Any]:
+    def mark(value: Any) -> Any:
+        if isinstance(value, str) and value.strip():
+            return f"{chr(_FIRST + 2 * number)}{value}{chr(_FIRST + 2 * number + 1)}"
+        if isinstance(value, Mapping):
+            return {key: mark(one) for key, one in value.items()}
+        return [mark(one) for one in value] if isinstance(value, list) else value
+
+    arguments = function["arguments"]
+    marked = _marked(arguments, number) if isinstance(arguments, str) else mark(arguments)
+    # Templates print the name of a call once more before what the tool answers.
+    name = mark(function["name"]) if marked == arguments else function["name"]
+    return {**function, "name": name, "arguments": marked}
+
+
+def _render_marked(
+    template: ChatTemplate, messages: _Messages, arguments: Mapping[str, Any], text: str
+) -> tuple[str, list[tuple[int, int]]]:
+    """Render with marks such that without them it is `text`.
+
+    Raises:
+        ChatFormatError: the text depends on what a message says.
+    """
+    if len(messages) > _MAX_MESSAGES or _MARK.search(text):
+        raise ValueError(
+            f"the conversation has {len(messages)} messages, or characters of the private plane "
+            "U+F0000 to U+FFFFD, by which its turns are told apart: split or clean the record"
+        )
+    for calls in (True, False):
+        marked = [_marked_message(m, i, calls=calls) for i, m in enumerate(messages)]
+        try:
+            found, marks = _render(template, marked, arguments)
+        except ValueError:
+            continue
+        if _MARK.sub("", found) == text:
+            return found, marks
+    raise ChatFormatError(
+        "the chat template prints other things around a message depending on its text, so the "
+        "assistant's tokens cannot be found for certain; put {% generation %} and "
+        "{% endgeneration %} around the assistant's text and end marker in the tokenizer's "
+        "chat_template"
+    )
+
+
+def _runs(marked: str) -> list[_Run]:
+    """Return whose strings are where in the text without marks, in its order."""
+    runs: list[_Run] = []
+    for before, mark in enumerate(_MARK.finditer(marked)):
+        number, place = (ord(mark[0]) - _FIRST) // 2, mark.start() - before
+        if runs and runs[-1].message == number:
+            runs[-1] = _Run(number, runs[-1].start, place)
+        else:
+            runs.append(_Run(number, place, place))
+    return runs
+
+
+def _owners(
+    template: ChatTemplate,
+    messages: _Messages,
+    arguments: Mapping[str, Any],
+    text: str,
+    marks: Sequence[tuple[int, int]],
+) -> list[int]:
+    """Return the message that each span of a marked template belongs to."""
+    marked, moved = _render_marked(template, messages, arguments, text)
+    spoken = [{(ord(m) - _FIRST) // 2 for m in _MARK.findall(marked[a:b])} for a, b in moved]
+    if len(moved) != len(marks) or any(len(own) > 1 for own in spoken):
+        raise ChatFormatError(
+            f"the chat template marks {len(marks)} spans that are not of one message each, so "
+            "messages of different weight cannot be told apart; mark each message once"
+        )
+    owners = [own.pop() if own else -1 for own in spoken]
+    assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(owners) == len(assistants) and set(owners) <= {-1, *assistants}:
+        return assistants
+    if not set(assistants) <= set(owners):
+        raise ChatFormatError("the chat template marks spans in which no message says anything")
+    for at in range(len(owners)):  # one without strings, such as a last end-of-text token
+        if owners[at] < 0:
+            begins_next = at + 1 < len(owners) and marks[at][1] == marks[at + 1][0]
+            owners[at] = owners[at + 1] if begins_next or at == 0 else owners[at - 1]
+    return owners
+
+
+def _alike(one: str, other: str) -> int:
+    """Return how many characters two texts share at their start."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _probe(
+    template: ChatTemplate, arguments: Mapping[str, Any], control: re.Pattern[str]
+) -> _Frame:
+    """Look at what a template puts around the turns of a plain conversation."""
+    messages = [
+        {"role": role, "content": f"{word} {number}"}
+        for number, (role, word) in enumerate(
+            itertools.islice(itertools.cycle((("user", "Ask"), ("assistant", "Say"))), 4)
+        )
+    ]
+    messages, text, _ = _rendered(template, messages, arguments)
+    marked, _ = _render_marked(template, messages, arguments, text)
+    runs = {run.message: run for run in _runs(marked)}
+    if set(runs) != {0, 1, 2, 3}:
+        raise ChatFormatError("the chat template does not print every message of a conversation")
+    asked, _ = _render(template, messages[:3], arguments, prompt=True)
+    plain, _ = _render(template, messages[:3], arguments)
+    heads = [text[runs[i - 1].end : runs[i].start] for i in (1, 3)]
+    prompt = asked[len(plain) :] if asked.startswith(plain) else ""
+    while prompt and not all(prompt in head for head in heads):
+        prompt = prompt[:-1]
+    if (cut := prompt.rfind("<")) > prompt.rfind(">"):
+        prompt = prompt[:cut]  # it had ended inside a control token
+    middle, last = text[runs[1].end : runs[2].start], text[runs[3].end :]
+    common = middle[: _alike(middle, last)]
+    if found := control.search(common):
+        end = found.end()
+        while found := control.match(common, end):
+            end = found.end()
+        return _Frame(prompt, common[:end], common[:end], control)
+    ends = [control.search(one) for one in (middle, last)]
+    return _Frame(
+        prompt,
+        *(one[: end.end()] if end else "" for one, end in zip((middle, last), ends, strict=True)),
+        control,
+    )
+
+
+def _found_turns(
+    template: ChatTemplate,
+    messages: _Messages,
+    arguments: Mapping[str, Any],
+    text: str,
+    weights: Sequence[float],
+    frame: _Frame,
+) -> list[_Span]:
+    """Return the turns of the assistant in a text whose template marks none.
+
+    Raises:
+        ChatFormatError: the edges of one are not certain.
+    """
+    marked, _ = _render_marked(template, messages, arguments, text)
+    runs = _runs(marked)
+    spans = []
+    for at, run in enumerate(runs):
+        if not weights[run.message]:
+            continue
+        opening = chr(_FIRST + 2 * run.message)
+        inserted = json.dumps(
+            _marked_message(messages[run.message], run.message, calls=True), ensure_ascii=False
+        ).count(opening)
+        if (
+            sum(other.message == run.message for other in runs) > 1
+            or marked.count(opening) > inserted
+        ):
+            raise ChatFormatError(
+                f"the chat template prints message {run.message + 1} in several places, so what is "
+                "to be learnt is not certain"
+            )
+        before = text[runs[at - 1].end if at else 0 : run.start]
+        after = text[run.end : runs[at + 1].start if at + 1 < len(runs) else len(text)]
+        is_plain = not {"tool_calls", "reasoning_content"} & messages[run.message].keys()
+        start = _start(before, frame)
+        if start is None and not is_plain:
+            start = _start_of_plain(template, messages, arguments, run.message, before)
+        begin = run.start if start is None else run.start - len(before) + start
+        end = _end(after, frame, is_last=at + 1 == len(runs))
+        if end is None and "tool_calls" not in messages[run.message]:
+            end = _stop(after, 0, frame)
+        elif end is None:  # another end than that of what is said
+            own = messages[: run.message + 1]
+            tail = _around(template, own, arguments, run.message)[1]
+            end = _stop(after, _alike(after, tail), frame)
+        spans.append(_Span(begin, run.end + end, weights[run.message]))
+    return spans
+
+
+def _start(before: str, frame: _Frame) -> int | None:
+    """Return where the header ends in what is printed before a message; None if unknown."""
+    place = before.rfind(frame.prompt) if frame.prompt else -1
+    return None if place < 0 else place + len(frame.prompt)
+
+
+def _start_of_plain(
+    template: ChatTemplate,
+    messages: _Messages,
+    arguments: Mapping[str, Any],
+    number: int,
+    before: str,
+) -> int:
+    """Return where the header ends: as far as a turn that only says something begins alike."""
+    plain = [*messages[:number], {"role": "assistant", "content": "Say"}]
+    other = _around(template, plain, arguments, number)[0]
+    return _alike(before, other)
+
+
+def _around(
+    template: ChatTemplate, messages: _Messages, arguments: Mapping[str, Any], number: int
+) -> tuple[str, str]:
+    """Return what is printed between a message's strings and those before and behind them."""
+    try:
+        text, _ = _render(template, messages, arguments)
+        runs = _runs(_render_marked(template, messages, arguments, text)[0])
+        at = next(at for at, run in enumerate(runs) if run.message == number)
+    except (ValueError, StopIteration) as error:
+        raise ChatFormatError(
+            f"where message {number + 1} begins and ends in the rendered text is not certain "
+            f"({error})"
+        ) from error
+    before = text[runs[at - 1].end if at else 0 : runs[at].start]
+    return before, text[runs[at].end : runs[at + 1].start if at + 1 < len(runs) else len(text)]
+
+
+def _end(after: str, frame: _Frame, *, is_last: bool) -> int | None:
+    """Return how much of what is printed behind a message's strings belongs to its turn.
+
+    None where it has not the end of a turn in which something is said.
+    """
+    if is_last and not frame.last_end:
+        return len(after.rstrip())
+    end = frame.last_end if is_last else frame.end
+    place = after.find(end) if end else -1
+    return place + len(end) if place >= 0 else None
+
+
+def _stop(after: str, at: int, frame: _Frame) -> int:
+    """Return where a turn ends: with the next role's token where that is where models stop."""
+    found = frame.control.match(after, at + len(after[at:]) - len(after[at:].lstrip()))
+    return found.end() if found and not frame.last_end else at
