@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from training_runs import ROOT
 
-from odb_megatron.data.chat_template import ChatRenderer
+from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.json_records import JsonRecords
 from odb_megatron.data.order import PassOrder
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules

@@ -30,7 +30,7 @@ import torch
 from chat_data import prepare
 
 from odb_megatron.comm.blocks import SourceGroup
-from odb_megatron.data.chat_template import ChatRenderer
+from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.feed import StepFeed, StepHeader
 from odb_megatron.data.order import PassOrder
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules

@@ -1,4 +1,4 @@
-"""Tests of `odb_megatron.data.chat_template` and `chat_messages`."""
+"""Tests of `odb_megatron.data.chat` and `chat_messages`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from odb_megatron.data.chat import CHATML_TEMPLATE, ChatRenderer
 from odb_megatron.data.chat_messages import template_messages
 from odb_megatron.data.chat_record import (
     ChatRecord,
@@ -27,7 +28,6 @@ from odb_megatron.data.chat_record import (
     ToolCall,
     parse_record,
 )
-from odb_megatron.data.chat_template import CHATML_TEMPLATE, ChatRenderer
 from odb_megatron.data.json_records import JsonRecords
 from odb_megatron.data.template_bounds import compiled
 from odb_megatron.data.tokenizer import load_tokenizer, train_bpe

@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odb_megatron.data import json_records
+from odb_megatron.data.chat import CHATML_TEMPLATE, ChatFormatError, ChatRenderer
 from odb_megatron.data.chat_record import parse_record
-from odb_megatron.data.chat_template import CHATML_TEMPLATE, ChatRenderer, ChatTemplateError
 from odb_megatron.data.index_check import check_index
 from odb_megatron.data.json_records import JsonRecords
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules, check_ids
@@ -426,7 +426,7 @@ def test_a_hostile_template_is_bounded_and_never_skipped(
 ) -> None:
     tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = template
-    with pytest.raises(ChatTemplateError, match=reason):
+    with pytest.raises(ChatFormatError, match=reason):
         ChatRenderer(tokenizer).render(CHAT)
 
 

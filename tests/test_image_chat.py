@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from image_samples import draw
 
-from odb_megatron.data.chat_template import ChatRenderer
+from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.image_chat import ImageChatSource, ImageRules, expand_images
 from odb_megatron.data.image_parts import lift_images
 from odb_megatron.data.patches import PatchRules

@@ -138,7 +138,7 @@ def test_chats(chats: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> 
 
 def _stream(chats: tuple[Path, Path], *, num: int, seed: int, **changes: Any) -> Any:
     """Return the training's own stream over the first `num` records."""
-    from odb_megatron.data.chat_template import ChatRenderer
+    from odb_megatron.data.chat import ChatRenderer
     from odb_megatron.data.order import PassOrder
     from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
     from odb_megatron.data.sources import ChatSource

@@ -23,7 +23,7 @@ from made_up_data import Letters, Records, rules
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.utils import Split
 
-from odb_megatron.data.chat_template import ChatRenderer
+from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.megatron_dataset import (
     SampleDataset,
     SampleDatasetConfig,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from made_up_data import Letters, Records, rules
 
-from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
+from odb_megatron.data.chat import ChatFormatError, ChatRenderer
 from odb_megatron.data.fetch_limit import limited
 from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.sample import BadRecordError, Sample, Skipped, SkipReason
@@ -118,7 +118,7 @@ def test_a_single_token_is_a_bad_record(tmp_path: Path) -> None:
 def test_a_chat_template_error_is_never_skipped(tmp_path: Path, policy: BadRecordPolicy) -> None:
     path = _write_jsonl(tmp_path / "a.jsonl", ["", LAYOUTS["messages"]])
     source = _chat_source(path, template=INCONSISTENT, bad_record=policy)
-    with pytest.raises(ChatTemplateError, match=rf"^{path}:2: .*generation"):
+    with pytest.raises(ChatFormatError, match=rf"^{path}:2: .*generation"):
         source.sample(0, source=0)
 
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_data import BASE, Letters, Records, rules, single_stream
 
-from odb_megatron.data.chat_template import ChatRenderer, ChatTemplateError
+from odb_megatron.data.chat import ChatFormatError, ChatRenderer
 from odb_megatron.data.order import CyclicOrder, PassOrder
 from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.replica_stream import StreamReader, own_positions
@@ -276,7 +276,7 @@ def test_a_chat_template_error_comes_out_of_a_worker_without_its_traceback(tmp_p
     source = ChatSource(str(path), rules=rules(), renderer=renderer)
     stream = SampleStream([SourcePart(source=source, order=PassOrder(np.arange(1), seed=3))])
     error = _failure(_reader(stream, num_workers=1))
-    assert isinstance(error, ChatTemplateError)
+    assert isinstance(error, ChatFormatError)
     assert str(error).startswith(f"{path}:1: ")
     assert "Traceback" not in str(error)
 

@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from odb_megatron.data.chat import CHATML_TEMPLATE, ChatRenderer, TextTokenizer
 from odb_megatron.data.chat_record import Conversation, Message, PlainText
-from odb_megatron.data.chat_template import CHATML_TEMPLATE, ChatRenderer, TextTokenizer
 from odb_megatron.data.tokenizer import (
     END_NAMES,
     PAD_NAMES,

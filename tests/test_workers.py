@@ -21,7 +21,7 @@ from made_up_data import (
     steps_of,
 )
 
-from odb_megatron.data.chat_template import ChatRenderer
+from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.order import PassOrder
 from odb_megatron.data.sources import ChatSource
 from odb_megatron.data.step_loader import StepLoader

@@ -792,11 +792,8 @@ def _probe(
             end = found.end()
         return _Frame(prompt, common[:end], common[:end], control)
     ends = [control.search(one) for one in (middle, last)]
-    return _Frame(
-        prompt,
-        *(one[: end.end()] if end else "" for one, end in zip((middle, last), ends, strict=True)),
-        control,
-    )
+    end, last_end = (one.string[: one.end()] if one else "" for one in ends)
+    return _Frame(prompt, end, last_end, control)
 
 
 def _found_turns(

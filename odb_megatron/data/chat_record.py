@@ -421,9 +421,9 @@ def _expect(kind: type | tuple[type, ...], name: str) -> Callable[[Any, str], An
     return check
 
 
-_text = _expect(str, "text")
-_list = _expect(list, "a list")
-_object = _expect(Mapping, "an object")
+_text: Callable[[Any, str], str] = _expect(str, "text")
+_list: Callable[[Any, str], list[Any]] = _expect(list, "a list")
+_object: Callable[[Any, str], Mapping[str, Any]] = _expect(Mapping, "an object")
 
 
 def _json(value: str, path: str) -> Any:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from odb_megatron.data.chat import ChatFormatError, ChatRenderer
-from odb_megatron.data.chat_record import parse_record
+from odb_megatron.data.chat import ChatRenderer
+from odb_megatron.data.chat_record import ChatFormatError, parse_record
 from odb_megatron.data.images import SampleImages
 from odb_megatron.data.index_check import check_index
 from odb_megatron.data.json_records import JSON_ENDINGS, JsonRecords, is_json_path

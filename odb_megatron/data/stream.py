@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odb_megatron.data.chat import ChatFormatError
+from odb_megatron.data.chat_record import ChatFormatError
 from odb_megatron.data.order import Order, PassOrder, SingleOrder
 from odb_megatron.data.sample import BadRecordError, DataFileError, Sample, Skipped, SkipReason
 from odb_megatron.data.sources import SampleSource

@@ -94,7 +94,7 @@ def read_data(request: DataRequest, *, start: Callable[[int], Advance]) -> Readi
     bad: list[Bad] = []
     done = 0
     pieces = [order[at : at + _PIECE] for at in range(0, len(order), _PIECE)]
-    from odb_megatron.data.chat import ChatFormatError
+    from odb_megatron.data.chat_record import ChatFormatError
     from odb_megatron.data.sample import DataFileError
 
     try:
