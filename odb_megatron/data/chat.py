@@ -787,10 +787,10 @@ def _probe(
     middle, last = text[runs[1].end : runs[2].start], text[runs[3].end :]
     common = middle[: _alike(middle, last)]
     if found := control.search(common):
-        end = found.end()
-        while found := control.match(common, end):
-            end = found.end()
-        return _Frame(prompt, common[:end], common[:end], control)
+        at = found.end()
+        while found := control.match(common, at):
+            at = found.end()
+        return _Frame(prompt, common[:at], common[:at], control)
     ends = [control.search(one) for one in (middle, last)]
     end, last_end = (one.string[: one.end()] if one else "" for one in ends)
     return _Frame(prompt, end, last_end, control)
