@@ -133,7 +133,7 @@ def texts_of(records: JsonRecords) -> Iterator[str]:
         if isinstance(record, PlainText):
             text = record.text
         else:
-            text = "\n".join(message.content for message in record.messages)
+            text = "\n".join(str(message.get("content", "")) for message in record.messages)
         yield text
         seen += len(text)
         if seen > TOKENIZER_SAMPLE_BYTES:

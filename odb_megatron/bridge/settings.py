@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -47,6 +49,7 @@ class OdbSettings:
     pad_to_budget: bool | None = None
     shape_buckets: Any = None
     cost: str | None = None
+    template_args: Any = None
     overlong: str | None = None
     bad_record: str | None = None
     max_bad_records: int | None = None
@@ -104,6 +107,8 @@ def flag_values(settings: OdbSettings) -> dict[str, Any]:
                 flags.append(flag)
             elif field.name == "resume_strict":
                 flags.append("--no-" + flag[2:])
+        elif isinstance(value, Mapping):
+            flags.append(f"{flag}={json.dumps(dict(value))}")
         elif isinstance(value, (list, tuple)):
             flags += [flag, *map(str, value)]
         else:

@@ -8,6 +8,8 @@ them it must be the same text. So a text that imitates a turn cannot move what i
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -196,6 +198,14 @@ class ChatRenderer:
         if has_tools not in self._templates:
             self._templates[has_tools] = self._choose(has_tools=has_tools)
         return self._templates[has_tools]
+
+    def digest(self) -> str:
+        """Digest of the templates that are used, with tools and without, and their arguments."""
+        sources = []
+        with contextlib.suppress(ValueError):  # named templates without a default one
+            sources = [self.template(has_tools=has_tools).source for has_tools in (False, True)]
+        used = json.dumps([*sources, self._arguments[1]], default=str)
+        return hashlib.sha256(used.encode()).hexdigest()
 
     def token_id(self, token: str) -> int:
         """Return the id of a text that is one token.

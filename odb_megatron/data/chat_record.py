@@ -15,6 +15,7 @@ from typing import Any
 from odb_megatron.data.strict_json import strict_json
 
 __all__ = ["ChatFormatError", "ChatRecord", "Conversation", "PlainText", "parse_record"]
+__all__ += ["template_arguments"]
 
 _PROMPTS = ("prompt", "question", "query", "input", "problem")
 _RESPONSES = ("response", "completion", "answer", "output", "canonical_solution", "solution")
@@ -129,6 +130,21 @@ def parse_record(record: Mapping[str, Any]) -> ChatRecord:
         tools=_tools(row),
         template_arguments=_object(row.get("chat_template_kwargs", {}), "chat_template_kwargs"),
     )
+
+
+def template_arguments(text: str) -> dict[str, Any]:
+    """Parse further variables of a chat template, a JSON object.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = _json(text, "the value")
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"the value is {_kind(found)}; expected a JSON object, such as "
+            "'{\"enable_thinking\": false}'"
+        )
+    return found
 
 
 # --- layouts ------------------------------------------------------------------------------------

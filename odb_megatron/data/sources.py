@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.data.chat import ChatRenderer
-from odb_megatron.data.chat_record import ChatFormatError, parse_record
+from odb_megatron.data.chat_record import ChatFormatError, ChatRecord, parse_record
 from odb_megatron.data.images import SampleImages
 from odb_megatron.data.index_check import check_index
 from odb_megatron.data.json_records import JSON_ENDINGS, JsonRecords, is_json_path
@@ -202,8 +202,12 @@ class ChatSource(_RuledSource):
     def _line(self, index: int) -> int:
         return self._records.line(index)
 
+    def record(self, index: int) -> ChatRecord:
+        """Return a record, read but not rendered."""
+        return parse_record(self._records[index])
+
     def _load(self, index: int, *, source: int) -> Sample:
-        ids, weights = self._renderer.render(parse_record(self._records[index]))
+        ids, weights = self._renderer.render(self.record(index))
         return shift_labels(ids, weights, source=source)
 
 

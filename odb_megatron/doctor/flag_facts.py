@@ -191,6 +191,7 @@ def _data(
 def _renderer(args: argparse.Namespace, path: str) -> Any:
     """Return the tokenizer and template for a text file; None for token data."""
     from odb_megatron.data.chat import ChatRenderer
+    from odb_megatron.data.chat_record import template_arguments
     from odb_megatron.data.json_records import is_json_path
     from odb_megatron.data.tokenizer import adds_special_tokens, usable_tokenizer
 
@@ -202,7 +203,9 @@ def _renderer(args: argparse.Namespace, path: str) -> Any:
         args.tokenizer_type = "HuggingFaceTokenizer"
     tokenizer = build_tokenizer(args)
     return ChatRenderer(
-        usable_tokenizer(tokenizer), add_special_tokens=adds_special_tokens(tokenizer)
+        usable_tokenizer(tokenizer),
+        template_arguments=template_arguments(args.odb_template_args or "{}"),
+        add_special_tokens=adds_special_tokens(tokenizer),
     )
 
 

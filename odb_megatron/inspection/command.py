@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from odb_megatron import __version__
 from odb_megatron.inspection.options import (
@@ -47,6 +47,9 @@ def main(argv: Sequence[str]) -> int:
     text_to = sys.stderr if options.json == "-" else sys.stdout
     try:
         check_outputs(options)
+        if options.show:
+            _show(options, text_to)
+            return 0
         findings = inspect(options)
         from odb_megatron.inspection.report import as_json
         from odb_megatron.inspection.text import as_text
@@ -193,6 +196,25 @@ def _write_pictures(options: argparse.Namespace, findings: Findings, argv: Seque
         write_png(Path(options.plot), charts)
     if options.html is not None:
         write_page(Path(options.html), page_of(findings, charts, argv))
+
+
+def _show(options: argparse.Namespace, text_to: TextIO) -> None:
+    """Print records token by token, and write one object for each."""
+    from odb_megatron.data.show import as_lines
+    from odb_megatron.inspection.reading import show_records
+
+    fill_in(options)
+    objects = []
+    for place, shown in show_records(data_request(options), options.show):
+        learnt = sum(map(bool, shown["loss"]))
+        print(f"{place}: {len(shown['ids'])} tokens, {learnt} learnt (+)", file=text_to)
+        print(f"template: {shown['template']}", file=text_to)
+        print("\n".join(as_lines(shown, colour=text_to.isatty())), file=text_to)
+        objects.append(json.dumps(shown, ensure_ascii=False) + "\n")
+    if options.json == "-":
+        sys.stdout.write("".join(objects))
+    elif options.json:
+        Path(options.json).write_text("".join(objects), encoding="utf-8")
 
 
 def _versions() -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from odb_megatron.output_files import check_output
 
 if TYPE_CHECKING:
+    from odb_megatron.data.chat_record import template_arguments
     from odb_megatron.inspection.reading import DataRequest
     from odb_megatron.inspection.setting import TrainingSetting
     from odb_megatron.plan.cost import CostPrices
@@ -85,6 +86,17 @@ def make_parser() -> argparse.ArgumentParser:
         "lognormal:mean=500,cv=1.0,max=8192; needs numpy alone",
     )
     data.add_argument("--tokenizer", metavar="T", help="folder or tokenizer.json, for text")
+    data.add_argument(
+        "--template-args", metavar="JSON", help="of its chat template, as --odb-template-args"
+    )
+    data.add_argument(
+        "--show",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="print the first N records token by token with what is learnt, and nothing else; "
+        "--json: one object per record",
+    )
     data.add_argument("--split", metavar="A,B,C", help="as of the training (default 100,0,0)")
     data.add_argument(
         "--max-samples",
@@ -218,11 +230,16 @@ def data_request(options: argparse.Namespace) -> DataRequest:
     from odb_megatron.inspection.reading import DataRequest
 
     paths, weights = _blend(options.data)
+    try:
+        template_args = template_arguments(options.template_args or "{}")
+    except ValueError as error:
+        raise ValueError(f"--template-args {options.template_args!r}: {error}") from error
     limits = [limit for limit in (options.max_samples, options.train_samples) if limit]
     return DataRequest(
         paths=paths,
         weights=weights,
         tokenizer=options.tokenizer,
+        template_args=template_args,
         split=_split(options.split),
         seed=options.seed,
         max_samples=min(limits, default=0),
@@ -272,13 +289,16 @@ def _refuse_idle(options: argparse.Namespace) -> None:
     if options.lengths is not None:
         for name, why in (
             ("tokenizer", "has lengths, no text"),
+            ("template_args", "has lengths, no text"),
+            ("show", "has lengths, no text"),
             ("split", "is the training split already"),
             ("workers", "is read in one process"),
         ):
             value = getattr(options, name)
-            if value is not None:
+            if value not in (None, 0):
+                flag = name.replace("_", "-")
                 raise ValueError(
-                    f"--{name} {value!r} would do nothing: --lengths {options.lengths} {why}; "
+                    f"--{flag} {value!r} would do nothing: --lengths {options.lengths} {why}; "
                     "drop it"
                 )
         if options.vocab_divisible_by is not None and "vocab=" not in (options.model_shape or ""):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +22,10 @@ from odb_megatron.inspection.lengths import ANY_LENGTH, Reading
 
 if TYPE_CHECKING:
     from odb_megatron.data.chat import ChatRenderer
+    from odb_megatron.data.preprocess import BadRecordPolicy
     from odb_megatron.data.sources import SampleSource
 
-__all__ = ["DataRequest", "read_data"]
+__all__ = ["DataRequest", "read_data", "show_records"]
 
 Integers = npt.NDArray[np.int64]
 Advance = Callable[[int], None]
@@ -47,6 +48,7 @@ class DataRequest:
         weights: of each path in a blend, as Megatron's `--data-path WEIGHT PATH ...`; empty for
             each record once.
         tokenizer: folder or tokenizer.json; None for token data.
+        template_args: further variables of its chat template.
         split: share of the records that is trained on, as (first, last) in 0 to 1.
         seed: of the order; `--seed` of the training.
         max_samples: records that are read at most, the first of that order; 0 for all.
@@ -56,6 +58,7 @@ class DataRequest:
     paths: tuple[str, ...]
     weights: tuple[float, ...] = ()
     tokenizer: str | None = None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
     split: tuple[float, float] = (0.0, 1.0)
     seed: int = 1234
     max_samples: int = 0
@@ -152,8 +155,10 @@ def _range(length: int, split: tuple[float, float]) -> range:
     return range(round(split[0] * length), round(split[1] * length))
 
 
-def _sources(request: DataRequest) -> list[SampleSource]:
-    """Open the data for reading of any length, bad records skipped."""
+def _sources(
+    request: DataRequest, *, bad_record: BadRecordPolicy | None = None
+) -> list[SampleSource]:
+    """Open the data for reading of any length, bad records skipped by default."""
     try:
         from odb_megatron.data.json_records import is_json_path
         from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
@@ -168,7 +173,7 @@ def _sources(request: DataRequest) -> list[SampleSource]:
         context=ANY_LENGTH,
         token_budget=ANY_LENGTH,
         overlong=OverlongPolicy.TRUNCATE,
-        bad_record=BadRecordPolicy.SKIP,
+        bad_record=bad_record or BadRecordPolicy.SKIP,
     )
     is_text = [is_json_path(path) for path in request.paths]
     for path, text in zip(request.paths, is_text, strict=True):
@@ -184,7 +189,7 @@ def _sources(request: DataRequest) -> list[SampleSource]:
                 f"{path} is text and needs the tokenizer of the training: pass --tokenizer with "
                 "its folder or its tokenizer.json"
             )
-    renderer = _renderer(request.tokenizer) if any(is_text) and request.tokenizer else None
+    renderer = _renderer(request) if any(is_text) and request.tokenizer else None
     if request.tokenizer is not None and renderer is None:
         raise ValueError(
             f"--tokenizer {request.tokenizer!r} would do nothing: {' '.join(request.paths)} has "
@@ -193,13 +198,53 @@ def _sources(request: DataRequest) -> list[SampleSource]:
     return [open_source(path, rules=rules, renderer=renderer) for path in request.paths]
 
 
-def _renderer(tokenizer: str) -> ChatRenderer:
+def show_records(request: DataRequest, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Return where each of the first records is, and the record token by token.
+
+    Raises:
+        ValueError: as `read_data`; or one of the records is bad.
+    """
+    from odb_megatron.data.chat_record import ChatFormatError, Conversation
+    from odb_megatron.data.preprocess import BadRecordPolicy
+    from odb_megatron.data.sample import Sample
+    from odb_megatron.data.show import as_object
+    from odb_megatron.data.sources import ChatSource
+
+    sources = _sources(request, bad_record=BadRecordPolicy.ERROR)
+    renderer = _renderer(request) if request.tokenizer else None
+    left = count
+    for source in sources:
+        for index in range(min(left, len(source))):
+            left -= 1
+            try:
+                sample = source.sample(index, source=0)
+            except ChatFormatError as error:  # no record is to blame for it
+                raise ValueError(f"training would stop: {error}") from error
+            assert isinstance(sample, Sample), "any length is read, and bad records are raised"
+            decode = renderer.decode if renderer is not None else _as_text
+            origin, line = "none: the data are tokens", index + 1
+            if renderer is not None and isinstance(source, ChatSource):
+                record, line = source.record(index), source.line(index)
+                origin = "none: plain text"
+                if isinstance(record, Conversation):
+                    origin = renderer.template(has_tools=bool(record.tools)).origin
+            yield f"{source.path}:{line}", as_object(sample, decode, template=origin)
+
+
+def _as_text(ids: Sequence[int]) -> list[str]:
+    return list(map(str, ids))
+
+
+def _renderer(request: DataRequest) -> ChatRenderer:
     from odb_megatron.data.chat import ChatRenderer
     from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder
 
+    tokenizer = request.tokenizer
+    assert tokenizer is not None, "only text is rendered"
     try:
         with tempfile.TemporaryDirectory() as folder:
-            return ChatRenderer(load_tokenizer(tokenizer_folder(tokenizer, folder)))
+            found = load_tokenizer(tokenizer_folder(tokenizer, folder))
+            return ChatRenderer(found, template_arguments=request.template_args)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"--tokenizer needs {error.name}, which is not installed: pip install "

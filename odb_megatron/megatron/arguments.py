@@ -110,6 +110,14 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
         "Holds for the padded baseline too.",
     )
     group.add_argument(
+        "--odb-template-args",
+        default=None,
+        metavar="JSON",
+        help="Further variables of the tokenizer's chat template, as a JSON object, such as "
+        "'{\"enable_thinking\": false}'. A record's own chat_template_kwargs come before them. "
+        "Holds for the padded baseline too.",
+    )
+    group.add_argument(
         "--odb-bad-record",
         choices=[policy.value for policy in BadRecordPolicy],
         default=BadRecordPolicy.ERROR.value,

@@ -6,12 +6,15 @@ Must not decide what works with what (that is `validation`) and must not import 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from odb_megatron.comm.watchdog import OnPeerFailure
+from odb_megatron.data.chat_record import template_arguments
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
 from odb_megatron.megatron.topology import sync_of
 from odb_megatron.plan.cost import CostPrices
@@ -71,6 +74,7 @@ class OdbConfig:
         cost: `--odb-cost`; None for what follows from the model's shape.
         max_patches: most patches of a micro-batch, 0 for no cap.
         sync: where replicas wait for each other.
+        template_args: further variables of the chat template.
         overlong: see `plan.padding.OverlongPolicy`.
         bad_record: see `data.preprocess.BadRecordPolicy`.
         max_bad_records: see `data.bad_records.max_bad_records`.
@@ -95,6 +99,7 @@ class OdbConfig:
     cost: CostPrices | None
     max_patches: int
     sync: Sync
+    template_args: Mapping[str, Any]
     overlong: OverlongPolicy
     bad_record: BadRecordPolicy
     max_bad_records: int
@@ -150,6 +155,7 @@ class OdbConfig:
             problems.append(f"--odb-plan-ahead must not be negative, got {plan_ahead}")
         buckets = _taken(_buckets, args, problems)
         cost = _taken(_cost, args, problems)
+        template_args = _taken(_template_args, args, problems)
         logs_ids = _taken(_logs_ids, args, problems)
         metrics = _taken(_metrics_target, args, problems)
         if problems or buckets is None or metrics is None:
@@ -163,6 +169,7 @@ class OdbConfig:
             cost=cost,
             max_patches=args.odb_max_patches or 0,
             sync=sync_of(args)[0],
+            template_args=template_args or {},
             overlong=OverlongPolicy(args.odb_overlong),
             bad_record=bad_record,
             max_bad_records=args.odb_max_bad_records or 0,
@@ -216,6 +223,9 @@ class OdbConfig:
             f"--odb-bad-record {self.bad_record.value}",
             f"--odb-attention {self.attention}",
         ]
+        if self.template_args:
+            text = json.dumps(self.template_args, sort_keys=True)
+            flags += [f"--odb-template-args {shlex.quote(text)}"]
         if self.max_bad_records:
             flags += [f"--odb-max-bad-records {self.max_bad_records}"]
         if self.pad_to_budget:
@@ -289,6 +299,13 @@ def _metrics_target(args: argparse.Namespace) -> MetricsTarget:
         raise ValueError(f"--odb-metrics-port must be from 1 to 65535, got {port}")
     target = MetricsTarget(port=port, file=args.odb_metrics_file)
     return target if host is None else replace(target, host=host)
+
+
+def _template_args(args: argparse.Namespace) -> dict[str, Any]:
+    try:
+        return template_arguments(args.odb_template_args or "{}")
+    except ValueError as error:
+        raise ValueError(f"--odb-template-args {args.odb_template_args!r}: {error}") from error
 
 
 def _cost(args: argparse.Namespace) -> CostPrices | None:

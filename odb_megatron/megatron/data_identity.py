@@ -93,9 +93,17 @@ def _some(found: list[str]) -> str:
 
 
 def _tokenizer(args: argparse.Namespace) -> str:
-    """Name the tokenizer by its type and the digest of its files, wherever they lie."""
+    """Name the tokenizer by its type and the digest of its files, wherever they lie.
+
+    The chat templates that were chosen, and their arguments, are part of it.
+    """
     folder = args.tokenizer_model or ""
     paths = [os.path.join(folder, name) for name in _TOKENIZER_FILES]
     paths = [path for path in [folder, *paths] if os.path.isfile(path)]
-    digest = hashlib.sha256("".join(file_fingerprint(path) for path in paths).encode())
-    return f"{args.tokenizer_type} {digest.hexdigest()[:12] if paths else folder}".strip()
+    templates = getattr(args, "odb_templates", "")
+    digest = hashlib.sha256(
+        ("".join(file_fingerprint(path) for path in paths) + templates).encode()
+    )
+    return (
+        f"{args.tokenizer_type} {digest.hexdigest()[:12] if paths or templates else folder}".strip()
+    )

@@ -24,6 +24,8 @@ from odb_megatron.data.megatron_dataset import build_datasets, stream_from_datas
 from odb_megatron.data.order import Order, PassOrder, build_order
 from odb_megatron.data.padded import PaddedDataset
 from odb_megatron.data.preprocess import SampleRules
+from odb_megatron.data.sample import Sample
+from odb_megatron.data.show import as_lines, as_object
 from odb_megatron.data.sources import MapSource
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream, SourcePart
@@ -42,6 +44,8 @@ __all__ = [
     "build_streams",
     "source_group",
 ]
+
+_SHOWN_TOKENS = 200
 
 ENDLESS = 1 << 41
 """Stream positions of an evaluation loader that Megatron asks for a number of steps."""
@@ -89,7 +93,7 @@ def build_streams(
             "--odb-epochs needs --data-path, or an iterable train dataset of your own: give one of "
             "them"
         )
-    renderer, tokenizer = _renderer(args, tokenizer)
+    renderer, tokenizer = _renderer(args, config, tokenizer)
     built = build_datasets(
         dataset_config(
             args, rules=rules, tokenizer=tokenizer, renderer=renderer, images=image_rules(args)
@@ -97,12 +101,16 @@ def build_streams(
         num_samples=[getattr(args, "odb_epoch_samples", total), *sizes[1:]],
         is_built_on_rank=lambda: reads_data,
     )
-    return [
+    streams = [
         None
         if dataset is None or length == 0
         else stream_from_dataset(dataset, num_samples=length, order=order)
         for dataset, length, order in zip(built, lengths, orders, strict=True)
     ]
+    shows = config.log_dir is not None and mpu.get_data_parallel_rank() == 0 and reads_data
+    if shows and renderer is not None and streams[0] is not None:
+        _show_first(streams[0], renderer)
+    return streams
 
 
 def build_loader(
@@ -189,7 +197,9 @@ def source_group(
     )
 
 
-def _renderer(args: argparse.Namespace, tokenizer: Any) -> tuple[ChatRenderer | None, Any]:
+def _renderer(
+    args: argparse.Namespace, config: OdbConfig, tokenizer: Any
+) -> tuple[ChatRenderer | None, Any]:
     if tokenizer is None:
         from megatron.training import get_tokenizer
 
@@ -197,9 +207,29 @@ def _renderer(args: argparse.Namespace, tokenizer: Any) -> tuple[ChatRenderer | 
     if args.tokenizer_type == "NullTokenizer":
         return None, tokenizer  # token data (.bin/.idx) needs no text
     renderer = ChatRenderer(
-        usable_tokenizer(tokenizer), add_special_tokens=adds_special_tokens(tokenizer)
+        usable_tokenizer(tokenizer),
+        template_arguments=config.template_args,
+        add_special_tokens=adds_special_tokens(tokenizer),
     )
+    args.odb_templates = renderer.digest()  # for `data_identity`
     return renderer, tokenizer
+
+
+def _show_first(stream: SampleStream, renderer: ChatRenderer) -> None:
+    """Print the run's first record token by token, with what is learnt marked."""
+    try:
+        sample = stream.fetch(0)
+    except ValueError:
+        return  # the loader comes to it, and says what becomes of it
+    if isinstance(sample, Sample):
+        shown = as_object(sample, renderer.decode)
+        print(
+            f"odb: the first record, {stream.describe(0)}; + is learnt; "
+            f"chat template: {renderer.template().origin}",
+            *as_lines(shown, most=_SHOWN_TOKENS),
+            sep="\n",
+            flush=True,
+        )
 
 
 def _order(
