@@ -39,6 +39,7 @@ def test_defaults() -> None:
         cost=None,
         max_patches=0,
         sync=Sync.STEP,
+        template_args={},
         overlong=OverlongPolicy.ERROR,
         bad_record=BadRecordPolicy.ERROR,
         resume_strict=True,
@@ -55,6 +56,15 @@ def test_defaults() -> None:
         stall_warn_s=60.0,
         on_peer_failure=OnPeerFailure.EXIT,
     )
+
+
+def test_template_arguments() -> None:
+    config = _config("--odb --odb-template-args '{\"enable_thinking\": false}'")
+    assert config.template_args == {"enable_thinking": False}
+    assert """--odb-template-args '{"enable_thinking": false}'""" in config.describe()
+    for text, reason in (("[1]", "of type list; expected a JSON object"), ("{", "not valid JSON")):
+        with pytest.raises(ValueError, match=f"--odb-template-args .*{reason}"):
+            _config(f"--odb --odb-template-args '{text}'")
 
 
 def test_everything_given() -> None:
@@ -218,7 +228,7 @@ def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_odb_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest.startswith("odb")]
-    assert len(actions) == 22
+    assert len(actions) == 23
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out

@@ -150,3 +150,25 @@ def test_bad_records_are_named_in_file_order_and_the_way_out_once(
     assert [line.split(":")[1] for line in named] == ["2", "5", "8", "11", "14"]
     assert out.count("--odb-bad-record") == 1
     assert "Mend the record" not in out
+
+
+def test_records_are_shown_token_by_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from odb_megatron.data.tokenizer import train_bpe
+
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "So."}]
+    chats.write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"text": "So."}) + "\n")
+    tokenizer = train_bpe(["What? So."] * 3, vocab_size=300, folder=tmp_path / "tokenizer")
+    flags = [str(chats), "--tokenizer", str(tokenizer), "--show", "9", "--json", "-"]
+    assert main(flags) == 0
+    out, err = capsys.readouterr()
+    chat, text = map(json.loads, out.splitlines())
+    assert set(chat) == {"ids", "loss", "text", "template"}
+    learnt = [part for part, weight in zip(chat["text"], chat["loss"], strict=True) if weight]
+    assert "".join(learnt) == "So.<|im_end|>"
+    assert "marked" in chat["template"]
+    assert "".join(text["text"]) == "So.<|endoftext|>"
+    assert f"{chats}:1: " in err
+    assert "\n+       2  '<|im_end|>'\n" in err

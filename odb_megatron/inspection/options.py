@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NoReturn
 from odb_megatron.output_files import check_output
 
 if TYPE_CHECKING:
-    from odb_megatron.data.chat_record import template_arguments
     from odb_megatron.inspection.reading import DataRequest
     from odb_megatron.inspection.setting import TrainingSetting
     from odb_megatron.plan.cost import CostPrices
@@ -227,6 +226,7 @@ def data_request(options: argparse.Namespace) -> DataRequest:
     Raises:
         ValueError: weights or a split that cannot be.
     """
+    from odb_megatron.data.chat_record import template_arguments
     from odb_megatron.inspection.reading import DataRequest
 
     paths, weights = _blend(options.data)

@@ -101,14 +101,14 @@ def build_streams(
         num_samples=[getattr(args, "odb_epoch_samples", total), *sizes[1:]],
         is_built_on_rank=lambda: reads_data,
     )
-    streams = [
+    streams: list[SampleStream | ItemStream | None] = [
         None
         if dataset is None or length == 0
         else stream_from_dataset(dataset, num_samples=length, order=order)
         for dataset, length, order in zip(built, lengths, orders, strict=True)
     ]
     shows = config.log_dir is not None and mpu.get_data_parallel_rank() == 0 and reads_data
-    if shows and renderer is not None and streams[0] is not None:
+    if shows and renderer is not None and isinstance(streams[0], SampleStream):
         _show_first(streams[0], renderer)
     return streams
 
