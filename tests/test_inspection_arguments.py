@@ -155,14 +155,13 @@ def test_bad_records_are_named_in_file_order_and_the_way_out_once(
 def test_records_are_shown_token_by_token(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from odb_megatron.data.tokenizer import train_bpe
 
     chats = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "So."}]
     chats.write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"text": "So."}) + "\n")
     tokenizer = train_bpe(["What? So."] * 3, vocab_size=300, folder=tmp_path / "tokenizer")
     flags = [str(chats), "--tokenizer", str(tokenizer), "--show", "9", "--json", "-"]
-    assert main(flags) == 0
+    assert main(["inspect", *flags]) == 0
     out, err = capsys.readouterr()
     chat, text = map(json.loads, out.splitlines())
     assert set(chat) == {"ids", "loss", "text", "template"}
