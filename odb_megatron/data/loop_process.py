@@ -152,7 +152,9 @@ class LoopProcess:
                     request = replace(request, record=bytes(record))
                 answer = yield request
                 if isinstance(request, Exchange):  # views cannot be sent
-                    answer = {by: bytes(part) for by, part in answer.items()}
+                    answer = {
+                        by: None if part is None else bytes(part) for by, part in answer.items()
+                    }
                 self._send(answer)
         finally:
             self.kill()

@@ -85,11 +85,13 @@ class ThreadChannel:
         return [came[at] for at in everyone]
 
     def exchange(
-        self, step: int, sends: Mapping[int, bytes], receives: Mapping[int, int]
-    ) -> dict[int, memoryview]:
+        self, step: int, sends: Mapping[int, bytes] | None, receives: Mapping[int, int]
+    ) -> dict[int, memoryview | None]:
         """See `SourceGroup.exchange`."""
-        came = self._meeting.meet("exchange", self.replica, self.block, (step, dict(sends)))
+        came = self._meeting.meet("exchange", self.replica, self.block, (step, sends))
         assert all(came[by][0] == step for by in self.block), "replicas exchange different steps"
+        if failed := [by for by in self.block if came[by][1] is None]:
+            return dict.fromkeys(failed)
         return {by: memoryview(came[by][1][self.replica]) for by in receives}
 
     def close(self) -> None:
