@@ -250,6 +250,32 @@ def test_a_bad_item_is_an_error_or_skipped() -> None:
     assert sum(step.totals.num_bad for step in steps) == 4
 
 
+def test_an_id_that_the_model_has_no_row_for_is_a_bad_item() -> None:
+    """Items 0 to 15 hold ids of 1000 times their number and some more: the last two's are over."""
+    made = MakeLines([5] * 16, [0, 1] * 8)
+    shards, limit = IterableShards(make=made), 14 * BASE + 1  # a label is one more
+    text = refused(
+        stream_of(shards, vocab_size=limit, bad_record=BadRecordPolicy.ERROR),
+        config_of(),
+        BadRecordError,
+    )
+    assert "train dataset, shard 0 of 2:8: token id 14001 is outside the vocabulary of 140" in text
+    names, _, steps = run(stream_of(shards, vocab_size=limit), config_of())
+    assert emitted(names) == dict.fromkeys(range(14), 1)
+    assert sum(step.totals.num_bad for step in steps) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_that_cannot_be_taken_is_named(num_workers: int) -> None:
+    made = MakeLines([5] * 200, [0, 1] * 100, kind=Broken)
+    shards = IterableShards(make=made)
+    text = refused(stream_of(shards), config_of(), ValueError, num_workers=num_workers)
+    assert "train dataset, shard 0 of 2, saying where it is, raised OSError: disk quota" in text
+    assert "Original traceback" in text
+    names, _, _ = run(replace(stream_of(shards), keeps_state=False), config_of())
+    assert sum(emitted(names).values()) == 200
+
+
 def test_a_worker_that_dies_is_named() -> None:
     made = MakeLines([5] * 20, [0, 1] * 10, failing=10, kills=True)
     text = refused(stream_of(IterableShards(make=made)), config_of(), WorkerError, num_workers=1)
@@ -320,6 +346,12 @@ def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], message: s
     assert message in refused(
         stream, config_of(), ValueError, states=list(map(json.dumps, changed))
     )
+
+
+class Broken(Lines):
+    def state_dict(self) -> dict[str, Any]:
+        """Fail."""
+        raise OSError("disk quota exceeded")
 
 
 class Forgetful(Lines):

@@ -209,6 +209,15 @@ def test_ranks_of_a_replica_with_different_arguments(
     assert f"{argument} is {other.split()[1]} on rank 1 and " in errors[0]
 
 
+def test_replicas_with_different_seeds(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
+    flags = ("--odb", "--train-samples", 8, *data_flags)
+    first, second = megatron.refused(*flags, rank_flags={1: ("--seed", "7")})
+    assert first == second
+    assert first.startswith("ReplicaFailedError: data is ")
+    assert ", --seed 7 on replica 1 and " in first
+    assert first.endswith(", --seed 1234 on replica 0")
+
+
 def test_a_budget_below_the_padding_multiple(
     megatron: Megatron, data_flags: tuple[str, ...]
 ) -> None:

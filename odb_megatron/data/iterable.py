@@ -151,12 +151,16 @@ class PartReader:
         """Return where the shard is, as JSON values; None where it cannot say.
 
         Raises:
-            ValueError: see `plain_state.encode`.
+            ValueError: it raised; or see `plain_state.encode`.
         """
         methods = _methods(self.dataset)
         if methods is None:
             return None
-        return encode(getattr(self.dataset, methods[0])(), owner=self.name)
+        try:
+            found = getattr(self.dataset, methods[0])()
+        except Exception as error:
+            raise ValueError(raised(f"{self.name}, saying where it is,", error)) from error
+        return encode(found, owner=self.name)
 
 
 def raised(who: str, error: Exception, *, note: str = "") -> str:
