@@ -172,6 +172,57 @@ def test_a_quota_is_met_exactly_and_a_resume_goes_on(
     assert rest == names[at + 1 :]
 
 
+@settings(max_examples=40)
+@given(worlds(), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
+def test_other_replicas_go_on_with_a_fixed_total_of_parts(
+    world: tuple[MakeLines, int, PlanConfig], replicas: list[int], data: st.DataObject
+) -> None:
+    """Each sample is trained once, however often the number of replicas changes."""
+    made, parts, config = world
+    if not made.owners:
+        return
+    total_parts = parts * config.num_replicas
+    stream = stream_of(IterableShards(make=made, total_parts=total_parts))
+    found: Counter[int] = Counter()
+    states: list[str] = []
+    for num in (config.num_replicas, *replicas):
+        config = replace(config, num_replicas=num, global_batch_size=2 * num)
+        states = assigned(stream, states, num)
+        names, later, _ = run(stream, config, states=states)
+        if states:  # the same replicas go on exactly as they would
+            assert run(stream, config, states=states)[0] == names
+        if not names:
+            break
+        at = data.draw(st.integers(0, len(names) - 1))
+        rest, _, _ = run(stream, config, states=later[at])
+        assert rest == names[at + 1 :]
+        found += emitted(names[: at + 1])
+        states = later[at]
+    last = assigned(stream, states, 2)
+    rest, _, _ = run(stream, replace(config, num_replicas=2, global_batch_size=4), states=last)
+    assert found + emitted(rest) == dict.fromkeys(usable(made), 1)
+
+
+def assigned(stream: ItemStream, states: Sequence[str], num_replicas: int) -> list[str]:
+    """Return the states of so many replicas that go on, from those of the saved ones."""
+    saved = list(map(json.loads, states))
+    sources = [state["source"] for state in saved]
+    return [
+        json.dumps(
+            saved[0] | {"source": stream.own_state(sources, replica=at, num_replicas=num_replicas)}
+        )
+        for at in range(num_replicas if states else 0)
+    ]
+
+
+def test_replicas_in_different_passes_are_not_assigned_anew() -> None:
+    made = MakeLines([5] * 220, [0] * 20 + [1] * 200)
+    stream = stream_of(IterableShards(make=made, total_parts=2), passes=3)
+    _, states, _ = run(stream, config_of(), steps=20)
+    with pytest.raises(ValueError, match="the 2 replicas were in different passes of train datas"):
+        assigned(stream, states[-1], 3)
+
+
 def test_workers_do_not_change_plans() -> None:
     rng = random.Random(5)
     owners = [rng.randrange(6) for _ in range(150)]
@@ -195,7 +246,7 @@ def test_a_resume_reads_little_again() -> None:
     assert sum(step.totals.num_samples for step in steps) == 2400
     source = json.loads(states[-1][0])["source"]
     assert source["next"] - source["from"]["number"] <= 64 + 8
-    assert source["from"]["parts"][0]["__kind__"] == "dict"
+    assert source["from"]["parts"][0][0]["__kind__"] == "dict"
 
 
 # --- what is refused --------------------------------------------------------------------------
@@ -335,6 +386,8 @@ def test_a_source_without_a_state_trains_and_is_not_resumed() -> None:
         ({"from": {}}, "no place to go on from"),
         ({"next": 10_000}, "the data has changed"),
         ({"more": 1}, "holds no state of an iterable source"),
+        ({"skips": [-1]}, "damaged or of another version"),
+        ({"skips": []}, "the file was changed"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
@@ -397,3 +450,5 @@ def test_what_counts_as_iterable() -> None:
         as_shards(iter([1]), name="train dataset")
     with pytest.raises(ValueError, match="parts must be at least 1"):
         IterableShards(make=MakeLines([], []), parts=0)
+    with pytest.raises(ValueError, match="parts is 2 and total_parts 8: give one of them"):
+        IterableShards(make=MakeLines([], []), parts=2, total_parts=8)
