@@ -212,13 +212,13 @@ def run_step(
                 MicroBatchTime(
                     tokens=sum(lengths),
                     squares=sum(length * length for length in lengths),
-                    time_ns=clock.elapsed_ns(start, end),
+                    time_ns=round(clock.elapsed_s(start, end) * 1e9),
                 )
                 for lengths, (start, end) in zip(replica, pairwise(replica_marks), strict=True)
             )
             for replica, replica_marks in zip(computed, marks, strict=True)
         ),
-        optimizer_s=clock.elapsed_ns(*optimizer_marks) / 1e9,
+        optimizer_s=clock.elapsed_s(*optimizer_marks),
         num_samples=sum(map(len, own)),
         num_tokens=sum(map(sum, own)),
         flops=_flops(own, shape),
