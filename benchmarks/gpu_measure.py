@@ -52,13 +52,13 @@ class Steps(Protocol):
     clock: Any
 
     def begin_step(self) -> None:
-        """See `Trainer`."""
+        pass
 
     def run_replica(self, items: Sequence[Item]) -> tuple[list[Any], torch.Tensor]:
-        """See `Trainer`."""
+        pass
 
     def end_step(self, sums: torch.Tensor) -> tuple[list[Any], float]:
-        """See `Trainer`."""
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

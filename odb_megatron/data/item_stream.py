@@ -75,7 +75,7 @@ class ItemStream:
         return Location(epoch=0, place=position, source=0, record=position)
 
     def sources(self) -> list[dict[str, object]]:
-        """See `SampleStream.sources`; length and order are not known."""
+        """Length and order are not known."""
         parts = {
             "num_records": -1,
             "seed": 0,
@@ -84,7 +84,7 @@ class ItemStream:
         return [{"path": self.name, "fingerprint": self.data_digest(), **parts}]
 
     def blend_digest(self, most: int) -> tuple[int, str]:
-        """See `SampleStream.blend_digest`: a single source."""
+        """A single source."""
         del most
         return 0, ""
 

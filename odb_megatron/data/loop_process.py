@@ -135,11 +135,9 @@ class LoopProcess:
             raise
 
     def close(self) -> None:
-        """See `StepLoop.close`."""
         self._is_closing = True
 
     def run(self) -> Generator[Request, Any, None]:
-        """See `StepLoop.run`."""
         try:
             self._send(None)
             while True:

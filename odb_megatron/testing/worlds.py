@@ -108,7 +108,6 @@ class SyntheticReader:
         )
 
     def read(self, count: int) -> list[tuple[int, Sample | Skipped]]:
-        """See `loop.Reader`."""
         found: list[tuple[int, Sample | Skipped]] = []
         while len(found) < count and not self.has_ended():
             number = self._id()
@@ -125,26 +124,22 @@ class SyntheticReader:
         return found
 
     def has_ended(self) -> bool:
-        """See `loop.Reader`."""
         world = self._world
         if not world.shards or world.starts_again:
             return False
         return self._next >= world.shards[self._replica]
 
     def head(self) -> bytes:
-        """See `loop.Reader`."""
         return b"head"
 
     def check_heads(self, heads: Sequence[bytes]) -> None:
-        """See `loop.Reader`."""
         assert len(heads) == self._world.config.num_replicas
 
     def state(self) -> Any:
-        """See `loop.Reader`."""
         return {"next": self._next} if self._world.shards else None
 
     def close(self) -> None:
-        """See `loop.Reader`."""
+        pass
 
     def _id(self) -> int:
         if not self._world.shards:
