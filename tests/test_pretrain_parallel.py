@@ -160,7 +160,7 @@ def test_resume_with_another_topology(
 
 
 @pytest.mark.parametrize("name", ["tp2", "tp2_pp2"])
-def test_a_leaders_failure_ends_all_ranks(
+def test_a_source_ranks_failure_ends_all_ranks(
     megatron: Megatron, initial: tuple[Any, ...], tmp_path: Path, name: str
 ) -> None:
     """A record that cannot be read turns up in the second step."""
@@ -180,7 +180,7 @@ def test_a_leaders_failure_ends_all_ranks(
     ), errors
 
 
-def test_a_leader_that_cannot_start_ends_all_ranks(
+def test_a_source_rank_that_cannot_start_ends_all_ranks(
     megatron: Megatron, data_flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -189,7 +189,7 @@ def test_a_leader_that_cannot_start_ends_all_ranks(
         *("--odb-log-dir", tmp_path / "file"),
     )
     assert "the step log" in errors[0]
-    assert "the leader of this replica failed: ValueError: the step log" in errors[1]
+    assert "the source rank of this replica failed: ValueError: the step log" in errors[1]
 
 
 @pytest.mark.parametrize("other", ["--seed 7", "--odb-token-budget 128", "--lr 0.5"])

@@ -50,8 +50,8 @@ CHATML_TEMPLATE = """\
 # the date they fall back to where no clock is offered.
 _TEMPLATE_DATE = datetime(2024, 7, 26)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_MOST_PREFIX_TURNS = 2_000_000  # messages rendered, over all prefixes of a conversation
-_MOST_MARKED_CHARS = 1 << 32  # looked at, over all marks
+_MAX_PREFIX_TURNS = 2_000_000  # messages rendered, over all prefixes of a conversation
+_MAX_MARKED_CHARS = 1 << 32  # looked at, over all marks
 _HEADER_CHARS = 20
 _ADD_MARKERS = (
     "put {% generation %} and {% endgeneration %} around the assistant's text and end marker in "
@@ -340,9 +340,9 @@ def _check_turns(conversation: Conversation, *, is_marked: bool) -> None:
     places = [at for at, m in enumerate(messages) if m.role == "assistant" and m.learn]
     if is_marked:
         num_chars = sum(len(m.content) + _HEADER_CHARS for m in messages)
-        is_too_much = num_chars * len(places) > _MOST_MARKED_CHARS
+        is_too_much = num_chars * len(places) > _MAX_MARKED_CHARS
     else:
-        is_too_much = 2 * sum(places) > _MOST_PREFIX_TURNS
+        is_too_much = 2 * sum(places) > _MAX_PREFIX_TURNS
     if is_too_much:
         raise ValueError(
             f"the conversation has {len(messages)} messages, {len(places)} of the assistant to "

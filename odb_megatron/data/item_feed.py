@@ -36,7 +36,7 @@ TURN = 8
 """Items of a part that are read in a turn."""
 
 SNAPSHOT_TURNS = 8
-"""Turns between two snapshots: after a resume, so many are read again at most, and the window."""
+"""Turns between two snapshots: after a resume, so many are read again at most."""
 
 _PREFETCH = 2
 

@@ -28,7 +28,7 @@ MAX_TEMPLATE_CHARS = 1 << 18
 MAX_RENDERED_CHARS = 64 << 20
 """Longest text that a template may make of a conversation, or by one multiplication."""
 
-_MOST_BITS = 1 << 12  # of a power's result
+_MAX_BITS = 1 << 12  # of a power's result
 _WIDE = re.compile(r"%[^a-zA-Z%]*(?:\d{5}|\*)")  # a field of 10000 characters or of a given width
 _WIDE_BRACES = re.compile(r":[^{}]*(?:\d{5}|\{)")
 _PADDING = frozenset(("center", "expandtabs", "ljust", "rjust", "zfill"))
@@ -127,7 +127,7 @@ def _bounded_product(multiply: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(one, (str, list, tuple)) and isinstance(other, int):
                 if len(one) * other > MAX_RENDERED_CHARS:
                     raise ChatTemplateError(_too_much("a text"))
-            elif isinstance(one, int) and one.bit_length() > _MOST_BITS:
+            elif isinstance(one, int) and one.bit_length() > _MAX_BITS:
                 raise ChatTemplateError(_too_much("a number"))
         return multiply(left, right)
 
@@ -139,7 +139,7 @@ def _bounded_power(power: Callable[..., Any]) -> Callable[..., Any]:
         if (
             isinstance(left, int)
             and isinstance(right, int)
-            and left.bit_length() * max(right, 0) > _MOST_BITS
+            and left.bit_length() * max(right, 0) > _MAX_BITS
         ):
             raise ChatTemplateError(_too_much("a number"))
         return power(left, right)
@@ -169,5 +169,5 @@ def _bounded_width(pad: Callable[..., Any]) -> Callable[..., Any]:
 def _too_much(what: str) -> str:
     return (
         f"the chat template builds {what} without bounds ({MAX_RENDERED_CHARS} characters and "
-        f"{_MOST_BITS} bits are allowed); use the template that belongs to the model"
+        f"{_MAX_BITS} bits are allowed); use the template that belongs to the model"
     )

@@ -363,7 +363,7 @@ class OdbRun:
     def _build_streams(
         self, sizes: Sequence[int | None], *, reads_data: bool = True
     ) -> list[SampleStream | ItemStream | None]:
-        """Build the streams, and on leaders what goes with them."""
+        """Build the streams, and on source ranks what goes with them."""
         args = self._args
         datasets = None
         if self._datasets is not None:
@@ -459,7 +459,7 @@ class OdbRun:
         return loaders
 
     def _of_last_stage(self, values: dict[str, Any]) -> tuple[dict[str, Any], MemoryUse]:
-        """Return what was logged and the memory use, on the leader with what the last stage knows.
+        """Return what was logged, and memory use; on the source rank with the last stage's.
 
         The first stage holds the most activations, the last one the logits.
         """
