@@ -47,7 +47,7 @@ class Reason:
 
     Attributes:
         rank: global rank.
-        text: what was seen, expected, and the way out.
+        text: what was seen, expected, and the hint.
         is_told: the rank only heard of another's failure, and `text` may be cut.
         time_ns: when.
         code: exit code that the rank is about to end with.

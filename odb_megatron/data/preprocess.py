@@ -100,7 +100,7 @@ def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> 
     because the user asked for the cut.
 
     Raises:
-        OverlongError: names the record and the way out.
+        OverlongError: names the record and the hint.
     """
     try:
         verdict = judge_length(
