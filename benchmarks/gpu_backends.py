@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_model import Clock, ModelSize, attention_config, parameter_dtype
+from gpu_model import ModelSize, attention_config, parameter_dtype
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -20,6 +20,7 @@ from odb_megatron.data.thd import MicroBatchLayout
 from odb_megatron.megatron.attention.registry import BACKENDS, AttentionBackend
 from odb_megatron.megatron.attention.spec import layer_spec
 from odb_megatron.megatron.compat import packed_seq_params
+from odb_megatron.megatron.recorder import Clock
 
 __all__ = ["REFERENCE", "BackendCheck", "check_backends"]
 
@@ -140,7 +141,7 @@ def _time(backend: AttentionBackend, check: BackendCheck, clock: Clock) -> float
         _pass(attention, leaves, gradient, parameters)
         end = clock.mark()
         torch.cuda.synchronize()
-        times.append(clock.elapsed_ns(start, end) / 1e6)
+        times.append(clock.elapsed_s(start, end) * 1e3)
     return float(np.median(times[1:]))
 
 

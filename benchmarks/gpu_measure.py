@@ -52,13 +52,13 @@ class Steps(Protocol):
     clock: Any
 
     def begin_step(self) -> None:
-        """See `Trainer`."""
+        pass
 
     def run_replica(self, items: Sequence[Item]) -> tuple[list[Any], torch.Tensor]:
-        """See `Trainer`."""
+        pass
 
     def end_step(self, sums: torch.Tensor) -> tuple[list[Any], float]:
-        """See `Trainer`."""
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,13 +212,13 @@ def run_step(
                 MicroBatchTime(
                     tokens=sum(lengths),
                     squares=sum(length * length for length in lengths),
-                    time_ns=clock.elapsed_ns(start, end),
+                    time_ns=round(clock.elapsed_s(start, end) * 1e9),
                 )
                 for lengths, (start, end) in zip(replica, pairwise(replica_marks), strict=True)
             )
             for replica, replica_marks in zip(computed, marks, strict=True)
         ),
-        optimizer_s=clock.elapsed_ns(*optimizer_marks) / 1e9,
+        optimizer_s=clock.elapsed_s(*optimizer_marks),
         num_samples=sum(map(len, own)),
         num_tokens=sum(map(sum, own)),
         flops=_flops(own, shape),

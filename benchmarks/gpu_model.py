@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -37,12 +37,11 @@ from odb_megatron.data.thd import MicroBatch
 from odb_megatron.megatron.attention.registry import AttentionBackend
 from odb_megatron.megatron.attention.spec import layer_spec
 from odb_megatron.megatron.forward_step import Batch, packed_batch, padded_batch
+from odb_megatron.megatron.recorder import Clock, CudaClock, WallClock
 from odb_megatron.plan.cost import ModelShape
 
 __all__ = [
-    "Clock",
     "CpuClock",
-    "CudaClock",
     "Item",
     "ModelSize",
     "Positions",
@@ -54,41 +53,11 @@ __all__ = [
 ]
 
 
-class Clock(Protocol):
-    """Marks moments and tells how far apart they are."""
-
-    def mark(self) -> Any:
-        """Return a mark of this moment."""
-
-    def elapsed_ns(self, start: Any, end: Any) -> int:
-        """Return the nanoseconds between two marks."""
-
-
-class CpuClock:
+class CpuClock(WallClock):
     """CPU time of this process: the wall clock would measure what else the cores do."""
 
-    def mark(self) -> int:
-        """See `Clock`."""
-        return time.process_time_ns()
-
-    def elapsed_ns(self, start: int, end: int) -> int:
-        """See `Clock`."""
-        return end - start
-
-
-class CudaClock:
-    """Events of the current stream."""
-
-    def mark(self) -> Any:
-        """See `Clock`."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def elapsed_ns(self, start: Any, end: Any) -> int:
-        """See `Clock`; waits for the event."""
-        end.synchronize()
-        return int(start.elapsed_time(end) * 1e6)
+    def mark(self) -> float:
+        return time.process_time()
 
 
 class Positions(enum.Enum):

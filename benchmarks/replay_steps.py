@@ -55,7 +55,7 @@ class ReplayLoader(StepLoader):
     records: Sequence[Sequence[Record]] = ()
 
     def make_step(self) -> PackedStep | None:
-        """See base; None after the log's last step."""
+        """None after the log's last step."""
         at = self._at = getattr(self, "_at", -1) + 1
         if self.is_over or at == len(self.records):
             self.is_over = True

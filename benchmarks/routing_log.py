@@ -101,7 +101,6 @@ class _Log:
     def get_replay_topk(
         self, scores: Any, topk: int, num_groups: Any, group_topk: Any, compute: Callable[..., Any]
     ) -> Any:
-        """See `RouterReplay`."""
         import torch
 
         values, experts = compute(scores, topk, num_groups, group_topk)

@@ -34,7 +34,7 @@ PARENT = "ODB_PARENT_PIPE"
 _GRACE_S = 10.0
 """For what the ranks of a run that succeeded leave behind."""
 
-_MOST_S = 5.0
+_MAX_S = 5.0
 _CLOSE_S = 30  # after a failure, torch's launcher sends SIGTERM, and SIGKILL so much later
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _FILE = "TORCHELASTIC_ERROR_FILE"
@@ -47,7 +47,7 @@ class Reason:
 
     Attributes:
         rank: global rank.
-        text: what was seen, expected, and the way out.
+        text: what was seen, expected, and the hint.
         is_told: the rank only heard of another's failure, and `text` may be cut.
         time_ns: when.
         code: exit code that the rank is about to end with.
@@ -156,7 +156,7 @@ def _end_orphans(*, grace_s: float) -> None:
     started, left = time.monotonic(), set[int]()
     while left := left | {pid for pid in _children() if _is_of_a_rank(pid)}:
         waited = time.monotonic() - started
-        if waited > grace_s + _MOST_S:  # not even SIGKILL ends what hangs in a device
+        if waited > grace_s + _MAX_S:  # not even SIGKILL ends what hangs in a device
             return
         if waited >= grace_s:
             for pid in left:

@@ -65,7 +65,6 @@ class OnlyFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`."""
         if path is None and name not in self._allowed:
             path = [each for each in sys.path if not self._is_site(each)]
             found = PathFinder.find_spec(name, path, target)
@@ -75,7 +74,6 @@ class OnlyFinder:
         return PathFinder.find_spec(name, path, target)
 
     def find_distributions(self, context: Any) -> Iterator[metadata.Distribution]:
-        """See `importlib.metadata.DistributionFinder`."""
         for found in metadata.MetadataPathFinder.find_distributions(context):
             name, folder = _normal(found.metadata["Name"]), str(found.locate_file(""))
             if name in self._packages or not self._is_site(folder):

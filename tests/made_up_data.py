@@ -50,6 +50,7 @@ def rules(
     multiple: int = 1,
     overlong: OverlongPolicy = OverlongPolicy.ERROR,
     bad_record: BadRecordPolicy = BadRecordPolicy.ERROR,
+    vocab_size: int = 0,
 ) -> SampleRules:
     """Sample rules with small defaults."""
     return SampleRules(
@@ -58,6 +59,7 @@ def rules(
         multiple=multiple,
         overlong=overlong,
         bad_record=bad_record,
+        vocab_size=vocab_size,
     )
 
 

@@ -127,7 +127,7 @@ class Run:
 
     @property
     def steps(self) -> list[Step]:
-        """The step logs of all replicas, joined; of a replica's ranks its leader has one."""
+        """The step logs of all replicas, joined; of a replica's ranks its source rank has one."""
         joined = []
         logs = [replica.steps for replica in self.replicas if replica.steps]
         for records in zip(*logs, strict=True):

@@ -88,11 +88,11 @@ def test_auto_without_a_backend_names_all_and_a_way_out() -> None:
     with pytest.raises(
         ValueError,
         match=r"no attention backend for packed samples on cuda: fast \(flash-attn is not "
-        r"installed\), anywhere \(not for cuda unless asked for by name\)\. Way out: ask for "
+        r"installed\), anywhere \(not for cuda unless asked for by name\)\. Hint: ask for "
         r"anywhere by name \(--odb-attention\)",
     ):
         select("auto", device_type="cuda", backends=without_slow)
-    with pytest.raises(ValueError, match=r"Way out: mend one of these"):
+    with pytest.raises(ValueError, match=r"Hint: mend one of these"):
         select("auto", device_type="cuda", backends={"fast": FAST})
 
 

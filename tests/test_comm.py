@@ -20,6 +20,7 @@ from odb_megatron.testing.gloo import run_replicas
 from odb_megatron.testing.nursery import nursery
 
 RANKS = [5, 0, 3, 7, 1, 6, 2]  # in replica order; rank 4 is no source rank
+FAILED = {2, 5}
 BLOCKS = {2: [[0], [1, 2], [3, 4], [5, 6]], 3: [[0, 1], [2, 3], [4, 5, 6]], 7: [[*range(7)]]}
 
 
@@ -37,6 +38,11 @@ def _blocks(rank: int) -> dict[int, Any]:
             seen["blocks"] = [group.gather_blocks(own if first else b"?") for _ in range(2)]
             seen["all"] = [group.gather_all(own * size) for size in (1, 300)]
             seen["wrong"] = [step for step in range(12) if not _exchanged(group, step)]
+            fails = group.replica in FAILED
+            others = [one for one in group.block if one != group.replica]
+            sends = None if fails else dict.fromkeys(others, b"sent")
+            seen["failed"] = group.exchange(12, sends, {} if fails else dict.fromkeys(others, 4))
+            seen["wrong"] += [13] * (not _exchanged(group, 13))
         group.close()
         found[block] = seen
     return found
@@ -70,6 +76,9 @@ def test_blocks() -> None:
             assert seen["blocks"] == [heads or [b"%d" % replica if replica == 0 else b"?"]] * 2
             assert seen["all"] == [[b"%d" % one * n for one in range(7)] for n in (1, 300)]
             assert seen["wrong"] == []
+            others = [one for one in own if one != replica]
+            failed = [one for one in own if one in FAILED and others]
+            assert seen["failed"] == (dict.fromkeys(failed) or dict.fromkeys(others, b"sent"))
 
 
 def _mismatches(rank: int) -> dict[str, str]:

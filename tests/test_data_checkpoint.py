@@ -148,8 +148,26 @@ def test_other_replicas_go_on_with_the_same_samples() -> None:
     for num in (1, 3, 4):
         found = [ids for ids, _ in resumed(map_style, text, num_replicas=num)]
         assert [sorted(sum(step, [])) for step in zip(*found, strict=True)] == steps  # noqa: RUF017
-    for error in refused(iterable, saved(iterable), num_replicas=4):
-        assert "saved with 2 of them: resume with that data-parallel size, not 4" in error
+    for then, now in ((2, 4), (1, 2)):
+        for error in refused(iterable, saved(iterable, num_replicas=then), num_replicas=now):
+            assert f"with {then} of them: resume with that data-parallel size, not {now}" in error
+
+
+@pytest.mark.parametrize(("then", "now"), [(2, 3), (1, 2), (3, 1)])
+def test_other_replicas_go_on_with_the_rest_of_an_iterable(then: int, now: int) -> None:
+    def make(channel: ThreadChannel) -> StepLoader:
+        made = MakeLines(LENGTHS, [at % 6 for at in range(TOTAL)])
+        stream = stream_of(IterableShards(make=made, total_parts=6))
+        config = config_of(global_batch_size=12, num_replicas=channel.num_replicas)
+        return StepLoader(stream, config, channel=channel)
+
+    first = in_threads(lambda channel: ids_of(steps_of(make(channel)))[:STEPS], then)
+    found = resumed(make, saved(make, num_replicas=then), num_replicas=now)
+    assert [state.consumed for _, state in found] == [36] * now
+    rest = [ids for ids, _ in found]
+    assert [len(ids) for ids in rest] == [2] * now
+    num_trained = sum(len(step) for ids in (*first, *rest) for step in ids)
+    assert num_trained == sum(0 < length <= 64 for length in LENGTHS)
 
 
 def test_an_iterable_at_its_end_has_no_further_step() -> None:

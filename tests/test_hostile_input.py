@@ -12,7 +12,7 @@ import struct
 import threading
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +213,11 @@ def test_ids_that_the_model_has_no_row_for() -> None:
     for record, text in ((1, "label id -100"), (2, "token id 320")):
         with pytest.raises(BadRecordError, match=rf"{text} is outside .* 320 ids \(0 to 319\)"):
             source.sample(record, source=0)
+    lenient = MapSource(items, rules=replace(RULES, bad_record=BadRecordPolicy.SKIP), name="own")
+    for record, text in ((1, "label id -100"), (2, "token id 320")):
+        found = lenient.sample(record, source=0)
+        assert isinstance(found, Skipped)
+        assert found.message.startswith(f"own:{record + 1}: {text} is outside the vocabulary")
     large = Sample(tokens=np.array([1 << 31]), labels=np.array([1]), loss_mask=np.ones(1, "f4"))
     with pytest.raises(ValueError, match="token id 2147483648 is outside"):
         check_ids(large, SampleRules(context=9, token_budget=9))

@@ -172,6 +172,57 @@ def test_a_quota_is_met_exactly_and_a_resume_goes_on(
     assert rest == names[at + 1 :]
 
 
+@settings(max_examples=40)
+@given(worlds(), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
+def test_other_replicas_go_on_with_a_fixed_total_of_parts(
+    world: tuple[MakeLines, int, PlanConfig], replicas: list[int], data: st.DataObject
+) -> None:
+    """Each sample is trained once, however often the number of replicas changes."""
+    made, parts, config = world
+    if not made.owners:
+        return
+    total_parts = parts * config.num_replicas
+    stream = stream_of(IterableShards(make=made, total_parts=total_parts))
+    found: Counter[int] = Counter()
+    states: list[str] = []
+    for num in (config.num_replicas, *replicas):
+        config = replace(config, num_replicas=num, global_batch_size=2 * num)
+        states = assigned(stream, states, num)
+        names, later, _ = run(stream, config, states=states)
+        if states:  # the same replicas go on exactly as they would
+            assert run(stream, config, states=states)[0] == names
+        if not names:
+            break
+        at = data.draw(st.integers(0, len(names) - 1))
+        rest, _, _ = run(stream, config, states=later[at])
+        assert rest == names[at + 1 :]
+        found += emitted(names[: at + 1])
+        states = later[at]
+    last = assigned(stream, states, 2)
+    rest, _, _ = run(stream, replace(config, num_replicas=2, global_batch_size=4), states=last)
+    assert found + emitted(rest) == dict.fromkeys(usable(made), 1)
+
+
+def assigned(stream: ItemStream, states: Sequence[str], num_replicas: int) -> list[str]:
+    """Return the states of so many replicas that go on, from those of the saved ones."""
+    saved = list(map(json.loads, states))
+    sources = [state["source"] for state in saved]
+    return [
+        json.dumps(
+            saved[0] | {"source": stream.own_state(sources, replica=at, num_replicas=num_replicas)}
+        )
+        for at in range(num_replicas if states else 0)
+    ]
+
+
+def test_replicas_in_different_passes_are_not_assigned_anew() -> None:
+    made = MakeLines([5] * 220, [0] * 20 + [1] * 200)
+    stream = stream_of(IterableShards(make=made, total_parts=2), passes=3)
+    _, states, _ = run(stream, config_of(), steps=20)
+    with pytest.raises(ValueError, match="the 2 replicas were in different passes of train datas"):
+        assigned(stream, states[-1], 3)
+
+
 def test_workers_do_not_change_plans() -> None:
     rng = random.Random(5)
     owners = [rng.randrange(6) for _ in range(150)]
@@ -195,7 +246,7 @@ def test_a_resume_reads_little_again() -> None:
     assert sum(step.totals.num_samples for step in steps) == 2400
     source = json.loads(states[-1][0])["source"]
     assert source["next"] - source["from"]["number"] <= 64 + 8
-    assert source["from"]["parts"][0]["__kind__"] == "dict"
+    assert source["from"]["parts"][0][0]["__kind__"] == "dict"
 
 
 # --- what is refused --------------------------------------------------------------------------
@@ -248,6 +299,32 @@ def test_a_bad_item_is_an_error_or_skipped() -> None:
     assert "train dataset, shard 0 of 2:2: no token to learn from" in text
     _, _, steps = run(stream_of(shards), config_of())
     assert sum(step.totals.num_bad for step in steps) == 4
+
+
+def test_an_id_that_the_model_has_no_row_for_is_a_bad_item() -> None:
+    """Items 0 to 15 hold ids of 1000 times their number and some more: the last two's are over."""
+    made = MakeLines([5] * 16, [0, 1] * 8)
+    shards, limit = IterableShards(make=made), 14 * BASE + 1  # a label is one more
+    text = refused(
+        stream_of(shards, vocab_size=limit, bad_record=BadRecordPolicy.ERROR),
+        config_of(),
+        BadRecordError,
+    )
+    assert "train dataset, shard 0 of 2:8: token id 14001 is outside the vocabulary of 140" in text
+    names, _, steps = run(stream_of(shards, vocab_size=limit), config_of())
+    assert emitted(names) == dict.fromkeys(range(14), 1)
+    assert sum(step.totals.num_bad for step in steps) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_that_cannot_be_taken_is_named(num_workers: int) -> None:
+    made = MakeLines([5] * 200, [0, 1] * 100, kind=Broken)
+    shards = IterableShards(make=made)
+    text = refused(stream_of(shards), config_of(), ValueError, num_workers=num_workers)
+    assert "train dataset, shard 0 of 2, saying where it is, raised OSError: disk quota" in text
+    assert "Original traceback" in text
+    names, _, _ = run(replace(stream_of(shards), keeps_state=False), config_of())
+    assert sum(emitted(names).values()) == 200
 
 
 def test_a_worker_that_dies_is_named() -> None:
@@ -309,6 +386,8 @@ def test_a_source_without_a_state_trains_and_is_not_resumed() -> None:
         ({"from": {}}, "no place to go on from"),
         ({"next": 10_000}, "the data has changed"),
         ({"more": 1}, "holds no state of an iterable source"),
+        ({"skips": [-1]}, "damaged or of another version"),
+        ({"skips": []}, "the file was changed"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
@@ -320,6 +399,12 @@ def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], message: s
     assert message in refused(
         stream, config_of(), ValueError, states=list(map(json.dumps, changed))
     )
+
+
+class Broken(Lines):
+    def state_dict(self) -> dict[str, Any]:
+        """Fail."""
+        raise OSError("disk quota exceeded")
 
 
 class Forgetful(Lines):
@@ -365,3 +450,5 @@ def test_what_counts_as_iterable() -> None:
         as_shards(iter([1]), name="train dataset")
     with pytest.raises(ValueError, match="parts must be at least 1"):
         IterableShards(make=MakeLines([], []), parts=0)
+    with pytest.raises(ValueError, match="parts is 2 and total_parts 8: give one of them"):
+        IterableShards(make=MakeLines([], []), parts=2, total_parts=8)

@@ -5,6 +5,7 @@ One spawn of two gloo processes covers what needs process groups; the rest runs 
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -205,6 +206,41 @@ def test_a_weighted_blend_needs_a_size(write_chats: Any) -> None:
     per_split = [(paths, None), (paths, [1.0, 1.0]), None]
     with pytest.raises(ValueError, match="the valid split is a weighted blend"):
         _build(_config(blend_per_split=per_split), NO_SIZES)
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("flag", ["data_path", "valid_data_path"])
+def test_a_weight_that_is_none_is_refused(write_chats: Any, flag: str, weight: str) -> None:
+    pytest.importorskip("megatron.training", reason="megatron.training is not installed")
+    from odb_megatron.megatron.setup import dataset_config
+
+    bad = write_chats("b", 30)
+    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    args = argparse.Namespace(
+        **dict.fromkeys((*names, "data_args_path", "per_split_data_args_path", "fim_data")),
+        mock_data=False,
+    )
+    setattr(args, flag, ["0.7", write_chats("a", 10), weight, bad])
+    with pytest.raises(ValueError, match="; expected a number above 0: leave out the p") as caught:
+        dataset_config(args, rules=rules())
+    assert str(caught.value).startswith(f"the weight of {bad} is {weight}; ")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_an_epoch_of_a_weighted_blend_repeats_is_said(write_chats: Any) -> None:
+    """0.7 a 0.3 b, for as many draws as there are records: what a user might take for a pass."""
+    paths = [write_chats("a", 120), write_chats("b", 30)]
+    config = _config(blend=(paths, [0.7, 0.3]), split="1,0,0")
+    stream = _stream(_build(config, (150, 0, 0))[0], num_samples=150)
+    assert stream.repeats() == (
+        f"an epoch of the blend is 150 draws by weight: 105 of the 120 samples of {paths[0]} (15 "
+        f"not in this epoch), 45 of the 30 samples of {paths[1]} (15 of them again)"
+    )
+    counts = Counter(_texts(stream, range(150)))
+    assert len(counts.keys() & set(_all("a", 120))) == 105
+    assert sorted(counts[text] for text in _all("b", 30)) == [1] * 15 + [2] * 15
+    unweighted = _build(_config(blend=(paths, None), split="1,0,0"))[0]
+    assert _stream(unweighted).repeats() == ""
 
 
 def test_a_source_without_a_record_in_the_split_is_named(write_chats: Any) -> None:

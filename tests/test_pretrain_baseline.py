@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,12 @@ def test_weighted_blend(megatron: Megatron, tokenizer_folder: Path, chats: ChatF
     assert sources == {"0": 24, "1": 8}
     for path, count in ((chats.path, 24), (other.path, 8)):
         assert f"{path}: {count} samples" in packed.summary
+    said = re.findall("^odb: (an epoch of the blend .*)$", packed.replicas[0].output, re.M)
+    expected = (
+        f"32 draws by weight: 24 of the 49 samples of {chats.path} (25 not in this epoch), "
+        f"8 of the 32 samples of {other.path} (24 not in this epoch)"
+    )
+    assert said == [f"an epoch of the blend is {expected}"]
 
 
 def test_blend_without_weights_and_more_than_an_epoch(

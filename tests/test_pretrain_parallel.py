@@ -160,7 +160,7 @@ def test_resume_with_another_topology(
 
 
 @pytest.mark.parametrize("name", ["tp2", "tp2_pp2"])
-def test_a_leaders_failure_ends_all_ranks(
+def test_a_source_ranks_failure_ends_all_ranks(
     megatron: Megatron, initial: tuple[Any, ...], tmp_path: Path, name: str
 ) -> None:
     """A record that cannot be read turns up in the second step."""
@@ -180,7 +180,7 @@ def test_a_leaders_failure_ends_all_ranks(
     ), errors
 
 
-def test_a_leader_that_cannot_start_ends_all_ranks(
+def test_a_source_rank_that_cannot_start_ends_all_ranks(
     megatron: Megatron, data_flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -189,7 +189,7 @@ def test_a_leader_that_cannot_start_ends_all_ranks(
         *("--odb-log-dir", tmp_path / "file"),
     )
     assert "the step log" in errors[0]
-    assert "the leader of this replica failed: ValueError: the step log" in errors[1]
+    assert "the source rank of this replica failed: ValueError: the step log" in errors[1]
 
 
 @pytest.mark.parametrize("other", ["--seed 7", "--odb-token-budget 128", "--lr 0.5"])
@@ -207,6 +207,15 @@ def test_ranks_of_a_replica_with_different_arguments(
     assert len(set(errors)) == 1
     assert errors[0].startswith("ValueError: ranks [0, 1] form one replica and were started with ")
     assert f"{argument} is {other.split()[1]} on rank 1 and " in errors[0]
+
+
+def test_replicas_with_different_seeds(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
+    flags = ("--odb", "--train-samples", 8, *data_flags)
+    first, second = megatron.refused(*flags, rank_flags={1: ("--seed", "7")})
+    assert first == second
+    assert first.startswith("ReplicaFailedError: data is ")
+    assert ", --seed 7 on replica 1 and " in first
+    assert first.endswith(", --seed 1234 on replica 0")
 
 
 def test_a_budget_below_the_padding_multiple(

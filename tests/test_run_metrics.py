@@ -127,7 +127,7 @@ def test_the_metrics_file_has_the_last_step(
 def test_a_rank_that_does_not_lead_writes_series(
     megatron: Megatron, data_flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Under tensor parallelism the writers are on the last rank, and the leader is the first."""
+    """Under tensor parallelism the writers are on the last rank; the first is the source rank."""
     megatron.train(
         *("--odb", "--train-samples", 16, *data_flags, *TP.split()),
         *("--tensorboard-dir", tmp_path, "--tensorboard-log-interval", 1),

@@ -20,7 +20,7 @@ from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig
 from odb_megatron.plan.step_planner import plan_step
 from odb_megatron.testing.fuzz import run_world
 from odb_megatron.testing.lockstep import Lockstep
-from odb_megatron.testing.worlds import Fault, World, check_run, decoded
+from odb_megatron.testing.worlds import FAULTS, Fault, World, check_run, decoded
 
 MODEL = Path(__file__).resolve().parents[1] / "verification" / "odb.pml"
 
@@ -69,7 +69,7 @@ class TestLoops:
         case = world((2, 3, 1), batch=3, block=block, by=by)
         ended = 0
         for step, replica in itertools.product(range(3), range(3)):
-            for where in ("read", "encode", "pack", "close"):
+            for where in (*FAULTS, "close"):
                 tally = run_world(case, Fault(step=step, replica=replica, where=where))
                 ended += tally.failed + tally.closed_early
         assert ended > 20

@@ -119,7 +119,7 @@ byte planned[2];  /* steps */
 byte count[2];    /* M; equal in the end */
 SAMPLES part[N];  /* what a replica trains */
 byte need[N];     /* from which replicas it gets samples, one bit each */
-bit blank[N];     /* it has sent blanks, as it has an error */
+bit blank[N];     /* it has an error, and says so in place of samples */
 
 /* ---- between loop and trainer ---- */
 chan steps[N] = [AHEAD] of { byte }; /* M */
@@ -426,14 +426,13 @@ inline give_one(r) {
     fi
 }
 
-#define GETS(j, r) (BLOCK(j) == BLOCK(r) && need[j] != 0)
 #define GETS_FROM(j, r) HAS(need[j], r)
-#define GETS_BLANKS(j, r) (HAS(need[r], j) && blank[j])
+#define GETS_NONE(j, r) (BLOCK(j) == BLOCK(r) && blank[j])
 #define IS_UNMOVED(r) (need[r] == 0 && !ANY_OF(GETS_FROM, r))
 #define STAYS_AWAY(r) ((BROKEN(SKIP_UNMOVED) && IS_UNMOVED(r)) || \
     (BROKEN(SKIP_EXCHANGE_AFTER_ERROR) && error[r]))
 
-/* The samples that others train: the whole block exchanges, or nobody of it does. */
+/* The samples that others train: the whole block exchanges, also where nothing moves. */
 inline enter_samples(r) {
     NEVER(STAYS_OUT, IS_UNMOVED(r));
     blank[r] = error[r];
@@ -607,7 +606,7 @@ compare_counts:
             :: else
             fi;
             if
-            :: ANY_OF(GETS, r) && !STAYS_AWAY(r) -> enter_samples(r)
+            :: !STAYS_AWAY(r) -> enter_samples(r)
             :: else -> my = !turn[BLOCK(r)]
             fi
         };
@@ -615,7 +614,7 @@ compare_counts:
             meet(r, BLOCK(r));
             compute_unless_failed(r); /* packs */
             if
-            :: !error[r] && ANY_OF(GETS_BLANKS, r) -> NEVER(SAMPLE_LOST, true); error[r] = 1
+            :: !error[r] && ANY_OF(GETS_NONE, r) -> NEVER(SAMPLE_LOST, true); error[r] = 1
             :: else
             fi;
             if

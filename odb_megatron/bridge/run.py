@@ -127,7 +127,6 @@ class BridgeRun(OdbRun):
     # --- what the hooks tell -------------------------------------------------------------------
 
     def on_schedule(self, *, training: bool) -> None:
-        """See `hooks.RunListener`."""
         if training and not self._has_begun:
             self._has_begun = True
             self._require_state()
@@ -189,7 +188,7 @@ class BridgeRun(OdbRun):
         """Bridge restores the data, after they were built."""
 
     def _prepare_transformer(self, transformer: Any) -> None:
-        """See `OdbRun.prepare_model`; Bridge builds the model after this."""
+        """Bridge builds the model after this."""
         if self._args.pipeline_model_parallel_size > 1 and not self.config.pad_to_budget:
             transformer.variable_seq_lengths = True
             if transformer.num_moe_experts is None:

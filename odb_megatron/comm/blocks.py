@@ -22,6 +22,9 @@ __all__ = ["ControlError", "SourceGroup"]
 _HEADER = struct.Struct("<qqq")
 """Before the samples that a replica sends another: step, replica, bytes that follow."""
 
+_FAILED = -1
+"""In place of the bytes that follow: the replica has failed, and nobody sends any."""
+
 
 class SourceGroup(Channel):
     """This rank's part; all source ranks must make one, equally often for each name.
@@ -125,38 +128,39 @@ class SourceGroup(Channel):
         ]
 
     def exchange(
-        self, step: int, sends: Mapping[int, bytes], receives: Mapping[int, int]
-    ) -> dict[int, bytes]:
+        self, step: int, sends: Mapping[int, bytes] | None, receives: Mapping[int, int]
+    ) -> dict[int, bytes | None]:
         """Send samples to other replicas of the block, and return what they send.
 
-        All of the block call it in a step in which one of them sends something.
+        All of the block call it. Where replicas have failed they alone are returned, with None.
 
         Args:
             step: equal on all.
-            sends: bytes for each replica.
+            sends: bytes for each replica; None where this one has failed.
             receives: number of bytes that each replica is going to send.
         """
-        assert {*sends, *receives} <= {*self.block}, "samples stay within a block"
+        assert {*(sends or ()), *receives} <= {*self.block}, "samples stay within a block"
         if len(self.block) < 2:
             return {}
-        parts = [sends.get(peer, b"") for peer in self.block]
+        parts = [(sends or {}).get(peer, b"") for peer in self.block]
         sizes = [receives.get(peer, 0) for peer in self.block]
         with self._operation(self._exchange, step):
-            headers = [_HEADER.pack(step, self.replica, len(part)) for part in parts]
+            own = (step, self.replica)
+            headers = [_HEADER.pack(*own, _FAILED if sends is None else len(p)) for p in parts]
             # First sizes alone: gloo ends the process where more bytes arrive than are expected.
             heads = self._group.all_to_all(headers, [_HEADER.size] * len(headers))
-            for peer, size, head in zip(self.block, sizes, heads, strict=True):
-                there, by, announced = _HEADER.unpack(head)
+            found = [_HEADER.unpack(head) for head in heads]
+            if failed := [by for _, by, announced in found if announced == _FAILED]:
+                return dict.fromkeys(failed)
+            for peer, size, (there, by, announced) in zip(self.block, sizes, found, strict=True):
                 if (there, by, announced) != (step, peer, size) and peer != self.replica:
                     raise ControlError(
                         f"{self._who}: {self._exchange}: expected {size} bytes of step {step} from "
                         f"replica {peer}; {announced} bytes of step {there} from replica {by} were "
                         "announced. Start every rank with the same flags, data and code version"
                     )
-            found = self._group.all_to_all(parts, sizes)
-        return {
-            peer: data for peer, data in zip(self.block, found, strict=True) if peer in receives
-        }
+            data = self._group.all_to_all(parts, sizes)
+        return {peer: part for peer, part in zip(self.block, data, strict=True) if peer in receives}
 
     def close(self) -> None:
         """Close the connections; replicas that wait for this one learn it at once."""

@@ -80,7 +80,7 @@ class ImageChatSource(ChatSource):
         self._token = renderer.token_id(images.token)
 
     def fingerprint(self) -> str:
-        """See `SampleSource`; the rules count, the pictures' own content does not."""
+        """The rules count, the pictures' own content does not."""
         own = f"{super().fingerprint()} {self._images.patches} {self._images.text}"
         return hashlib.sha256(own.encode()).hexdigest()
 

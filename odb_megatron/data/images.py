@@ -25,7 +25,7 @@ PIXEL_TYPES = ("uint8", "float16", "float32")
 """Types that patches can have. `uint8` are colours as they are in the picture: an eighth of the
 bytes of Qwen2-VL's own `pixel_values`, float32 with each frame twice."""
 
-_MOST_SIDE = 1 << 20
+_MAX_SIDE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +87,9 @@ class SampleImages:
                 f"expected [{len(grid)}] and [patches, values]"
             )
         _ = self.format  # checks type and sizes
-        if int(grid.min()) < 1 or int(grid.max()) > _MOST_SIDE or (grid[:, 1:] % self.merge).any():
+        if int(grid.min()) < 1 or int(grid.max()) > _MAX_SIDE or (grid[:, 1:] % self.merge).any():
             raise ValueError(
-                f"image_grid_thw is {grid.tolist()}; expected counts from 1 to {_MOST_SIDE}, "
+                f"image_grid_thw is {grid.tolist()}; expected counts from 1 to {_MAX_SIDE}, "
                 f"height and width multiples of {self.merge}"
             )
         if int(grid.prod(axis=1).sum()) != len(pixels):

@@ -36,13 +36,18 @@ TURN = 8
 """Items of a part that are read in a turn."""
 
 SNAPSHOT_TURNS = 8
-"""Turns between two snapshots: after a resume, so many are read again at most, and the window."""
+"""Turns between two snapshots: after a resume, so many are read again at most."""
 
 _PREFETCH = 2
 
 _LOADER_IN_WORKER = (
     "{name} is a DataLoader, whose own workers a worker process cannot start: hand over the loader "
     "itself in place of IterableShards, or pass --num-workers 0"
+)
+
+_CHANGED = (
+    "{name}, has fewer items than had been read when the state was saved: the data has changed; "
+    "restore it, or start the data anew (--finetune)"
 )
 
 Item = Sample | Skipped | FetchError
@@ -56,14 +61,18 @@ class Snapshot:
         number: of the item, counted from the start of the run.
         pass_index: passes finished.
         turn: turns of that pass finished.
-        parts: each part's state as JSON values, None for a part that has ended in this pass;
-            None for the beginning of a pass.
+        parts: of each part a list of its state as JSON values, empty where it begins, or None
+            where it has ended in this pass; None for the beginning of a pass.
+        skips: items of each part that are passed over behind its state; empty for none.
+        read: items of each part that this feed has read before, those passed over included.
     """
 
     number: int = 0
     pass_index: int = 0
     turn: int = 0
-    parts: tuple[Any, ...] | None = None
+    parts: tuple[list[Any] | None, ...] | None = None
+    skips: tuple[int, ...] = ()
+    read: tuple[int, ...] = ()
 
 
 BEGINNING = Snapshot()
@@ -91,14 +100,22 @@ class ReplicaShard:
     passes: int | None
     keeps_state: bool
 
+    @property
+    def parts(self) -> range:
+        """Numbers of its parts among all."""
+        if self.shards.total_parts:
+            return range(self.replica, self.shards.total_parts, self.num_replicas)
+        parts = self.shards.parts
+        return range(self.replica * parts, (self.replica + 1) * parts)
+
     def reader(self, part: int) -> PartReader:
         """Open a part, in the process that reads it.
 
         Raises:
             ValueError: `make` raised.
         """
-        parts = self.shards.parts
-        index, num = self.replica * parts + part, self.num_replicas * parts
+        index = self.parts[part]
+        num = self.shards.total_parts or self.num_replicas * self.shards.parts
         where = f"replica {self.replica}" if self.shards.is_own else f"shard {index} of {num}"
         try:
             dataset = self.shards.make(index, num)
@@ -146,15 +163,18 @@ class _Turns(torch.utils.data.IterableDataset[list[_Turn]]):
         begin = self._begin or Snapshot(pass_index=self._pass)
         self._begin, self._pass = None, self._pass + 1
         live = []
-        for part in range(first, shard.shards.parts, step):
-            state = begin.parts[part] if begin.parts is not None else None
-            if begin.parts is not None and state is None:
+        for part in range(first, len(shard.parts), step):
+            state = begin.parts[part] if begin.parts is not None else []
+            if state is None:
                 continue  # it had ended
             if part not in self._readers:
                 self._readers[part] = reader = shard.reader(part)
                 if info is not None and isinstance(reader.dataset, torch.utils.data.DataLoader):
                     raise ValueError(_LOADER_IN_WORKER.format(name=reader.name))
-            self._readers[part].begin(begin.pass_index, state)
+            self._readers[part].begin(begin.pass_index, state[0] if state else None)
+            for _ in range(begin.skips[part] if begin.skips else 0):
+                if not self._readers[part].take()[1]:
+                    raise ValueError(_CHANGED.format(name=self._readers[part].name))
             live.append(part)
         source = ItemSource(rules=shard.rules, name=shard.name)
         turn = begin.turn
@@ -207,7 +227,7 @@ class ItemFeed:
         workers = workers or Workers()
         self._shard = shard
         self.num_workers = (
-            0 if has_own_workers(shard.shards) else min(workers.num, shard.shards.parts)
+            0 if has_own_workers(shard.shards) else min(workers.num, len(shard.parts))
         )
         options = dict[str, Any]()
         if self.num_workers:
@@ -225,13 +245,15 @@ class ItemFeed:
         )
         self._turns: Iterator[list[_Turn]] | None = None
         self._pending: dict[int, deque[_Turn]] = {}
-        self._items: deque[Item] = deque()
+        self._items: deque[tuple[int, Item]] = deque()  # with their parts
+        self._read_of = list(begin.skips) or [0] * len(shard.parts)
+        self._taken_of = list(self._read_of)
         self._error = ""
         self._has_state = True
         self._place = begin
         self._num_in_pass = -1 if begin.parts is not None else 0  # -1: some, before the snapshot
         self._snapshots = deque([begin])
-        self._live = list(range(shard.shards.parts))
+        self._live = list(range(len(shard.parts)))
         if begin.parts is not None:
             self._live = [part for part in self._live if begin.parts[part] is not None]
         self.next_number = begin.number
@@ -266,9 +288,7 @@ class ItemFeed:
             SourceError, ValueError, WorkerError: see `has_next`.
         """
         assert self.has_next(), "an item past the end"
-        item = self._items.popleft()
-        number = self.next_number
-        self.next_number += 1
+        item, number = self._pop(), self.next_number - 1
         if isinstance(item, FetchError):
             raise item.error
         return number, item
@@ -276,8 +296,12 @@ class ItemFeed:
     def skip(self) -> None:
         """Pass over the next item, which was dealt with before; there must be one."""
         assert self.has_next(), "an item past the end"
-        self._items.popleft()
-        self.next_number += 1
+        self._pop()
+
+    def skips(self) -> list[int]:
+        """Return how many items of each part were taken since the oldest snapshot that is kept."""
+        read = self._snapshots[0].read or [0] * len(self._taken_of)
+        return [taken - before for taken, before in zip(self._taken_of, read, strict=True)]
 
     def snapshot(self, number: int) -> Snapshot:
         """Return the newest snapshot at or before an item; older ones are forgotten."""
@@ -290,19 +314,26 @@ class ItemFeed:
         self._turns = None
         self._loader = None  # type: ignore[assignment]
 
+    def _pop(self) -> Item:
+        part, item = self._items.popleft()
+        self._taken_of[part] += 1
+        self.next_number += 1
+        return item
+
     def _read(self) -> None:
         """Read one turn of every part that has not ended."""
-        states: list[Any] = [None] * self._shard.shards.parts
+        states: list[list[Any] | None] = [None] * len(self._shard.parts)
         live, num = [], 0
         for part in self._live:
             turn = self._turn_of(part)
-            self._items.extend(turn.items)
+            self._items.extend((part, item) for item in turn.items)
+            self._read_of[part] += len(turn.items)
             num += len(turn.items)
             self._has_state = self._has_state and turn.has_state
             if turn.error:
                 self._error = turn.error
                 return
-            states[part] = turn.state
+            states[part] = None if turn.state is None else [turn.state]
             if not turn.has_ended:
                 live.append(part)
         self._live = live
@@ -310,9 +341,10 @@ class ItemFeed:
         place = self._place
         end = self.next_number + len(self._items)
         if live:
-            self._place = replace(place, turn=place.turn + 1, number=end)
+            self._place = Snapshot(number=end, pass_index=place.pass_index, turn=place.turn + 1)
             if all(states[part] is not None for part in live):
-                self._snapshots.append(replace(self._place, parts=tuple(states)))
+                read = tuple(self._read_of)
+                self._snapshots.append(replace(self._place, parts=tuple(states), read=read))
             return
         if self._num_in_pass == 0 and self._shard.passes is None:
             self._error = (
@@ -321,8 +353,10 @@ class ItemFeed:
                 "or use --odb-epochs, with which a replica without data idles"
             )
         self._num_in_pass = 0
-        self._live = list(range(self._shard.shards.parts))
-        self._place = Snapshot(number=end, pass_index=place.pass_index + 1)
+        self._live = list(range(len(self._shard.parts)))
+        self._place = Snapshot(
+            number=end, pass_index=place.pass_index + 1, read=tuple(self._read_of)
+        )
         self._snapshots.append(self._place)
         self._turns = None
 
@@ -360,6 +394,7 @@ def snapshot_values(snapshot: Snapshot) -> dict[str, Any]:
         "pass": snapshot.pass_index,
         "turn": snapshot.turn,
         "parts": parts,
+        "skips": list(snapshot.skips),
     }
 
 
@@ -369,12 +404,17 @@ def snapshot_from(values: Any, *, num_parts: int) -> Snapshot:
     Raises:
         ValueError: they are no snapshot of so many parts.
     """
-    is_sound = isinstance(values, Mapping) and set(values) == {"number", "pass", "turn", "parts"}
+    names = {"number", "pass", "turn", "parts", "skips"}
+    is_sound = isinstance(values, Mapping) and set(values) == names
     if is_sound:
+        parts, skips = values["parts"], values["skips"]
         counts = [values[name] for name in ("number", "pass", "turn")]
-        is_sound = all(type(count) is int and count >= 0 for count in counts)
-        parts = values["parts"]
-        is_sound = is_sound and (parts is None or isinstance(parts, list))
+        is_sound = isinstance(skips, list) and (parts is None or isinstance(parts, list))
+        is_sound = is_sound and all(is_count(one) for one in (*counts, *skips))
+        is_sound = is_sound and all(
+            part is None or (isinstance(part, list) and len(part) < 2) for part in parts or ()
+        )
+        is_sound = is_sound and len(skips) in (0, len(parts or ()))
     if not is_sound:
         raise ValueError(
             "the source's state holds no place to go on from: the file is damaged; restore it, or "
@@ -390,7 +430,13 @@ def snapshot_from(values: Any, *, num_parts: int) -> Snapshot:
         pass_index=values["pass"],
         turn=values["turn"],
         parts=None if parts is None else tuple(parts),
+        skips=tuple(skips),
     )
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value of a file is a number of items."""
+    return type(value) is int and 0 <= value < 1 << 62
 
 
 def _converted(source: ItemSource, item: Any, number: int) -> Item:

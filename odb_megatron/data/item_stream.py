@@ -14,6 +14,7 @@ from odb_megatron.data.item_feed import (
     ItemFeed,
     ReplicaShard,
     Snapshot,
+    is_count,
     snapshot_from,
     snapshot_values,
 )
@@ -27,8 +28,12 @@ from odb_megatron.plan.record import OPEN_TOTAL
 
 __all__ = ["ItemReader", "ItemStream"]
 
-_STATE_VERSION = 3
-_STATE_KEYS = {"version", "passes", "has_state", "ended", "next", "from"}
+_STATE_VERSION = 4
+_NO_STATE = (
+    "the data state holds no state of an iterable source, and this run has one: resume "
+    "with the data that was saved, or start the data anew (--finetune)"
+)
+_STATE_KEYS = {"version", "replicas", "passes", "has_state", "ended", "next", "skips", "from"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,18 +75,23 @@ class ItemStream:
         return Location(epoch=0, place=position, source=0, record=position)
 
     def sources(self) -> list[dict[str, object]]:
-        """See `SampleStream.sources`; length and order are not known."""
-        parts = {"num_records": -1, "seed": 0, "ends": [0, self.shards.parts]}
+        """Length and order are not known."""
+        parts = {
+            "num_records": -1,
+            "seed": 0,
+            "ends": [0, self.shards.total_parts or self.shards.parts],
+        }
         return [{"path": self.name, "fingerprint": self.data_digest(), **parts}]
 
     def blend_digest(self, most: int) -> tuple[int, str]:
-        """See `SampleStream.blend_digest`: a single source."""
+        """A single source."""
         del most
         return 0, ""
 
     def data_digest(self) -> str:
         """Digest of what the data set says of itself: its name and parts, equal on all replicas."""
-        text = f"{self.shards.name} {self.shards.parts} {self.shards.is_own}"
+        shards = self.shards
+        text = f"{shards.name} {shards.parts} {shards.total_parts} {shards.is_own}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def fingerprint(self) -> str:
@@ -91,7 +101,62 @@ class ItemStream:
 
     def open(self, *, replica: int, num_replicas: int, workers: Workers) -> ItemReader:
         """Return a replica's items, from the beginning."""
-        shard = ReplicaShard(
+        return ItemReader(self.shard(replica, num_replicas), workers=workers)
+
+    def own_state(self, states: Sequence[Any], *, replica: int, num_replicas: int) -> Any:
+        """Return the state that a replica goes on with; see `ItemReader.restore`.
+
+        Args:
+            states: of all replicas when they were saved, or this replica's alone; not trusted.
+
+        Raises:
+            ValueError: of another number of replicas, and the parts cannot be assigned anew.
+        """
+        then = states[0].get("replicas") if states and isinstance(states[0], Mapping) else None
+        if not is_count(then) or (then == num_replicas and len(states) not in (1, then)):
+            raise ValueError(_NO_STATE)
+        if then == num_replicas:
+            return states[0] if len(states) == 1 else states[replica]
+        if not self.shards.total_parts or len(states) != then:
+            raise ValueError(
+                f"each replica reads an iterator of its own, and the data was saved with {then} "
+                f"of them: resume with that data-parallel size, not {num_replicas}, or start the "
+                "data anew (--finetune); IterableShards(make, total_parts=N) can be resumed at any"
+            )
+        old = [self.shard(at, then) for at in range(then)]
+        begins = [_checked(*pair) for pair in zip(old, states, strict=True)]
+        readers = [one for one in zip(old, states, begins, strict=True) if one[0].parts]
+        current = min(begin.pass_index for _, _, begin in readers)
+        places: dict[int, tuple[list[Any] | None, int]] = {}
+        for shard, state, begin in readers:
+            is_next = begin.pass_index == current + 1 and not any(state["skips"])
+            if begin.pass_index != current and not (is_next and begin.parts is None):
+                raise ValueError(
+                    f"the {then} replicas were in different passes of {self.name} when it was "
+                    f"saved: resume with that data-parallel size, not {num_replicas}"
+                )
+            blank: list[Any] | None = None if is_next else []
+            parts = begin.parts or [blank] * len(shard.parts)
+            places |= zip(shard.parts, zip(parts, state["skips"], strict=True), strict=True)
+        own = [places[part] for part in self.shard(replica, num_replicas).parts]
+        number = -(-max(state["next"] for state in states) * then // num_replicas)
+        begin = Snapshot(
+            number=number,  # ids go on
+            pass_index=current,
+            parts=tuple(state for state, _ in own) or None,
+            skips=tuple(skip for _, skip in own),
+        )
+        return states[0] | {
+            "replicas": num_replicas,
+            "ended": all(state["ended"] for state in states),
+            "next": number,
+            "skips": list(begin.skips),
+            "from": snapshot_values(begin),
+        }
+
+    def shard(self, replica: int, num_replicas: int) -> ReplicaShard:
+        """Return what a replica reads."""
+        return ReplicaShard(
             shards=self.shards,
             replica=replica,
             num_replicas=num_replicas,
@@ -100,7 +165,6 @@ class ItemStream:
             passes=self.passes,
             keeps_state=self.keeps_state,
         )
-        return ItemReader(shard, workers=workers)
 
 
 class ItemReader:
@@ -173,13 +237,17 @@ class ItemReader:
     def state(self) -> dict[str, Any]:
         """Return where the replica is, as JSON values."""
         following = self._feed.next_number
+        has_ended = self.has_ended()
+        begin = self._feed.snapshot(following)
         return {
             "version": _STATE_VERSION,
+            "replicas": self._shard.num_replicas,
             "passes": self._shard.passes,
             "has_state": self._feed.has_state and self._shard.keeps_state,
-            "ended": self.has_ended(),
+            "ended": has_ended,
             "next": following,
-            "from": snapshot_values(self._feed.snapshot(following)),
+            "skips": self._feed.skips(),
+            "from": snapshot_values(begin),
         }
 
     def restore(self, state: Any) -> None:
@@ -191,7 +259,7 @@ class ItemReader:
         Raises:
             ValueError: the state is damaged or does not fit, or the source gives less than it did.
         """
-        begin = self._checked(state)
+        begin = _checked(self._shard, state)
         self.close()
         self._feed = ItemFeed(self._shard, workers=self._workers, begin=begin)
         try:
@@ -210,53 +278,53 @@ class ItemReader:
         """Nothing more is read."""
         self._feed.close()
 
-    def _checked(self, state: Any) -> Snapshot:
-        """Return the snapshot of a state that fits.
 
-        Raises:
-            ValueError: it does not.
-        """
-        if not isinstance(state, Mapping) or set(state) != _STATE_KEYS:
-            raise ValueError(
-                "the data state holds no state of an iterable source, and this run has one: resume "
-                "with the data that was saved, or start the data anew (--finetune)"
-            )
-        following = state["next"]
-        is_sound = type(following) is int and 0 <= following <= OPEN_TOTAL
-        is_sound &= type(state["ended"]) is bool
-        if state["version"] != _STATE_VERSION or not is_sound:
-            raise ValueError(
-                "the source's state is damaged or of another version: restore the file, or start "
-                "the data anew (--finetune)"
-            )
-        if state["has_state"] is not True:
-            raise ValueError(
-                f"{self._shard.name} had no state of its own when the checkpoint was saved, so a "
-                "run cannot go on with its data: give it state_dict() and load_state_dict() (or "
-                "use torchdata's StatefulDataLoader, or Megatron-Energon's savable loader), and "
-                "start the data anew (--finetune)"
-            )
-        self._check_passes(state["passes"])
-        begin = snapshot_from(state["from"], num_parts=self._shard.shards.parts)
-        if begin.number > following:
-            raise ValueError("the source's state is damaged: the file was changed; restore it")
-        return begin
+def _checked(shard: ReplicaShard, state: Any) -> Snapshot:
+    """Return the snapshot of a state that fits.
 
-    def _check_passes(self, saved: Any) -> None:
-        """Raise unless the run may end where this one is to end.
+    Raises:
+        ValueError: it does not.
+    """
+    if not isinstance(state, Mapping) or set(state) != _STATE_KEYS:
+        raise ValueError(_NO_STATE)
+    following = state["next"]
+    is_sound = is_count(following) and type(state["ended"]) is bool
+    is_sound &= state["replicas"] == shard.num_replicas
+    is_sound &= isinstance(state["skips"], list) and all(map(is_count, state["skips"]))
+    if state["version"] != _STATE_VERSION or not is_sound:
+        raise ValueError(
+            "the source's state is damaged or of another version: restore the file, or start "
+            "the data anew (--finetune)"
+        )
+    if state["has_state"] is not True:
+        raise ValueError(
+            f"{shard.name} had no state of its own when the checkpoint was saved, so a "
+            "run cannot go on with its data: give it state_dict() and load_state_dict() (or "
+            "use torchdata's StatefulDataLoader, or Megatron-Energon's savable loader), and "
+            "start the data anew (--finetune)"
+        )
+    _check_passes(shard, state["passes"])
+    begin = snapshot_from(state["from"], num_parts=len(shard.parts))
+    if begin.number > following or len(state["skips"]) != len(shard.parts):
+        raise ValueError("the source's state is damaged: the file was changed; restore it")
+    return begin
 
-        Raises:
-            ValueError: another kind of run length, or a shorter run.
-        """
-        passes = self._shard.passes
-        if (saved is None) is not (passes is None):
-            then = "a number of samples" if saved is None else f"--odb-epochs {saved}"
-            raise ValueError(
-                f"the data state was saved with {then} and this run has the other: resume with the "
-                "same kind of run length, or start the data anew (--finetune)"
-            )
-        if passes is not None and (type(saved) is not int or saved > passes):
-            raise ValueError(
-                f"the data state was saved with --odb-epochs {saved}, this run has {passes}: ask "
-                "for at least as many, or start the data anew (--finetune)"
-            )
+
+def _check_passes(shard: ReplicaShard, saved: Any) -> None:
+    """Raise unless the run may end where this one is to end.
+
+    Raises:
+        ValueError: another kind of run length, or a shorter run.
+    """
+    passes = shard.passes
+    if (saved is None) is not (passes is None):
+        then = "a number of samples" if saved is None else f"--odb-epochs {saved}"
+        raise ValueError(
+            f"the data state was saved with {then} and this run has the other: resume with the "
+            "same kind of run length, or start the data anew (--finetune)"
+        )
+    if passes is not None and (type(saved) is not int or saved > passes):
+        raise ValueError(
+            f"the data state was saved with --odb-epochs {saved}, this run has {passes}: ask "
+            "for at least as many, or start the data anew (--finetune)"
+        )

@@ -33,18 +33,25 @@ class IterableShards:
             that together are the data set. It is called in the process that reads the shard.
         parts: shards that a replica reads in turns, and so the most worker processes it can have
             (`--num-workers`). Plans depend on it, and not on the number of workers.
+        total_parts: shards of all replicas together, in place of `parts`: shard n is read by
+            replica n mod replicas, and a run may go on with another number of replicas. 0: none.
         name: for reports and errors.
         is_own: `make` returns the replica's own shard, whatever it is asked for.
     """
 
     make: ShardMaker
     parts: int = 1
+    total_parts: int = 0
     name: str = ""
     is_own: bool = False
 
     def __post_init__(self) -> None:
         if self.parts < 1:
             raise ValueError(f"parts must be at least 1, got {self.parts}")
+        if self.total_parts < 0 or (self.total_parts and self.parts > 1):
+            raise ValueError(
+                f"parts is {self.parts} and total_parts {self.total_parts}: give one of them"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +158,16 @@ class PartReader:
         """Return where the shard is, as JSON values; None where it cannot say.
 
         Raises:
-            ValueError: see `plain_state.encode`.
+            ValueError: it raised; or see `plain_state.encode`.
         """
         methods = _methods(self.dataset)
         if methods is None:
             return None
-        return encode(getattr(self.dataset, methods[0])(), owner=self.name)
+        try:
+            found = getattr(self.dataset, methods[0])()
+        except Exception as error:
+            raise ValueError(raised(f"{self.name}, saying where it is,", error)) from error
+        return encode(found, owner=self.name)
 
 
 def raised(who: str, error: Exception, *, note: str = "") -> str:

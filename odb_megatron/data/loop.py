@@ -3,7 +3,7 @@
 A generator. Whatever needs the other replicas is a request that it yields and whose answer it is
 sent, so that the same loop runs in a thread, in a process of its own, or for all replicas of a test
 in one thread. A loop that meets an error goes through the same requests as all others until the
-next gather, where it tells them.
+next gather, where it tells them; a block that exchanges samples without it makes no step either.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -60,7 +60,8 @@ HEAD_ITEMS = 8
 
 _ID = struct.Struct("<q")
 _MAX_ERROR = 2000
-_CONSEQUENCE = "SampleLostError"
+_CONSEQUENCES = ("SampleLostError", "ReplicaFailedError")
+_GONE = "{} has failed in this step; its own output says why"
 _CLOSED = "a replica has closed its loader: no further step is made"
 
 
@@ -115,14 +116,16 @@ class GatherAll:
 class Exchange:
     """Samples to and from other replicas of the block, which all take part; answered by replica.
 
+    The answer names replicas that have failed alone, each with None, where there are any.
+
     Attributes:
         step: equal on both sides.
-        sends: bytes for each replica.
+        sends: bytes for each replica; None where this one has failed.
         receives: number of bytes from each replica.
     """
 
     step: int
-    sends: Mapping[int, bytes]
+    sends: Mapping[int, bytes] | None
     receives: Mapping[int, int]
 
 
@@ -281,7 +284,7 @@ class StepLoop:
                 samples = yield from self._deliver(table, plan)
                 step = self._attempt(self._pack, plan, totals, samples)
                 self._step += 1
-                self._consumed += totals.num_consumed
+                self._consumed += self._num_consumed
                 self._attempt(self._bad.add_up, totals)
                 progress = self._attempt(lambda: self.progress)
                 if step is not None and progress is not None:
@@ -423,7 +426,7 @@ class StepLoop:
         texts = yield GatherAll(text[:TEXT_BYTES].ljust(TEXT_BYTES))
         parts = [one.decode("utf-8", "replace").rstrip().partition("\0") for one in texts]
         failed = {at: text for at, (text, _, _) in enumerate(parts) if text}
-        causes = {at: text for at, text in failed.items() if not text.startswith(_CONSEQUENCE)}
+        causes = {at: text for at, text in failed.items() if not text.startswith(_CONSEQUENCES)}
         if self._error is not None and (self._replica in causes or not causes):
             raise self._error
         named = [f"replica {at} failed: {text}" for at, text in (causes or failed).items()]
@@ -477,7 +480,9 @@ class StepLoop:
         for at, by in zip(leaving, owners, strict=True):
             if by and self._replica == first:
                 receives[first + by] = receives.get(first + by, 0) + sizes[at]
-        received = yield Exchange(self._step, sends, receives)
+        received = yield from self._exchanged(sends, receives)
+        if received is None:
+            return bytes(sum(sizes.values()))  # blanks, an error to whoever gets them
         parts = {by: memoryview(received[by]) for by in receives} | {first: memoryview(own)}
         ends = dict.fromkeys(parts, 0)
         found = []
@@ -510,23 +515,31 @@ class StepLoop:
             solo=rule.padded_all(tokens) > budget,
         )
 
-    def _plan(self, table: _Table) -> Requests[StepPlan]:
-        """Return the block's plan; blocks plan again until all have as many micro-batches."""
-        plan = self._planned(table, 1)
+    def _plan(self, table: _Table) -> Requests[StepPlan | None]:
+        """Return the block's plan; blocks plan again until all have as many micro-batches.
+
+        None, with an error, where this replica cannot plan, or another block's first one.
+        """
+        plan = self._attempt(self._planned, table, 1)
         while self._num_blocks > 1:
-            found = yield GatherBlocks(_ID.pack(plan.num_micro_batches))
+            found = yield GatherBlocks(_ID.pack(plan.num_micro_batches if plan else 0))
             counts = [_ID.unpack(one)[0] for one in found]
+            if not min(counts):
+                first = self._all_blocks[counts.index(0)].start
+                self._error = self._error or ReplicaFailedError(_GONE.format(f"replica {first}"))
+                return None
             if min(counts) == max(counts):
                 break
-            if plan.num_micro_batches < max(counts):
-                plan = self._planned(table, max(counts))
+            if plan is not None and plan.num_micro_batches < max(counts):
+                plan = self._attempt(self._planned, table, max(counts))
         return plan
 
-    def _add_up(self, table: _Table, plan: StepPlan) -> Requests[StepTotals]:
-        """Return the step's totals over all blocks."""
-        totals = self._totals(table, plan)
+    def _add_up(self, table: _Table, plan: StepPlan | None) -> Requests[StepTotals | None]:
+        """Return the step's totals over all blocks; None, with an error, where it cannot."""
+        totals = self._attempt(self._totals, table, plan)
         if self._num_blocks > 1:
-            totals = StepTotals.merged((yield GatherBlocks(totals.to_bytes())))
+            own = totals.to_bytes() if totals else bytes(_ID.size * len(fields(StepTotals)))
+            totals = self._attempt(StepTotals.merged, (yield GatherBlocks(own)))
         return totals
 
     def _costs(self, rows: Array) -> Array:
@@ -581,35 +594,47 @@ class StepLoop:
 
     # --- deliver and pack ----------------------------------------------------------------------
 
-    def _deliver(self, table: _Table, plan: StepPlan) -> Requests[dict[int, tuple[int, Sample]]]:
+    def _deliver(
+        self, table: _Table, plan: StepPlan | None
+    ) -> Requests[dict[int, tuple[int, Sample]]]:
         """Return the samples that this replica trains with their ids, by index of the plan."""
         first, own = self._block.start, self._replica - self._block.start
         places = np.flatnonzero(table.trained).tolist()  # in the table, by index of the plan
         owner, sizes = table.owner.tolist(), table.rows["bytes"].tolist()
         sends: dict[int, list[int]] = {}
         receives: dict[int, list[int]] = {}
-        is_moving = False
-        for replica, row in enumerate(plan.micro_batches):
+        for replica, row in enumerate(plan.micro_batches if plan else ()):
             for at in (places[index] for members in row for index in members):
-                is_moving |= owner[at] not in (replica, -1)
                 if owner[at] == own and replica != own:
                     sends.setdefault(replica, []).append(at)
                 elif replica == own and owner[at] != own:
                     receives.setdefault(owner[at], []).append(at)
         parts = {-1: b"".join(self._arrived[at] for at in receives.get(-1, ()))}
-        if is_moving:  # then the whole block exchanges
-            out = {}
-            for to, of in sends.items():
-                blank = bytes(sum(sizes[at] for at in of))  # the error is told in the next gather
-                out[first + to] = self._attempt(self._encoded, of, sizes) or blank
+        if len(self._block) > 1:  # also where nothing moves: who cannot plan does not know it
+            out = {
+                first + to: self._attempt(self._encoded, of, sizes) or b""
+                for to, of in sends.items()
+            }
             sent = {
                 first + by: sum(sizes[at] for at in of) for by, of in receives.items() if by >= 0
             }
-            received = yield Exchange(self._step, out, sent)
-            parts |= {by - first: received[by] for by in sent}
+            received = yield from self._exchanged(out, sent)
+            parts |= {by - first: received[by] for by in sent} if received else {}
         found = self._attempt(self._decoded, receives, parts, sizes) or {}
         held, self._held, self._arrived = self._held | found, {}, {}
         return {index: held[at] for index, at in enumerate(places) if at in held}
+
+    def _exchanged(
+        self, sends: Mapping[int, bytes], receives: Mapping[int, int]
+    ) -> Requests[Mapping[int, Any] | None]:
+        """Exchange samples; None, with an error, where a replica of the block has failed."""
+        found: Mapping[int, Any] = yield Exchange(
+            self._step, None if self._error else sends, receives
+        )
+        failed = [by for by, part in found.items() if part is None]
+        if failed:
+            self._error = self._error or ReplicaFailedError(_GONE.format(f"replica {failed[0]}"))
+        return None if failed else found
 
     def _own_samples(self, table: _Table) -> dict[int, tuple[int, Sample]]:
         """Return the samples that this replica has read, by place in the table."""

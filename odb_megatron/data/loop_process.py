@@ -135,11 +135,9 @@ class LoopProcess:
             raise
 
     def close(self) -> None:
-        """See `StepLoop.close`."""
         self._is_closing = True
 
     def run(self) -> Generator[Request, Any, None]:
-        """See `StepLoop.run`."""
         try:
             self._send(None)
             while True:
@@ -152,7 +150,9 @@ class LoopProcess:
                     request = replace(request, record=bytes(record))
                 answer = yield request
                 if isinstance(request, Exchange):  # views cannot be sent
-                    answer = {by: bytes(part) for by, part in answer.items()}
+                    answer = {
+                        by: None if part is None else bytes(part) for by, part in answer.items()
+                    }
                 self._send(answer)
         finally:
             self.kill()

@@ -24,7 +24,7 @@ IMAGE_TEXT = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
 """What a picture is in a message's text."""
 
 _COLOURS = 3
-_MOST_ASPECT = 200
+_MAX_ASPECT = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +82,10 @@ def smart_resize(height: int, width: int, rules: PatchRules) -> tuple[int, int]:
         ValueError: an empty picture, one more than 200 times as long as wide, or one that would
             have more than `max_pixels`.
     """
-    if min(height, width) < 1 or max(height, width) > _MOST_ASPECT * min(height, width):
+    if min(height, width) < 1 or max(height, width) > _MAX_ASPECT * min(height, width):
         raise ValueError(
             f"the picture has {width} x {height} pixels; expected sides of at least 1 that differ "
-            f"by a factor of at most {_MOST_ASPECT}"
+            f"by a factor of at most {_MAX_ASPECT}"
         )
     side = rules.side
     needed = rules.max_pixels

@@ -29,7 +29,7 @@ MAX_SOURCE_PIXELS = 1 << 26
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _DATA = re.compile(r"data:image/[a-zA-Z0-9.+-]+;base64,")
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
-_MOST_SHOWN = 200
+_MAX_SHOWN = 200
 
 
 def check_pillow() -> None:
@@ -139,4 +139,4 @@ def _read(name: str, folder: str) -> bytes:
 
 def shown_name(name: str) -> str:
     """Return the name, or the start of a long one, in quotes and without control characters."""
-    return repr(name if len(name) <= _MOST_SHOWN else name[:_MOST_SHOWN] + "...")
+    return repr(name if len(name) <= _MAX_SHOWN else name[:_MAX_SHOWN] + "...")

@@ -19,7 +19,7 @@ __all__ = ["BadRecordPolicy", "SampleRules", "apply_rules", "skipped_bad_record"
 __all__ += ["check_ids", "shift_labels"]
 
 
-_MOST_IDS = 1 << 31  # what a step on its way to other ranks holds
+_MAX_IDS = 1 << 31  # what a step on its way to other ranks holds
 
 
 class BadRecordPolicy(Enum):
@@ -79,7 +79,7 @@ def check_ids(sample: Sample, rules: SampleRules) -> None:
     Raises:
         ValueError: names the first id that has none; a bad record.
     """
-    limit = rules.vocab_size or _MOST_IDS
+    limit = rules.vocab_size or _MAX_IDS
     learnt = sample.labels[sample.loss_mask > 0]
     for what, ids in (("token", sample.tokens), ("label", learnt)):
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
@@ -99,7 +99,7 @@ def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> 
     because the user asked for the cut.
 
     Raises:
-        OverlongError: names the record and the way out.
+        OverlongError: names the record and the hint.
     """
     try:
         verdict = judge_length(

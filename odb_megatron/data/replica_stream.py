@@ -115,18 +115,17 @@ class StreamReader:
         return [self._take() for _ in range(count)]
 
     def has_ended(self) -> bool:
-        """See `loop.Reader`; the run's length says when it ends."""
+        """The run's length says when it ends."""
         return False
 
     def head(self) -> bytes:
-        """See `loop.Reader`."""
         return b""
 
     def check_heads(self, heads: Sequence[bytes]) -> None:
-        """See `loop.Reader`: positions differ by themselves."""
+        """Positions differ by themselves."""
 
     def state(self) -> None:
-        """See `loop.Reader`: the consumed samples are all there is."""
+        """The consumed samples are all there is."""
 
     def close(self) -> None:
         """End the workers; nothing more is read."""

@@ -22,8 +22,8 @@ BAD_RECORD_WAY_OUT = (
 )
 """End of a bad record's message, before the traceback."""
 
-_MOST_REASON = 2000
-_MOST_TRACE = 20_000
+_MAX_REASON = 2000
+_MAX_TRACE = 20_000
 
 
 class DataFileError(RuntimeError):
@@ -41,9 +41,9 @@ class BadRecordError(ValueError):
     """
 
     def __init__(self, *, path: str, line: int, reason: str, trace: str = "") -> None:
-        if len(reason) > _MOST_REASON:
-            reason = f"{reason[:_MOST_REASON]} ... ({len(reason)} characters)"
-        trace = trace[-_MOST_TRACE:]
+        if len(reason) > _MAX_REASON:
+            reason = f"{reason[:_MAX_REASON]} ... ({len(reason)} characters)"
+        trace = trace[-_MAX_TRACE:]
         original = f"\nOriginal traceback:\n{trace}" if trace else ""
         super().__init__(f"{path}:{line}: {reason}{BAD_RECORD_WAY_OUT}{original}")
         self.path = path

@@ -145,7 +145,6 @@ class _RuledSource:
         raise NotImplementedError
 
     def sample(self, index: int, *, source: int) -> Sample | Skipped:
-        """See `SampleSource.sample`."""
         line = self._line(index)
         try:
             sample = self._load(index, source=source)
@@ -192,7 +191,6 @@ class ChatSource(_RuledSource):
         return len(self._records)
 
     def fingerprint(self) -> str:
-        """See `SampleSource`."""
         return self._records.fingerprint()
 
     def rough_sizes(self) -> npt.NDArray[np.int64]:
@@ -242,7 +240,6 @@ class IndexedSource(_RuledSource):
         return len(self._bounds) - 1
 
     def fingerprint(self) -> str:
-        """See `SampleSource`."""
         return file_fingerprint(self.path + ".idx") + file_fingerprint(self.path + ".bin")
 
     def rough_sizes(self) -> npt.NDArray[np.int64]:
@@ -300,7 +297,7 @@ class MapSource(_RuledSource):
         return len(self._dataset)
 
     def fingerprint(self) -> str:
-        """See `SampleSource`; a dataset may give its own `fingerprint()`."""
+        """A dataset may give its own `fingerprint()`."""
         own = getattr(self._dataset, "fingerprint", None)
         return str(own()) if callable(own) else f"{self.path}:{len(self)}"
 

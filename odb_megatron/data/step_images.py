@@ -21,7 +21,7 @@ __all__ = ["ImageRow", "check_rows", "layout_of_rows", "pixel_bytes", "with_pixe
 ImageRow = tuple[int, int, int, int, int]
 """Sample of the micro-batch, patches in time, height and width, first token in the sample."""
 
-_MOST_BYTES = 1 << 34
+_MAX_BYTES = 1 << 34
 
 
 def layout_of_rows(rows: Sequence[ImageRow], item: MicroBatchLayout, *, merge: int) -> ImageLayout:
@@ -70,8 +70,8 @@ def check_rows(
             total, last = total + t * h * w, (sample, end)
         if rows and total > count:
             raise ValueError("more patches than the micro-batch has")
-    if _num_patches(images) * pixels.patch_bytes > _MOST_BYTES:
-        raise ValueError(f"patches of more than {_MOST_BYTES} bytes")
+    if _num_patches(images) * pixels.patch_bytes > _MAX_BYTES:
+        raise ValueError(f"patches of more than {_MAX_BYTES} bytes")
 
 
 def pixel_bytes(images: Sequence[Sequence[ImageRow]], pixels: PixelFormat) -> int:

@@ -50,9 +50,9 @@ class Channel(Protocol):
         """All-gather equal-sized records of all replicas, in replica order."""
 
     def exchange(
-        self, step: int, sends: Mapping[int, bytes], receives: Mapping[int, int]
+        self, step: int, sends: Mapping[int, bytes] | None, receives: Mapping[int, int]
     ) -> dict[int, Any]:
-        """Send bytes to replicas of the block, and receive so many from others."""
+        """Send bytes to replicas of the block, and receive so many from others; see `Exchange`."""
 
     def close(self) -> None:
         """Close the connections; peers that wait learn it."""

@@ -31,12 +31,12 @@ Bytes = npt.NDArray[np.uint8]
 _Item = TypeVar("_Item", MicroBatch, MicroBatchLayout)
 
 _MAX_TOKEN_ID = (1 << 31) - 1
-_MOST_SEGMENTS = 1 << 16  # of a micro-batch
-_MOST_TOKENS = 1 << 28  # of a replica in a step: a payload of 2 GiB
+_MAX_SEGMENTS = 1 << 16  # of a micro-batch
+_MAX_TOKENS = 1 << 28  # of a replica in a step: a payload of 2 GiB
 
 
 class StepWireError(ValueError):
-    """Bytes that describe no step: the leader runs other code."""
+    """Bytes that describe no step: the source rank runs other code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Ending:
     """In place of a step: the loader is exhausted, or (with a message) has failed or was closed.
 
     Attributes:
-        error: what the leader raised; empty at the end of the data.
+        error: what the source rank raised; empty at the end of the data.
         closed: who closed its loader, empty for none.
     """
 
@@ -265,10 +265,10 @@ def _check(metadata: StepMetadata) -> None:
     if min(lengths, default=1) < 1:
         raise ValueError("a sample without tokens")
     padded = sum(map(rule.padded, lengths))
-    if rule.sizes and rule.num_segments(rule.sizes[-1]) > _MOST_SEGMENTS:
+    if rule.sizes and rule.num_segments(rule.sizes[-1]) > _MAX_SEGMENTS:
         raise ValueError(f"{rule.num_segments(rule.sizes[-1])} segments in a micro-batch")
     each = max(rule.multiple, rule.sizes[-1] if rule.sizes else rule.least)
     whole = max(padded, len(metadata.lengths) * each)
-    if whole > _MOST_TOKENS:
-        raise ValueError(f"{whole} tokens; at most {_MOST_TOKENS}")
+    if whole > _MAX_TOKENS:
+        raise ValueError(f"{whole} tokens; at most {_MAX_TOKENS}")
     check_rows(metadata.images, metadata.pixels, lengths=metadata.lengths, patches=metadata.patches)

@@ -192,12 +192,12 @@ class SampleStream(torch.utils.data.Dataset[Sample | Skipped | FetchError]):
         return len(places), hashlib.sha256(places.tobytes()).hexdigest()[:16]
 
     def repeats(self) -> str:
-        """Say what an epoch of a weighted blend is; "" for other streams."""
-        if self._counts is None:
+        """Say what an epoch of a blend repeats or leaves out; "" where each sample comes once."""
+        sizes = [len(part.order) for part in self._parts]
+        if self._counts is None or self._counts.tolist() == sizes:
             return ""
         found = []
-        for part, drawn in zip(self._parts, self._counts.tolist(), strict=True):
-            size = len(part.order)
+        for part, size, drawn in zip(self._parts, sizes, self._counts.tolist(), strict=True):
             more = drawn - size
             note = f"{more} of them again" if more > 0 else f"{-more} not in this epoch"
             found.append(

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 __all__ = ["JsonTextError", "strict_json"]
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_MOST_SHOWN = 40
+_MAX_SHOWN = 40
 
 
 class JsonTextError(ValueError):
@@ -71,7 +71,7 @@ def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
         raise JsonTextError(
-            f"holds the number {digits[:_MOST_SHOWN]}, which is too large for a float"
+            f"holds the number {digits[:_MAX_SHOWN]}, which is too large for a float"
         )
     return value
 
@@ -82,6 +82,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise JsonTextError(
-            f"has the key {twice[:_MOST_SHOWN]!r} twice in one object; keep one of them"
+            f"has the key {twice[:_MAX_SHOWN]!r} twice in one object; keep one of them"
         )
     return value

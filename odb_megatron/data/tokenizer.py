@@ -38,7 +38,7 @@ PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<unk>")
 _END, _PAD = "<|endoftext|>", "<|pad|>"
 _SPECIAL_TOKENS = (_END, "<|im_start|>", "<|im_end|>", _PAD)
 _NUM_BYTES = 256
-_MOST_CONFIG_BYTES = 64 << 20
+_MAX_CONFIG_BYTES = 64 << 20
 _VOCABULARY_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json",
     "vocab.txt",
@@ -161,7 +161,7 @@ def _not_loaded(folder: Path, error: Exception) -> str:
 def _named_code(folder: Path) -> str:
     """Return the `auto_map` of a tokenizer's configuration as text; "" for none."""
     path = folder / "tokenizer_config.json"
-    if not path.is_file() or path.stat().st_size > _MOST_CONFIG_BYTES:
+    if not path.is_file() or path.stat().st_size > _MAX_CONFIG_BYTES:
         return ""
     try:
         config = json.loads(path.read_bytes())

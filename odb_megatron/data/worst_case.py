@@ -1,4 +1,4 @@
-"""Made-up micro-batches that take as much device memory as any real one can.
+"""Synthetic micro-batches that take as much device memory as any real one can.
 
 Must not know Megatron, read data or touch a global random generator. All ranks make the same ones
 from the same numbers.

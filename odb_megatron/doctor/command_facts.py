@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _EXAMINER = "odb_megatron.doctor.flag_facts"
-_MOST_S = 3600.0
+_MAX_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,12 +247,12 @@ def _examine(request: Request, environment: Mapping[str, str]) -> tuple[FlagFact
                 [sys.executable, "-m", _EXAMINER, str(asked), str(out)],
                 capture_output=True,
                 text=True,
-                timeout=_MOST_S,
+                timeout=_MAX_S,
                 env=dict(environment),
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return None, f"reading flags and data took longer than {_MOST_S:g} s"
+            return None, f"reading flags and data took longer than {_MAX_S:g} s"
         if not out.is_file():
             told = (done.stderr or done.stdout).strip().splitlines()
             return None, told[-1] if told else f"it ended with exit code {done.returncode}"

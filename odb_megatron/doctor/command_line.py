@@ -142,7 +142,7 @@ def _flags(facts: CommandFacts) -> Iterator[Finding]:
 
 
 def _split(problem: str) -> tuple[str, str]:
-    """Return what was seen and the way out, which a refusal has in one text."""
+    """Return what was seen and the hint, which a refusal has in one text."""
     needs = re.match(r"--odb needs (--[\w-]+(?: \d+)?): ", problem)
     if needs:
         return problem, f"add {needs[1]}"

@@ -1,4 +1,4 @@
-"""What a check found: its status, what was seen, what was expected, the way out.
+"""What a check found: its status, what was seen, what was expected, the hint.
 
 Pure: no package, file or device is looked at here.
 """

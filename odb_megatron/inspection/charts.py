@@ -36,11 +36,11 @@ _NUM_BINS = 32
 _NUM_MARKS = 200  # of each line
 _MARGIN = 1.04  # of an axis, on either side
 _NEAREST_TICKS = 0.09  # as a share of the axis
-_MOST_SHOWN = 8  # micro-batches of ours
-_MOST_ROWS = 24  # fixed batches of a panel
+_MAX_SHOWN = 8  # micro-batches of ours
+_MAX_ROWS = 24  # fixed batches of a panel
 _FEWEST_ROWS = 3  # that a panel has room for
-_LEAST_FILLED = 0.25  # of the axis, else the token budget is not on it
-_MOST_REPLICAS = 16
+_MIN_FILLED = 0.25  # of the axis, else the token budget is not on it
+_MAX_REPLICAS = 16
 _WASTE = "////"
 
 
@@ -247,7 +247,7 @@ def micro_batch_chart(findings: Findings) -> Chart:
     name = findings.planned
     run, fixed = findings.runs[name], findings.fixed
     size = int(fixed.schedule.sizes.max())
-    step, packed = _some_micro_batches(run, most=_MOST_ROWS * size)
+    step, packed = _some_micro_batches(run, most=_MAX_ROWS * size)
     positions = sorted(position for batch in packed for position in batch)
     shown = [
         [positions[at : at + size] for at in range(0, len(positions), size)],
@@ -259,7 +259,7 @@ def micro_batch_chart(findings: Findings) -> Chart:
     computed = [[max(batch) * len(batch) for batch in batches[0]], list(map(sum, batches[1]))]
     budgets = [fixed.setting.token_budget, run.setting.token_budget]
     longest = max(max(side) for side in computed)
-    near = [budget for budget in budgets if longest >= _LEAST_FILLED * budget]
+    near = [budget for budget in budgets if longest >= _MIN_FILLED * budget]
 
     def draw(figure: FigureBase, form: Form) -> None:
         shape = (2, 1) if form.is_narrow else (1, 2)
@@ -382,7 +382,7 @@ def speed_chart(findings: Findings) -> Chart:
 def balance_chart(findings: Findings) -> Chart:
     names = ("standard-safe", "dp-balanced", findings.planned)
     loads = {name: _typical_loads(findings.runs[name]) for name in names}
-    num = min(findings.setting.dp, _MOST_REPLICAS)
+    num = min(findings.setting.dp, _MAX_REPLICAS)
     highest = max(max(own) for own in loads.values())
 
     def draw(figure: FigureBase, form: Form) -> None:
@@ -453,7 +453,7 @@ def _some_micro_batches(run: Run, *, most: int) -> tuple[int, list[list[int]]]:
     num = 0
     for at in range(int(first), int(last)):
         batch = schedule.positions[starts[at] : starts[at + 1]].tolist()
-        if found and (num + len(batch) > most or len(found) == _MOST_SHOWN):
+        if found and (num + len(batch) > most or len(found) == _MAX_SHOWN):
             break
         if batch:
             found.append(batch[:most])
@@ -490,6 +490,6 @@ def _typical_loads(run: Run) -> list[float]:
     balances = run.times.balance_step
     step = int(np.argsort(balances, kind="stable")[len(balances) // 2])
     loads = list(replica_costs(run, step=step))
-    if len(loads) > _MOST_REPLICAS:
-        loads = sorted(loads, reverse=True)[:_MOST_REPLICAS]
+    if len(loads) > _MAX_REPLICAS:
+        loads = sorted(loads, reverse=True)[:_MAX_REPLICAS]
     return loads

@@ -84,7 +84,7 @@ def inspect(options: argparse.Namespace) -> Findings:
         options: as parsed by the command line; defaults are filled in.
 
     Raises:
-        ValueError: an argument or the data cannot be used; says which, and the way out.
+        ValueError: an argument or the data cannot be used; says which, and the hint.
     """
     fill_in(options)
     setting = training_setting(options)

@@ -23,7 +23,7 @@ __all__ = ["Findings", "cut_offs"]
 
 Integers = npt.NDArray[np.int64]
 
-_MOST_CUT_OFFS = 6
+_MAX_CUT_OFFS = 6
 _NEAR = 0.05
 
 
@@ -102,7 +102,7 @@ def cut_offs(lengths: Integers, *, limit: int) -> list[dict[str, float | int]]:
     longest, total = int(lengths.max()), int(lengths.sum())
     powers = [1 << bits for bits in range(5, 40) if 1 << bits < longest]
     found = []
-    for at in sorted({*powers[-(_MOST_CUT_OFFS - 1) :], limit}):
+    for at in sorted({*powers[-(_MAX_CUT_OFFS - 1) :], limit}):
         over = lengths[lengths > at]
         found.append(
             {

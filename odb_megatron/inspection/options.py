@@ -275,7 +275,7 @@ def refuse(message: str, parser: argparse.ArgumentParser) -> NoReturn:
     """End the command with one line; a planner's flags become this command's.
 
     Args:
-        message: what is wrong, what was expected, the way out.
+        message: what is wrong, what was expected, the hint.
         parser: of the command.
     """
     for flag in parser._option_string_actions:

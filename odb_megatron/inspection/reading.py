@@ -36,7 +36,7 @@ NUM_NAMED = 5
 
 _PIECE = 64  # records that a worker reads at a time
 _FEW = 4 * _PIECE  # records below which no worker is started
-_MOST_REASON = 300
+_MAX_REASON = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +251,7 @@ def _renderer(request: DataRequest) -> ChatRenderer:
             "'odb-megatron[megatron]'"
         ) from error
     except Exception as error:  # transformers raises whatever its parsers do
-        reason = " ".join(str(error).split())[:_MOST_REASON]
+        reason = " ".join(str(error).split())[:_MAX_REASON]
         raise ValueError(f"--tokenizer {tokenizer!r} cannot be loaded: {reason}") from error
 
 

@@ -257,16 +257,7 @@ def _restored(
         ) from error
     source, num = None, loader.config.num_replicas
     if isinstance(loader.stream, ItemStream):
-        own = state.sources[loader.replica : loader.replica + 1]
-        if len(state.sources) == 1:  # a host that saves each replica's by itself
-            own = state.sources
-        elif len(state.sources) != num:
-            raise ValueError(
-                f"each replica reads an iterator of its own, and the data was saved with "
-                f"{len(state.sources)} of them: resume with that data-parallel size, not {num}, or "
-                "start the data anew (--finetune)"
-            )
-        source = own[0]
+        source = loader.stream.own_state(state.sources, replica=loader.replica, num_replicas=num)
     loader.restore(Progress(consumed=state.consumed, num_bad=state.num_bad, source=source))
     return state, source
 

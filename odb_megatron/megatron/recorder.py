@@ -69,11 +69,9 @@ class WallClock:
     """The wall clock of this process, where there is no device."""
 
     def mark(self) -> float:
-        """See `Clock`."""
         return time.perf_counter()
 
     def elapsed_s(self, start: float, end: float) -> float:
-        """See `Clock`."""
         return end - start
 
 
@@ -81,13 +79,12 @@ class CudaClock:
     """Events of the current stream: nothing waits for the device meanwhile."""
 
     def mark(self) -> Any:
-        """See `Clock`."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def elapsed_s(self, start: Any, end: Any) -> float:
-        """See `Clock`; waits for the event, which is past once its optimizer step has ended."""
+        """Waits for the event, which is past once its optimizer step has ended."""
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 

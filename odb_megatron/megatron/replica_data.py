@@ -1,7 +1,6 @@
-"""The data of one rank of a replica: its leader's loaders, or what the leader sends.
+"""The data of one rank of a replica: its source rank's loaders, or what the source rank sends.
 
-Must not plan, print or keep global state. All ranks build it together: what fails on the leader is
-raised on every rank of the replica.
+All ranks build it together: what fails on the source rank is raised on every rank of the replica.
 """
 
 from __future__ import annotations
@@ -162,10 +161,10 @@ class ReplicaData:
 
     @contextmanager
     def error_broadcast(self) -> Iterator[None]:
-        """Run what only the leader does; an error is told to the other ranks of the replica.
+        """Run what only the source rank does; an error is told to the other ranks of the replica.
 
         Raises:
-            ReplicaFailedError: on the others, with the leader's error.
+            ReplicaFailedError: on the others, with the source rank's error.
         """
         try:
             yield
@@ -178,10 +177,10 @@ class ReplicaData:
         """Build the feeds.
 
         Args:
-            make_loaders: returns the loaders of the three splits; called on the leader alone.
+            make_loaders: returns the loaders of the three splits; called on the source rank alone.
 
         Raises:
-            ReplicaFailedError: the leader failed, on the other ranks.
+            ReplicaFailedError: the source rank failed, on the other ranks.
         """
         with self.error_broadcast():
             if self.place.is_source:
@@ -218,7 +217,7 @@ class ReplicaData:
         return all(have_ended)
 
     def num_reported(self) -> int:
-        """Return how many reports the replica's leader has got since the last call."""
+        """Return how many reports the replica's source rank has got since the last call."""
         total = 0 if self._reports is None else self._reports.num_reports
         new, self._reported = total - self._reported, total
         return new
@@ -228,7 +227,7 @@ class ReplicaData:
         return tuple(None if feed is None else feed.iterators[chunk] for feed in self._feeds)
 
     def report(self, values: Sequence[float]) -> list[float]:
-        """Return on the leader what the last pipeline stage knows (training only)."""
+        """Return on the source rank what the last pipeline stage knows (training only)."""
         if self._reports is None:
             return list(values)
         return self._reports.report(values)
@@ -239,7 +238,7 @@ class ReplicaData:
         channel, leads = self.channels[0], self.place.is_source
         found = json.loads(channel.header(json.dumps(error).encode() if leads else None))
         if found and not leads:
-            raise ReplicaFailedError(f"the leader of this replica failed: {found}")
+            raise ReplicaFailedError(f"the source rank of this replica failed: {found}")
 
     def _share_lengths(self) -> list[int | None]:
         """Return the steps of one pass of each split; None for a split without data."""

@@ -259,7 +259,6 @@ class OdbRun:
     # --- what the hooks tell -------------------------------------------------------------------
 
     def on_schedule(self, *, training: bool) -> None:
-        """See `hooks.RunListener`."""
         if self._peers is not None:
             self._peers.begin_step()
         if training and self._report.recorder is not None:
@@ -268,7 +267,7 @@ class OdbRun:
             self._checkpoint.note_trained()
 
     def on_header(self, header: StepHeader, *, training: bool) -> None:
-        """See `hooks.RunListener`: fix the loop's end and the step's sample count."""
+        """Fix the loop's end and the step's sample count."""
         if not training:
             totals = header.totals
             self._report.evaluated(
@@ -290,7 +289,7 @@ class OdbRun:
             self._args.train_iters = done + 1
 
     def on_first_step(self, train_step: Mapping[str, Any]) -> None:
-        """See `hooks.RunListener`: run the worst micro-batches."""
+        """Run the worst micro-batches."""
         self._is_warming_up = True
         try:
             took = warm_up(train_step, self._args, self.config, self._place)
@@ -306,15 +305,13 @@ class OdbRun:
         self._report.warmed_up(took, replica=self._replica, group=group)
 
     def wants_backward(self) -> bool:
-        """See `hooks.RunListener`."""
         return self._report.times_backward
 
     def on_backward(self) -> None:
-        """See `hooks.RunListener`."""
         self._report.end_backward()
 
     def on_logged(self, values: dict[str, Any]) -> None:
-        """See `hooks.RunListener`: record the step and show it."""
+        """Record the step and show it."""
         values, memory = self._of_last_stage(values)
         if self._report.recorder is None:
             return
@@ -326,20 +323,18 @@ class OdbRun:
         )
 
     def on_loaded(self, checkpoint_args: Any) -> None:
-        """See `hooks.RunListener`."""
         self._saved = getattr(checkpoint_args, "odb_data_state", None)
 
     def saving(self) -> AbstractContextManager[None]:
-        """See `hooks.RunListener`: no watchdog ends the process within."""
+        """No watchdog ends the process within."""
         return nullcontext() if self._peers is None else self._peers.saving()
 
     def on_saving(self) -> None:
-        """See `hooks.RunListener`: put the data's state into the arguments that are saved."""
+        """Put the data's state into the arguments that are saved."""
         if self._checkpoint is not None:
             self._checkpoint.save(tokens_so_far=self.tokens_so_far() or 0)
 
     def tokens_so_far(self) -> int | None:
-        """See `hooks.RunListener`."""
         if self._report.recorder is None or not self._report.is_open:
             return None
         return self._tokens_before + self._report.recorder.num_tokens
@@ -368,7 +363,7 @@ class OdbRun:
     def _build_streams(
         self, sizes: Sequence[int | None], *, reads_data: bool = True
     ) -> list[SampleStream | ItemStream | None]:
-        """Build the streams, and on leaders what goes with them."""
+        """Build the streams, and on source ranks what goes with them."""
         args = self._args
         datasets = None
         if self._datasets is not None:
@@ -464,7 +459,7 @@ class OdbRun:
         return loaders
 
     def _of_last_stage(self, values: dict[str, Any]) -> tuple[dict[str, Any], MemoryUse]:
-        """Return what was logged and the memory use, on the leader with what the last stage knows.
+        """Return what was logged, and memory use; on the source rank with the last stage's.
 
         The first stage holds the most activations, the last one the logits.
         """

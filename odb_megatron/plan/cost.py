@@ -72,7 +72,7 @@ class CostModel:
 
     Attributes:
         quadratic: `quadratic / linear` as a fixed-point integer with 32 fractional bits.
-        fixed: price of a micro-batch in `COST_UNIT`s of one token (an integer).
+        fixed: per-micro-batch overhead in `COST_UNIT`s of one token (an integer).
         per_patch: cost of one patch (image encoder) in `COST_UNIT`s of one token (an integer).
     """
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NamedRun", "Panel", "step_chart"]
 
-_MOST_BINS = 100
+_MAX_BINS = 100
 _TABLE_ROWS = 20
 _STYLES = ("-", "--", "-.", ":")
 _FEW_STEPS = 30
@@ -73,7 +73,7 @@ def step_chart(panel: Panel, runs: Sequence[NamedRun]) -> Chart | None:
     ]
     if not lines:
         return None
-    found = [(label, _binned(panel, run, name, _MOST_BINS)) for label, run, name in lines]
+    found = [(label, _binned(panel, run, name, _MAX_BINS)) for label, run, name in lines]
     is_binned = any(bins.is_binned for _, bins in found)
     band = " Lines are means over stretches of steps, bands go from least to most."
     return Chart(

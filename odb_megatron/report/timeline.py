@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["composition_chart", "timeline_chart"]
 
-_MOST_REPLICAS = 12
+_MAX_REPLICAS = 12
 _MANY_MICRO_BATCHES = 24
 _GAP = 0.03  # between steps, of the mean step
 
@@ -39,7 +39,7 @@ def timeline_chart(steps: Sequence[LoggedStep], *, title: str, caption: str) -> 
         caption: goes before what the widths mean.
     """
     unit, name = _width_of(steps)
-    replicas = _chosen(steps[0], _MOST_REPLICAS)
+    replicas = _chosen(steps[0], _MAX_REPLICAS)
     return Chart(
         title=title,
         caption=f"{caption} A bar is a micro-batch, as wide as its {name}; what is dotted behind "
@@ -53,7 +53,7 @@ def timeline_chart(steps: Sequence[LoggedStep], *, title: str, caption: str) -> 
 
 def composition_chart(step: LoggedStep) -> Chart:
     """Return the lengths of a step's samples, replica by replica."""
-    replicas = [at for at in _chosen(step, _MOST_REPLICAS) if _lengths(step.records[at])]
+    replicas = [at for at in _chosen(step, _MAX_REPLICAS) if _lengths(step.records[at])]
     rows: list[tuple[str, ...]] = []
     for replica in replicas:
         lengths = np.array(_lengths(step.records[replica]))

@@ -161,7 +161,6 @@ class _LoraFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """See the base class."""
         if fullname != _LORA:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)

@@ -204,7 +204,7 @@ def fake_transformer_engine(version: str) -> FakeKernel:
             self.options = options
 
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            """See `FakeKernel`; scale and window were given to the constructor."""
+            """Scale and window were given to the constructor."""
             own = {"window_size": self.options.get("window_size")}
             given = kernel.kernel.signature().bind(*args, **kwargs).arguments
             assert given["qkv_format"] == "thd"

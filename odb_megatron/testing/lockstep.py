@@ -51,7 +51,6 @@ class Lockstep:
         self._runs = [loop.run() for loop in loops]
         self._waiting: list[Any] = [None] * len(loops)
         self._is_over = [False] * len(loops)
-        self._sent: dict[tuple[int, int, int], bytes] = {}
         self.steps: list[list[PackedStep]] = [[] for _ in loops]
         self.errors: list[BaseException | None] = [None] * len(loops)
         self.failures: list[BaseException | None] = [None] * len(loops)
@@ -91,6 +90,8 @@ class Lockstep:
                 records = [self._waiting[at].record for at in block]
                 assert len({len(one) for one in records}) == 1, "records of different sizes"
                 yield [(at, records) for at in block]
+            if all(isinstance(self._waiting[at], Exchange) for at in block):
+                yield self._exchanged(block)
         for kind in (GatherBlocks, GatherAll):
             if all(isinstance(self._waiting[at], kind) for at in everyone):
                 records = [self._waiting[at].record for at in everyone]
@@ -99,16 +100,21 @@ class Lockstep:
                 yield [(at, records) for at in everyone]
         for at in everyone:
             request = self._waiting[at]
-            if isinstance(request, (PackedStep, Failure)):
-                if num_steps is None or len(self.steps[at]) < num_steps or self.failures[at]:
-                    yield [(at, None)]
-            elif isinstance(request, Exchange):
-                keys = {by: (by, at, request.step) for by in request.receives}
-                if all(key in self._sent for key in keys.values()):
-                    found = {by: self._sent[key] for by, key in keys.items()}
-                    for by, size in request.receives.items():
-                        assert len(found[by]) == size, "bytes that were not announced"
-                    yield [(at, found)]
+            goes_on = num_steps is None or len(self.steps[at]) < num_steps or self.failures[at]
+            if isinstance(request, (PackedStep, Failure)) and goes_on:
+                yield [(at, None)]
+
+    def _exchanged(self, block: range) -> list[tuple[int, Any]]:
+        asked: dict[int, Exchange] = {at: self._waiting[at] for at in block}
+        assert len({one.step for one in asked.values()}) == 1, "exchanges of different steps"
+        failed = {at: None for at, one in asked.items() if one.sends is None}
+        if failed:
+            return [(at, failed) for at in block]
+        sent = {at: one.sends or {} for at, one in asked.items()}
+        for at, one in asked.items():
+            sizes = {by: len(sent[by][at]) for by in block if at in sent[by]}
+            assert sizes == one.receives, "bytes that were not announced"
+        return [(at, {by: sent[by][at] for by in one.receives}) for at, one in asked.items()]
 
     def _advance(self, replica: int, answer: Any) -> None:
         try:
@@ -123,6 +129,3 @@ class Lockstep:
             self.steps[replica].append(request)
         elif isinstance(request, Failure):
             self.failures[replica] = request.error
-        elif isinstance(request, Exchange):
-            for to, data in request.sends.items():
-                self._sent[replica, to, request.step] = data

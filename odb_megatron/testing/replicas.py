@@ -66,12 +66,11 @@ class ThreadChannel:
         self.num_replicas, self.block = meeting.size, meeting.blocks[replica]
 
     def gather(self, record: bytes) -> list[bytes]:
-        """See `SourceGroup.gather`; a peer that has left `run_in_threads` is not waited for."""
+        """A peer that has left `run_in_threads` is not waited for."""
         came = self._meeting.meet("gather", self.replica, self.block, record)
         return [came[at] for at in self.block]
 
     def gather_blocks(self, record: bytes) -> list[bytes]:
-        """See `SourceGroup.gather_blocks`."""
         if len(set(self._meeting.blocks)) == 1:
             return [record]
         everyone = range(self.num_replicas)
@@ -79,21 +78,20 @@ class ThreadChannel:
         return [came[at] for at in everyone if self._meeting.blocks[at].start == at]
 
     def gather_all(self, record: bytes) -> list[bytes]:
-        """See `SourceGroup.gather_all`."""
         everyone = range(self.num_replicas)
         came = self._meeting.meet("all", self.replica, everyone, record)
         return [came[at] for at in everyone]
 
     def exchange(
-        self, step: int, sends: Mapping[int, bytes], receives: Mapping[int, int]
-    ) -> dict[int, memoryview]:
-        """See `SourceGroup.exchange`."""
-        came = self._meeting.meet("exchange", self.replica, self.block, (step, dict(sends)))
+        self, step: int, sends: Mapping[int, bytes] | None, receives: Mapping[int, int]
+    ) -> dict[int, memoryview | None]:
+        came = self._meeting.meet("exchange", self.replica, self.block, (step, sends))
         assert all(came[by][0] == step for by in self.block), "replicas exchange different steps"
+        if failed := [by for by in self.block if came[by][1] is None]:
+            return dict.fromkeys(failed)
         return {by: memoryview(came[by][1][self.replica]) for by in receives}
 
     def close(self) -> None:
-        """See `SourceGroup.close`."""
         self.set_away(True)
 
     def set_away(self, away: bool) -> None:

@@ -23,10 +23,12 @@ from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig, Sync
 from odb_megatron.testing.lockstep import Lockstep
 
-__all__ = ["Fault", "InjectedError", "SyntheticReader", "Tally", "World", "check_run"]
+__all__ = ["FAULTS", "Fault", "InjectedError", "SyntheticReader", "Tally", "World", "check_run"]
 __all__ += ["decoded", "random_world"]
 
 _VOCAB = 1 << 20
+FAULTS = ("read", "measure", "plan", "encode", "decode", "pack")
+"""Where a loop raises: in each verb, in delivery on both sides."""
 
 
 class InjectedError(Exception):
@@ -39,7 +41,7 @@ class Fault:
 
     step: int
     replica: int
-    where: str  # read, plan, encode, pack, or close
+    where: str  # one of FAULTS, or close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,6 @@ class SyntheticReader:
         )
 
     def read(self, count: int) -> list[tuple[int, Sample | Skipped]]:
-        """See `loop.Reader`."""
         found: list[tuple[int, Sample | Skipped]] = []
         while len(found) < count and not self.has_ended():
             number = self._id()
@@ -123,26 +124,22 @@ class SyntheticReader:
         return found
 
     def has_ended(self) -> bool:
-        """See `loop.Reader`."""
         world = self._world
         if not world.shards or world.starts_again:
             return False
         return self._next >= world.shards[self._replica]
 
     def head(self) -> bytes:
-        """See `loop.Reader`."""
         return b"head"
 
     def check_heads(self, heads: Sequence[bytes]) -> None:
-        """See `loop.Reader`."""
         assert len(heads) == self._world.config.num_replicas
 
     def state(self) -> Any:
-        """See `loop.Reader`."""
         return {"next": self._next} if self._world.shards else None
 
     def close(self) -> None:
-        """See `loop.Reader`."""
+        pass
 
     def _id(self) -> int:
         if not self._world.shards:
@@ -168,11 +165,21 @@ class _FaultyLoop(StepLoop):
         if fault is not None and fault.where == "close" and self._step >= fault.step:
             self.close()
         self._raise_in("read")
-        return super()._read(count)
+        rows = super()._read(count)
+        self._raise_in("measure")
+        return rows
+
+    def _planned(self, *args: Any) -> Any:
+        self._raise_in("plan")
+        return super()._planned(*args)
 
     def _encoded(self, *args: Any) -> Any:
         self._raise_in("encode")
         return super()._encoded(*args)
+
+    def _decoded(self, *args: Any) -> Any:
+        self._raise_in("decode")
+        return super()._decoded(*args)
 
     def _pack(self, *args: Any) -> Any:
         self._raise_in("pack")
@@ -343,7 +350,7 @@ def random_world(rng: random.Random) -> tuple[World, Fault | None]:
         fault = Fault(
             step=rng.randint(0, max(1, min(sum(sizes), total) // batch)),
             replica=rng.randrange(num),
-            where=rng.choice(["read", "encode", "pack", "close"]),
+            where=rng.choice([*FAULTS, "close"]),
         )
     return (
         World(

@@ -322,7 +322,7 @@ def _first_for(
     way_out = f"ask for {' or '.join(by_name)} by name" if by_name else "mend one of these"
     raise ValueError(
         f"no attention backend for packed samples on {device_type}: "
-        f"{', '.join(passed_over)}. Way out: {way_out} (--odb-attention)"
+        f"{', '.join(passed_over)}. Hint: {way_out} (--odb-attention)"
     )
 
 

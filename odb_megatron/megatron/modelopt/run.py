@@ -34,7 +34,7 @@ _ADJUST = "get_tensor_shapes_adjust_fn_for_distillation"
 
 
 class ModelOptRun(OdbRun):
-    """See `OdbRun`; `--load` can hold ModelOpt's state, `--modelopt-teacher` names a teacher.
+    """A run whose `--load` can hold ModelOpt's state, and `--modelopt-teacher` names a teacher.
 
     Args:
         args: from `setup.parse_and_validate_args` with `add_distillation_arguments`.
@@ -82,7 +82,7 @@ class ModelOptRun(OdbRun):
         return distillation_loss
 
     def prepare_model(self, model_config: Any) -> None:
-        """See `OdbRun.prepare_model`; converts the model before it is wrapped."""
+        """Converts the model before it is wrapped."""
         super().prepare_model(model_config)
         model_config.pre_wrap_hooks.append(self._convert)
 
