@@ -69,7 +69,7 @@ class SyntheticPeers:
         return [record] * REPLICAS
 
     def exchange(
-        self, step: int, sends: Mapping[int, bytes], receives: Mapping[int, int]
+        self, step: int, sends: Mapping[int, bytes] | None, receives: Mapping[int, int]
     ) -> dict[int, bytes]:
         """Answer with as many samples as are expected."""
         del step, sends
