@@ -48,6 +48,7 @@ class OdbSettings:
     shape_buckets: Any = None
     cost: str | None = None
     overlong: str | None = None
+    loss_per: str | None = None
     bad_record: str | None = None
     max_bad_records: int | None = None
     resume_strict: bool | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from odb_megatron.data.sources import ChatSource
 __all__ = ["ImageChatSource", "ImageRules", "expand_images"]
 
 Integers = npt.NDArray[np.int64]
+_Learn = TypeVar("_Learn", np.bool_, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +129,13 @@ class ImageChatSource(ChatSource):
 
 
 def expand_images(
-    ids: Integers, learn: npt.NDArray[np.bool_], *, token: int, counts: Integers
-) -> tuple[Integers, npt.NDArray[np.bool_], Integers]:
+    ids: Integers, learn: npt.NDArray[_Learn], *, token: int, counts: Integers
+) -> tuple[Integers, npt.NDArray[_Learn], Integers]:
     """Repeat each token that stands for a picture as often as it has visual tokens.
 
     Args:
         ids: int64 [L], `token` once for each picture.
-        learn: bool [L], whether each token is to be predicted; visual ones never are.
+        learn: bool or float32 [L], see `shift_labels`; visual tokens are never predicted.
         token: id that stands for a picture.
         counts: int64 [I], visual tokens of each picture.
 
@@ -144,4 +146,4 @@ def expand_images(
     places = np.flatnonzero(ids == token)
     times[places] = counts
     starts = (np.cumsum(times) - times)[places]
-    return np.repeat(ids, times), np.repeat(learn & (ids != token), times), starts
+    return np.repeat(ids, times), np.repeat(learn * (ids != token), times), starts

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from odb_megatron.comm.watchdog import OnPeerFailure
-from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
+from odb_megatron.data.preprocess import BadRecordPolicy, LossPer, SampleRules, count_scale
 from odb_megatron.megatron.topology import sync_of
 from odb_megatron.plan.cost import CostPrices
 from odb_megatron.plan.padding import OverlongPolicy, SizeRule, budget_length, size_rule
@@ -72,6 +72,8 @@ class OdbConfig:
         max_patches: most patches of a micro-batch, 0 for no cap.
         sync: where replicas wait for each other.
         overlong: see `plan.padding.OverlongPolicy`.
+        loss_per: see `data.preprocess.LossPer`; None for `TOKEN` with whole weights.
+        batch_size: `--global-batch-size`.
         bad_record: see `data.preprocess.BadRecordPolicy`.
         max_bad_records: see `data.bad_records.max_bad_records`.
         resume_strict: whether a resume refuses data files that have changed.
@@ -96,6 +98,8 @@ class OdbConfig:
     max_patches: int
     sync: Sync
     overlong: OverlongPolicy
+    loss_per: LossPer | None
+    batch_size: int
     bad_record: BadRecordPolicy
     max_bad_records: int
     resume_strict: bool
@@ -164,6 +168,8 @@ class OdbConfig:
             max_patches=args.odb_max_patches or 0,
             sync=sync_of(args)[0],
             overlong=OverlongPolicy(args.odb_overlong),
+            loss_per=None if args.odb_loss_per is None else LossPer(args.odb_loss_per),
+            batch_size=getattr(args, "global_batch_size", None) or 1,
             bad_record=bad_record,
             max_bad_records=args.odb_max_bad_records or 0,
             resume_strict=args.odb_resume_strict is not False,
@@ -198,6 +204,13 @@ class OdbConfig:
             multiple=multiple,
         )
 
+    @property
+    def count_scale(self) -> int:
+        """What weights are multiplied by; 1 without `--odb-loss-per`: nothing changes."""
+        if self.loss_per is None:
+            return 1
+        return count_scale(self.loss_per, batch_size=self.batch_size, context=self.context)
+
     def sample_rules(self, *, multiple: int) -> SampleRules:
         """Return the policies for records; without `--odb` only the context limits a sample."""
         return SampleRules(
@@ -206,6 +219,9 @@ class OdbConfig:
             multiple=multiple,
             overlong=self.overlong,
             bad_record=self.bad_record,
+            loss_per=self.loss_per or LossPer.TOKEN,
+            count_scale=self.count_scale,
+            whole_weights=self.loss_per is None,
         )
 
     def describe(self) -> str:
@@ -216,6 +232,8 @@ class OdbConfig:
             f"--odb-bad-record {self.bad_record.value}",
             f"--odb-attention {self.attention}",
         ]
+        if self.loss_per is not None:
+            flags += [f"--odb-loss-per {self.loss_per.value}"]
         if self.max_bad_records:
             flags += [f"--odb-max-bad-records {self.max_bad_records}"]
         if self.pad_to_budget:
