@@ -61,6 +61,8 @@ def launches(options: argparse.Namespace) -> list[Launch]:
     shared = [*MODEL.flags(), *data_flags(data.path, data.tokenizer), *TRAIN_FLAGS]
     shared += ["--seed", str(options.seed), "--global-batch-size", str(batch)]
     shared += ["--train-samples", str(options.steps * batch)]
+    if options.loss_per is not None:
+        shared += ["--odb-loss-per", options.loss_per]
     variants = {BASELINE: ["--micro-batch-size", str(BASELINE_MICRO_BATCH_SIZE)]}
     for budget in (MODEL.seq_length, 3 * MODEL.seq_length):
         odb = ["--odb", "--odb-token-budget", str(budget)]
@@ -175,6 +177,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=whole(1), default=50, help="of model and data order")
     parser.add_argument(
         "--data", type=data_name, default="chitchat", help="chitchat (default), chat-mix or a file"
+    )
+    parser.add_argument(
+        "--loss-per", choices=["sample", "token"], help="--odb-loss-per, in all runs"
     )
     parser.add_argument("--json", type=output_file, help="write the result here")
     return parser.parse_args()

@@ -122,6 +122,7 @@ def _totals(
         num_padded_tokens=sum(lengths),
         num_squared_tokens=sum(n * n for n in lengths),
         num_loss_tokens=first["loss_tokens"],
+        loss_weight=first["loss_tokens"],
         num_idle=sum(not part for part in micro_batches),
         num_patches=0,
         num_moved=0,

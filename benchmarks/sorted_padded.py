@@ -91,6 +91,7 @@ def all_totals(steps: Sequence[SortedStep], samples: Sequence[Sample]) -> list[S
             num_padded_tokens=sum(costs),
             num_squared_tokens=sum(lengths[at] ** 2 for at in positions),
             num_loss_tokens=sum(samples[at].num_loss_tokens for at in positions),
+            loss_weight=round(sum(samples[at].loss_weight for at in positions)),
             num_patches=0,
             num_idle=0,
             num_moved=0,

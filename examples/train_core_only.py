@@ -264,14 +264,14 @@ def forward_step(items: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
 def loss_func(
     loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum of token losses, their number, and both to report.
+    """Sum of weighted token losses, sum of weights, and both to report.
 
     Three values: with two the schedule would divide by the number of micro-batches.
     """
     assert loss_mask is not None, "the last pipeline stage has it"
     loss = (output.view(-1).float() * loss_mask.view(-1)).sum()
     count = loss_mask.sum()
-    return loss, count.to(torch.int), torch.stack([loss.detach(), count])
+    return loss, count.round().to(torch.int), torch.stack([loss.detach(), count])
 
 
 def mean_loss(reports: list[torch.Tensor]) -> float:

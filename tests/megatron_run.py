@@ -67,6 +67,8 @@ class Case:
         stage: script of examples/modelopt to run instead of `pretrain()`.
         out_of_memory_in: micro-batch of this process, counted from 1, that runs out of memory.
         has_images: samples may have images.
+        compared_with: what counts once, `token` or `sample`, in a plain loop over all the training
+            items that every step is compared with; empty for none.
     """
 
     flags: tuple[str, ...]
@@ -80,6 +82,7 @@ class Case:
     stage: str = ""
     out_of_memory_in: int | None = None
     has_images: bool = False
+    compared_with: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,6 +107,8 @@ class Outcome:
         usage: (threads, file descriptors, child processes) of this process at the end of each
             training iteration.
         threads: threads that make steps and are still alive after the run.
+        plain: of each step the loss of the plain loop, and how far gradients are from its own: the
+            largest ||g - plain|| / ||plain|| of a parameter.
         threads_in_all: threads of the process after the run, those of torch's backends included.
     """
 
@@ -123,6 +128,7 @@ class Outcome:
     seconds: float = 0.0
     threads: int = 0
     threads_in_all: int = 0
+    plain: list[tuple[float, float]] = field(default_factory=list)
 
 
 class ListDataset:
@@ -211,7 +217,7 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
     if case.has_images:
         refuse(args)
     datasets = None if case.items is None else _datasets(case.items)
-    with _observed(training, outcome):
+    with _observed(training, outcome), _compared(training, outcome, case):
         before = _replaced_names(training)
         try:
             with kind(args, datasets=datasets) as run:
@@ -302,6 +308,53 @@ def _observed(training: Any, outcome: Outcome) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(training, name, original)
+
+
+@contextlib.contextmanager
+def _compared(training: Any, outcome: Outcome, case: Case) -> Iterator[None]:
+    """Before each optimizer step compute the gradient in a plain loop over all training items."""
+    original = training.setup_model_and_optimizer
+
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = original(*args, **kwargs)
+        step = optimizer.step
+
+        def compared_step() -> Any:
+            (data, *_) = case.items or (None,)
+            assert data is not None
+            parameters = [one for one in model[0].parameters() if one.requires_grad]
+            loss = _plain_loss(model[0].module, data, per=case.compared_with)
+            expected = torch.autograd.grad(loss, parameters)
+            errors = [
+                float((one.main_grad - other).norm() / other.norm())
+                for one, other in zip(parameters, expected, strict=True)
+            ]
+            outcome.plain.append((loss.item(), max(errors)))
+            return step()
+
+        optimizer.step = compared_step
+        return model, optimizer, scheduler
+
+    if case.compared_with:
+        training.setup_model_and_optimizer = setup_model_and_optimizer
+    try:
+        yield
+    finally:
+        training.setup_model_and_optimizer = original
+
+
+def _plain_loss(model: Any, items: Sequence[dict[str, Any]], *, per: str) -> torch.Tensor:
+    """Return the sum of w * loss over the sum of w, one unpadded sample after the other."""
+    total, count = torch.zeros(()), 0.0
+    for item in items:
+        tokens, labels = (torch.tensor(item[name])[None] for name in ("tokens", "labels"))
+        weights = torch.tensor(item["loss_mask"], dtype=torch.float64)[None]
+        if per == "sample":
+            weights = weights / weights.sum()
+        losses = model(tokens, torch.arange(tokens.numel())[None], None, labels=labels)
+        total = total + (losses * weights).sum()
+        count += float(weights.sum())
+    return total / count
 
 
 def _counted(forward_step: Any, outcome: Outcome, args: Any, case: Case) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from odb_megatron.comm.watchdog import OnPeerFailure
-from odb_megatron.data.preprocess import BadRecordPolicy
+from odb_megatron.data.preprocess import BadRecordPolicy, LossPer
 from odb_megatron.megatron.arguments import add_odb_arguments
 from odb_megatron.megatron.config import MetricsTarget, OdbConfig
 from odb_megatron.plan.cost import CostPrices
@@ -41,6 +41,8 @@ def test_defaults() -> None:
         sync=Sync.STEP,
         template_args={},
         overlong=OverlongPolicy.ERROR,
+        loss_per=None,
+        batch_size=10,
         bad_record=BadRecordPolicy.ERROR,
         resume_strict=True,
         epochs=None,
@@ -70,12 +72,15 @@ def test_template_arguments() -> None:
 def test_everything_given() -> None:
     config = _config(
         "--odb --odb-token-budget 512 --odb-overlong solo --odb-bad-record skip --odb-epochs 2 "
+        "--odb-loss-per sample "
         "--odb-attention cpu --odb-log-dir logs --odb-max-patches 4096 --odb-plan-ahead 0 "
         "--odb-cost linear=2.5,quadratic=0.001,overhead=800,patch=9 --odb-max-bad-records 7 "
         "--odb-log-ids --odb-metrics-port 9000 --odb-metrics-host ::1 --odb-metrics-file odb.prom"
     )
     assert config.log_ids
     assert config.metrics == MetricsTarget(port=9000, host="::1", file="odb.prom")
+    assert (config.loss_per, config.count_scale) == (LossPer.SAMPLE, 1 << 20)
+    assert "--odb-loss-per sample" in config.describe()
     assert config.max_bad_records == 7
     assert "--odb-max-bad-records 7" in config.describe()
     assert (config.token_budget, config.plan_ahead, config.epochs) == (512, 0, 2)
@@ -179,7 +184,13 @@ def test_refused(flags: str, message: str) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        *("--odb-overlong cut", "--odb-bad-record warn", "--odb-budget 9", "--odb-plan-ahead some"),
+        *(
+            "--odb-loss-per turn",
+            "--odb-overlong cut",
+            "--odb-bad-record warn",
+            "--odb-budget 9",
+            "--odb-plan-ahead some",
+        ),
         *("--odb-policy cost", "--odb-exchange auto", "--odb-cost-linear 1"),  # of older versions
     ],
 )
@@ -228,7 +239,7 @@ def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_odb_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest.startswith("odb")]
-    assert len(actions) == 23
+    assert len(actions) == 24
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out

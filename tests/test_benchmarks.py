@@ -312,8 +312,11 @@ def test_without_the_chat_mix_the_benchmark_says_so_and_succeeds(
 
 @pytest.mark.megatron
 @pytest.mark.slow
-def test_packed_training_has_the_padded_baselines_losses(tmp_path: Path) -> None:
-    result, _ = _run("loss_parity.py", "--steps", "8", folder=tmp_path)
+@pytest.mark.parametrize("flags", [(), ("--loss-per", "sample")])
+def test_packed_training_has_the_padded_baselines_losses(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    result, _ = _run("loss_parity.py", "--steps", "8", *flags, folder=tmp_path)
     assert result["steps"] == 8
     assert 0 <= result["max_abs_loss_diff"] < 1e-5
     assert 0 <= result["max_abs_grad_norm_diff"] < 1e-3

@@ -34,6 +34,7 @@ def _totals(num_samples: int, *, left_out: int = 0) -> StepTotals:
         num_padded_tokens=0,
         num_squared_tokens=0,
         num_loss_tokens=0,
+        loss_weight=0,
         num_idle=0,
         wait_us=0,
         is_final=False,

@@ -39,6 +39,13 @@ def test_no_mean_of_means() -> None:
     assert (total[0] / total[1]).item() == pytest.approx(1.009)
 
 
+def test_weights_are_counted_to_the_nearest_whole_number() -> None:
+    weights = torch.tensor([[0.7, 0.0, 2.0]])
+    loss, count, report = forward_step.loss_func(weights, torch.tensor([[1.0, 5.0, 3.0]]))
+    assert (loss.item(), count.item()) == (pytest.approx(6.7), 3)
+    assert report["lm loss"].tolist() == pytest.approx([6.7, 2.7])
+
+
 def test_three_values_so_that_the_schedule_does_not_divide_again() -> None:
     assert len(forward_step.loss_func(torch.ones(1, 4), torch.ones(1, 4))) == 3
 

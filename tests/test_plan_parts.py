@@ -191,6 +191,7 @@ class TestConfig:
             "multiple": 2, "sizes": (64,), "context": 9, "count_multiple": 2,
             "cost": CostModel(fixed=1), "sync": Sync.MICROBATCH, "max_patches": 1, "max_share": 2,
             "has_iterators": True, "max_bad_records": 0, "block": 2, "data": "other",
+            "loss_per": "sample 4",
         }  # fmt: skip
         assert others.keys() == {field.name for field in fields(PlanConfig)}
         for name, value in others.items():
@@ -214,8 +215,8 @@ class TestConfig:
 
 class TestRecord:
     def test_its_size(self) -> None:
-        """A header, and 16 bytes for each sample, whatever the number of replicas."""
-        assert (HEADER.itemsize, ROW.itemsize) == (64, 16)
+        """A header, and 20 bytes for each sample, whatever the number of replicas."""
+        assert (HEADER.itemsize, ROW.itemsize) == (64, 20)
 
     def test_totals_of_blocks(self) -> None:
         other = replace(TOTALS, cost_max=TOTALS.cost_max + 1, wait_us=0, num_samples=100)

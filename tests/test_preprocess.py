@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up_data import rules
 
-from odb_megatron.data.preprocess import apply_rules, shift_labels, skipped_bad_record
+from odb_megatron.data.preprocess import (
+    MAX_WEIGHT,
+    LossPer,
+    WeightError,
+    apply_rules,
+    count_scale,
+    shift_labels,
+    skipped_bad_record,
+)
 from odb_megatron.data.sample import BadRecordError, Sample, Skipped, SkipReason
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy
 
@@ -101,3 +111,55 @@ def test_the_hole_of_a_bad_record_keeps_its_message() -> None:
     error = BadRecordError(path="a.jsonl", line=3, reason="no columns")
     skipped = skipped_bad_record(error, source=1)
     assert skipped == Skipped(reason=SkipReason.BAD_RECORD, message=str(error), source=1)
+
+
+def test_labels_have_the_weights_of_their_tokens() -> None:
+    weights = np.array([9, 0.5, 0, 2], dtype=np.float32)
+    assert shift_labels(np.arange(4), weights).loss_mask.tolist() == [0.5, 0, 2]
+
+
+@pytest.mark.parametrize("loss_per", LossPer)
+@pytest.mark.parametrize("batch_size", [1, 7, 512, 1 << 20])
+@pytest.mark.parametrize("context", [1, 4096, 1 << 17])
+def test_the_scale_is_the_largest_that_fits(
+    loss_per: LossPer, batch_size: int, context: int
+) -> None:
+    scale = count_scale(loss_per, batch_size=batch_size, context=context)
+    assert scale.bit_count() == 1
+    per_sample = 1 if loss_per is LossPer.SAMPLE else context * int(MAX_WEIGHT)
+    most = 1 << (20 if loss_per is LossPer.SAMPLE else 14)
+    total = batch_size * per_sample * scale
+    assert total <= 1 << 30 or scale == 1
+    assert scale == most or 2 * total > 1 << 30
+
+
+def test_a_sample_counts_once_after_the_cut() -> None:
+    weights = np.array([0, 1, 0, 0.5, 2, 4], dtype=np.float32)
+    sample = shift_labels(np.arange(6), weights)
+    limits = rules(context=4, token_budget=4, overlong=OverlongPolicy.TRUNCATE)
+    once = replace(limits, loss_per=LossPer.SAMPLE, count_scale=8)
+    found = apply_rules(sample, once, path="a.jsonl", line=9)
+    assert isinstance(found, Sample)
+    np.testing.assert_allclose(found.loss_mask, np.array([8, 0, 4, 16]) / 3.5, rtol=1e-6)
+    assert (found.loss_mask.dtype, found.truncated) == (np.float32, 1)
+    scaled = apply_rules(sample, replace(limits, count_scale=4), path="a.jsonl", line=9)
+    assert isinstance(scaled, Sample)
+    assert scaled.loss_mask.tolist() == [4, 0, 2, 8]
+    tiny = replace(sample, loss_mask=np.full(5, 1e-40, dtype=np.float32))
+    found = apply_rules(tiny, once, path="a.jsonl", line=9)
+    assert isinstance(found, Sample)
+    np.testing.assert_allclose(found.loss_mask, [2] * 4, rtol=1e-6)
+    nothing = replace(sample, loss_mask=np.array([0, 0, 0, 0, 1], dtype=np.float32))
+    found = apply_rules(nothing, once, path="a.jsonl", line=9)
+    assert isinstance(found, Sample)
+    assert found.num_loss_tokens == 0
+
+
+def test_fractions_where_only_whole_weights_can_be_counted() -> None:
+    whole = replace(rules(), whole_weights=True)
+    sample = shift_labels(np.arange(4), np.array([0, 0, 1, 3], dtype=np.float32))
+    assert apply_rules(sample, whole, path="a.jsonl", line=9) is sample
+    other = replace(sample, loss_mask=np.array([1, 0.5, 0], dtype=np.float32))
+    with pytest.raises(WeightError, match=r"^a.jsonl:9: a weight of 0.5: .*--odb-loss-per token"):
+        apply_rules(other, whole, path="a.jsonl", line=9)
+    assert apply_rules(other, rules(), path="a.jsonl", line=9) is other

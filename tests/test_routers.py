@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 from odb_megatron.data.thd import layout
 from odb_megatron.megatron.compat_metrics import logged_per_micro_batch
-from odb_megatron.megatron.routers import RouterMasks
+from odb_megatron.megatron.routers import RouterFixes
 from odb_megatron.plan.padding import SizeRule
+from odb_megatron.plan.record import StepTotals
 
 
 class _Helper:
@@ -57,7 +59,7 @@ def test_padding_does_not_count_in_the_expert_bias() -> None:
     )
     routing_map = torch.tensor([[True, False], [False, True], [True, False]])
     mask = torch.tensor([False, False, True])
-    mend = RouterMasks()
+    mend = RouterFixes()
     mend.install()
     try:
         TopKRouter._apply_expert_bias(router, routing_map, padding_mask=mask)
@@ -93,7 +95,7 @@ def test_load_balancing_weighs_the_tokens_of_one_rank(monkeypatch: pytest.Monkey
         return per_expert.tolist(), float(own), float(total)
 
     assert counts(with_padding_mask=True) == ([4, 4, 4], 6, 6)  # else it need not be mended
-    mend = RouterMasks()
+    mend = RouterFixes()
     mend.install()
     try:
         assert counts(with_padding_mask=True) == ([4, 4, 4], 3, 6)
@@ -101,6 +103,31 @@ def test_load_balancing_weighs_the_tokens_of_one_rank(monkeypatch: pytest.Monkey
     finally:
         mend.remove()
     assert router.get_tokens_per_expert_and_token_count is original
+
+
+@pytest.mark.megatron
+def test_router_losses_are_weighed_as_what_they_are_divided_by() -> None:
+    """A step whose 8 loss tokens count for 2 times 4."""
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+    original = MoEAuxLossAutoScaler.set_loss_scale
+    names = [field.name for field in fields(StepTotals)]
+    none = StepTotals(**dict.fromkeys(names, 0) | {"is_final": False})
+    fixes = RouterFixes()
+    fixes.install()
+    try:
+        for totals, expected in (
+            (none, 3.0),
+            (replace(none, num_loss_tokens=8, loss_weight=8), 3.0),
+            (replace(none, num_loss_tokens=8, loss_weight=64), 24.0),
+        ):
+            fixes.begin_step(totals)
+            MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(3.0))
+            assert MoEAuxLossAutoScaler.main_loss_backward_scale == expected
+    finally:
+        fixes.remove()
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    assert MoEAuxLossAutoScaler.set_loss_scale is original
 
 
 @pytest.mark.megatron

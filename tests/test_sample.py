@@ -40,9 +40,14 @@ def test_shapes_are_checked(tokens: object, labels: object, mask: object) -> Non
         _sample(tokens, labels, mask)
 
 
-@pytest.mark.parametrize("weight", [0.5, 2.0, -1.0, float("nan"), float("inf")])
-def test_fractional_masks_are_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match="loss_mask must hold only 0 and 1: Megatron truncates"):
+def test_weights() -> None:
+    sample = _sample([5, 6, 7], [6, 7, 8], [0, 0.5, 2])
+    assert (sample.num_loss_tokens, sample.loss_weight) == (2, 2.5)
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_what_is_no_weight_is_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match=f"loss_mask holds {weight:g} at token 1: weights of the"):
         _sample([1, 2], [2, 3], [1, weight])
 
 

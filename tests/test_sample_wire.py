@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -46,6 +48,23 @@ def test_round_trip(length: int, seed: int, limit: int, shifted: bool) -> None:
     assert len(data) == wire_size(sample)
     _assert_same(decode_sample(data), sample)
     _assert_same(decode_sample(memoryview(data)), sample)
+
+
+WEIGHTS = st.sampled_from([0.0, 1.0, 0.3, 4096.0])
+
+
+@given(st.lists(WEIGHTS, min_size=1, max_size=40), st.integers(0, 9))
+def test_weights(weights: list[float], seed: int) -> None:
+    """Exactly; bits where there is one number besides 0."""
+    sample = replace(
+        _sample(len(weights), seed=seed), loss_mask=np.array(weights, dtype=np.float32)
+    )
+    data = encode_sample(sample)
+    distinct = set(weights) - {0.0}
+    bits = -(-len(weights) // 8)
+    size = bits if distinct <= {1.0} else bits + 4 if len(distinct) == 1 else 4 * len(weights)
+    assert len(data) == wire_size(sample) == 32 + 4 * (len(weights) + 1) + size
+    _assert_same(decode_sample(data), sample)
 
 
 def test_sizes() -> None:

@@ -93,6 +93,36 @@ def test_a_round_trip(
         assert_equal(where, one)
 
 
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, 1.0, 0.3, 8.0]), min_size=1, max_size=9), max_size=6),
+    st.booleans(),
+)
+def test_weights(weights: list[list[float]], one_each: bool) -> None:
+    """Exactly; bits, and a number for each sample, where it has only that one besides 0."""
+    if one_each:
+        weights = [[one * (at + 1) for one in np.sign(row)] for at, row in enumerate(weights)]
+    masks = [np.array(row, dtype=np.float32) for row in weights]
+    sent: Members = [
+        [(position, replace(sample, loss_mask=mask))]
+        for ((position, sample),), mask in zip(
+            members([[len(mask)] for mask in masks]), masks, strict=True
+        )
+    ]
+    rule = SizeRule(multiple=4)
+    metadata, payload, _ = pack_step(TOTALS, [*sent, []], rule=rule)
+    assert payload.size == payload_bytes(metadata)
+    if one_each:
+        count = sum(map(len, masks))
+        extra = 4 * len(masks) if any(at and mask.any() for at, mask in enumerate(masks)) else 0
+        assert payload.size == 8 * count + -(-count // 8) + extra
+    found = decode_header(encode_header(metadata))
+    assert isinstance(found, StepMetadata)
+    for one, other in zip(
+        assembled([*sent, []], rule), decode_payload(found, payload.copy()), strict=True
+    ):
+        assert_equal(one, other)
+
+
 @pytest.mark.parametrize("ending", [Ending(), Ending(error="ValueError: no such file")])
 def test_endings(ending: Ending) -> None:
     assert decode_header(encode_header(ending)) == ending

@@ -58,6 +58,7 @@ GOOD: dict[str, Any] = {
     "odb_cost": None,
     "odb_max_patches": None,
     "odb_overlong": "error",
+    "odb_loss_per": None,
     "odb_bad_record": "error",
     "odb_max_bad_records": None,
     "odb_attention": "auto",
@@ -189,6 +190,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
         },
         "micro-batches: 2 is below the 4 pipeline stages",
     ),
+    ({"odb_loss_per": "sample", "fp16": True}, "--fp16 has no room for that: use --bf16"),
+    (
+        {"odb_loss_per": "token", "experimental_attention_variant": "dsa"},
+        "--odb-loss-per token and --experimental-attention-variant",
+    ),
     ({"odb_token_budget": 64}, "--odb-token-budget 64 is below --seq-length 128"),
 ]
 
@@ -229,6 +235,15 @@ def test_full_validation_of_the_padded_baseline(monkeypatch: pytest.MonkeyPatch)
     _check(full_validation=True)
     with pytest.raises(ValueError, match="evaluates the whole of a validation set once"):
         refuse_unsupported(args, padded)
+
+
+def test_weights_of_the_padded_baseline() -> None:
+    """Router losses are weighed by a step's sum of weights, which only a plan knows beforehand."""
+    weighed = {**GOOD, "odb_loss_per": "token", "num_experts": 4}
+    config = OdbConfig.from_args(argparse.Namespace(**weighed))
+    refuse_unsupported(argparse.Namespace(**weighed), config)
+    with pytest.raises(ValueError, match="--odb-loss-per token .*: add --odb, or drop --num-exp"):
+        refuse_unsupported(argparse.Namespace(**weighed), replace(config, enabled=False))
 
 
 def test_every_row_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:

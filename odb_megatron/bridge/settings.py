@@ -51,6 +51,7 @@ class OdbSettings:
     cost: str | None = None
     template_args: Any = None
     overlong: str | None = None
+    loss_per: str | None = None
     bad_record: str | None = None
     max_bad_records: int | None = None
     resume_strict: bool | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from odb_megatron.data.sources import ChatSource
 __all__ = ["ImageChatSource", "ImageRules", "expand_images"]
 
 Integers = npt.NDArray[np.int64]
+_Learn = TypeVar("_Learn", np.bool_, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

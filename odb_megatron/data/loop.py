@@ -354,6 +354,7 @@ class StepLoop:
                 patches = item.num_patches | (TRUNCATED if item.truncated else 0)
                 row["tokens"], row["loss_tokens"] = len(item), item.num_loss_tokens
                 row["patches"], row["bytes"] = patches, size
+                row["loss_weight"] = round(item.loss_weight)
         self._items += items
         return rows
 
@@ -571,6 +572,7 @@ class StepLoop:
             num_padded_tokens=int(self._rule.padded_all(tokens).sum()),
             num_squared_tokens=int((tokens**2).sum()),
             num_loss_tokens=int(trained["loss_tokens"].sum(dtype=np.int64)),
+            loss_weight=int(trained["loss_weight"].sum(dtype=np.int64)),
             num_patches=int((trained["patches"] & ~np.uint32(TRUNCATED)).sum(dtype=np.int64)),
             num_idle=sum(not one for row in plan.micro_batches for one in row),
             num_moved=len(moved),

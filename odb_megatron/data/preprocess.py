@@ -5,9 +5,8 @@ Pure apart from numpy; knows no files. The same policies serve the packed and th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +14,25 @@ import numpy.typing as npt
 from odb_megatron.data.sample import BadRecordError, Sample, Skipped, SkipReason
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy, judge_length
 
-__all__ = ["BadRecordPolicy", "SampleRules", "apply_rules", "skipped_bad_record"]
-__all__ += ["check_ids", "shift_labels"]
+__all__ = ["MAX_WEIGHT", "BadRecordPolicy", "LossPer", "SampleRules", "WeightError", "apply_rules"]
+__all__ += ["check_ids", "check_weights", "count_scale", "shift_labels", "skipped_bad_record"]
 
+MAX_WEIGHT = 16.0
+"""Of a token's loss; only ratios of weights count, so larger ones can be divided."""
 
 _MAX_IDS = 1 << 31  # what a step on its way to other ranks holds
+_MAX_COUNT = 1 << 30  # of a step, in int32
+
+
+class WeightError(ValueError):
+    """Weights that this run cannot count: no record's fault, never skipped."""
+
+
+class LossPer(Enum):
+    """What counts once in the loss of a step."""
+
+    SAMPLE = "sample"
+    TOKEN = "token"
 
 
 class BadRecordPolicy(Enum):
@@ -40,6 +53,9 @@ class SampleRules:
         overlong: see `plan.padding.judge_length`.
         bad_record: rule for records that cannot become a sample.
         vocab_size: rows of the model's embedding: token ids lie below; 0 where it is not known.
+        loss_per: what counts once; `SAMPLE` divides a sample's weights by their sum.
+        count_scale: what weights are multiplied by, see `count_scale`.
+        whole_weights: refuse weights that are no whole numbers.
     """
 
     context: int
@@ -48,18 +64,51 @@ class SampleRules:
     overlong: OverlongPolicy = OverlongPolicy.ERROR
     bad_record: BadRecordPolicy = BadRecordPolicy.ERROR
     vocab_size: int = 0
+    loss_per: LossPer = LossPer.TOKEN
+    count_scale: int = 1
+    whole_weights: bool = False
 
 
-def shift_labels(ids: npt.NDArray[np.int64], learn: npt.NDArray[Any], *, source: int = 0) -> Sample:
+def count_scale(loss_per: LossPer, *, batch_size: int, context: int) -> int:
+    """Return the power of two by which a run multiplies its weights, the largest that is safe.
+
+    Megatron adds up a step's "tokens" as int32 (schedules.py `forward_step_calc_loss`, 0.19.2), so
+    a micro-batch's sum of weights is rounded to a whole number. Scaled by S it is wrong by 1 / 2S
+    at most, and S cancels: gradients and logged losses are sums of weighted losses over sums of
+    weights. It must be one number for the whole run, since an evaluation adds up several steps.
+
+    The step's sum stays under 2^30, and the largest gradient of a logit (a token's weight, up to
+    `MAX_WEIGHT`; of a sample's only token 1) within what FP8 (E5M2) and bfloat16 kernels hold
+    before their scales have adapted.
+
+    Args:
+        loss_per: what counts once.
+        batch_size: samples of a step.
+        context: most tokens of a sample.
+    """
+    if loss_per is LossPer.SAMPLE:
+        bound, most = batch_size, 1 << 20
+    else:
+        bound, most = batch_size * context * int(MAX_WEIGHT), 1 << 14
+    room = max(1, _MAX_COUNT // bound)
+    return min(most, 1 << (room.bit_length() - 1))
+
+
+def shift_labels(
+    ids: npt.NDArray[np.int64],
+    learn: npt.NDArray[np.bool_ | np.float32],
+    *,
+    source: int = 0,
+) -> Sample:
     """Turn a sequence of L + 1 ids into a sample of L: each label is the token after its place.
 
     Args:
         ids: int64 [L + 1].
-        learn: bool or float32 [L + 1]; weight in the loss of each *token* as a label.
+        learn: bool or float32 [L + 1]; whether each *token* is to be predicted, or its weight.
         source: index of the data source.
 
     Raises:
-        ValueError: fewer than 2 ids, or no token to learn.
+        ValueError: fewer than 2 ids, no token to learn, or a weight that is none.
     """
     if ids.size < 2:
         raise ValueError(f"{ids.size} token(s): at least 2 are needed to predict one from another")
@@ -90,8 +139,22 @@ def check_ids(sample: Sample, rules: SampleRules) -> None:
             )
 
 
+def check_weights(sample: Sample) -> None:
+    """Raise where a weight of the data is above `MAX_WEIGHT`.
+
+    Raises:
+        ValueError: names the largest; a bad record.
+    """
+    most = float(sample.loss_mask.max())
+    if most > MAX_WEIGHT:
+        raise ValueError(
+            f"a weight of {most:g}; expected at most {MAX_WEIGHT:g}: divide all weights of the "
+            "data by one number, since only their ratios count"
+        )
+
+
 def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> Sample | Skipped:
-    """Apply the overlong policy.
+    """Apply the overlong policy, then weigh what is left (`--odb-loss-per`).
 
     No image is cut: of one that does not fit nothing is kept, nor of what follows it.
 
@@ -100,7 +163,30 @@ def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> 
 
     Raises:
         OverlongError: names the record and the hint.
+        WeightError: weights that are no whole numbers, where those are needed.
     """
+    if rules.whole_weights and (fractional := np.mod(sample.loss_mask, 1) != 0).any():
+        raise WeightError(
+            f"{path}:{line}: a weight of {sample.loss_mask[fractional][0]:g}: Megatron counts "
+            "tokens in whole numbers, so say how such weights count, with --odb-loss-per token or "
+            "--odb-loss-per sample"
+        )
+    found = _cut(sample, rules, path=path, line=line)
+    return _weighed(found, rules) if isinstance(found, Sample) else found
+
+
+def _weighed(sample: Sample, rules: SampleRules) -> Sample:
+    """Return the sample with scaled weights; the only place where that is done."""
+    scale: float = rules.count_scale
+    if rules.loss_per is LossPer.SAMPLE:
+        scale /= sample.loss_weight or 1.0
+    if scale == 1:
+        return sample
+    weights = (sample.loss_mask * np.float64(scale)).astype(np.float32)
+    return replace(sample, loss_mask=weights)
+
+
+def _cut(sample: Sample, rules: SampleRules, *, path: str, line: int) -> Sample | Skipped:
     try:
         verdict = judge_length(
             len(sample),

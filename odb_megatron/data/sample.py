@@ -67,7 +67,7 @@ class Sample:
     Attributes:
         tokens: int64 [L], L >= 1.
         labels: int64 [L].
-        loss_mask: float32 [L], each 0 or 1.
+        loss_mask: float32 [L], the weight of each label's loss, finite and not negative.
         source: index of the data source it came from (0 for a single source).
         truncated: number of tokens cut off its end (0 if whole).
         num_patches: image patches it stands for; those of `images`, where it has any.
@@ -91,11 +91,11 @@ class Sample:
             )
         if self.num_patches < 0:
             raise ValueError(f"a sample's num_patches must not be negative; got {self.num_patches}")
-        if not np.isin(self.loss_mask, (0.0, 1.0)).all():
+        if not (np.isfinite(self.loss_mask).all() and self.loss_mask.min() >= 0):
+            bad = ~(np.isfinite(self.loss_mask) & (self.loss_mask >= 0))
             raise ValueError(
-                "a sample's loss_mask must hold only 0 and 1: Megatron truncates the sum of a "
-                "micro-batch's mask to an integer token count, so fractional weights would be "
-                "silently wrong; round the mask or scale the loss instead"
+                f"a sample's loss_mask holds {self.loss_mask[bad][0]:g} at token "
+                f"{np.flatnonzero(bad)[0]}: weights of the loss must be finite and not negative"
             )
         if self.images is not None:
             self._check_images(self.images)
@@ -116,14 +116,19 @@ class Sample:
         for start, end in zip(images.starts.tolist(), images.ends.tolist(), strict=True):
             if self.loss_mask[max(0, start - 1) : end - 1].any():  # labels are one place ahead
                 raise ValueError(
-                    f"a sample's loss_mask is 1 where the label is a visual token (of the image at "
-                    f"tokens {start} to {end - 1}): there is nothing to learn there, set it to 0"
+                    "a sample's loss_mask is not 0 where the label is a visual token (of the image "
+                    f"at tokens {start} to {end - 1}): there is nothing to learn there, set it to 0"
                 )
 
     @property
     def num_loss_tokens(self) -> int:
         """Number of positions that carry loss."""
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def loss_weight(self) -> float:
+        """Sum of their weights."""
+        return float(self.loss_mask.sum(dtype=np.float64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,16 @@
 """A sample as bytes, for the way from one replica to another.
 
 Pure. The size follows from the sample alone, so a planner can announce it before anything is sent.
-Layout: header, tokens, labels (one where they are the tokens shifted), loss mask as bits; ids take
-32 bits where all fit. Images follow: their number, patches and format, grids and places, patches.
+Layout: header, tokens, labels (one where they are the tokens shifted), loss mask (see `mask_form`);
+ids take 32 bits where all fit. Images follow: number, patches and format, grids, places, patches.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +18,14 @@ import numpy.typing as npt
 from odb_megatron.data.images import PIXEL_TYPES, SampleImages
 from odb_megatron.data.sample import Sample
 
-__all__ = ["SampleWireError", "decode_sample", "encode_sample", "wire_size"]
+__all__ = ["MaskForm", "SampleWireError", "decode_masks", "decode_sample", "encode_masks"]
+__all__ += ["encode_sample", "mask_bytes", "mask_form", "wire_size"]
+
+Mask = npt.NDArray[np.float32]
 
 _HEADER = struct.Struct("<IIqqII")
 _WIDE, _OWN_LABELS, _IMAGES = 1, 2, 4
+_MASK_FORM = 8  # times the MaskForm
 _BITS = 32
 _IMAGE_HEADER = struct.Struct("<IIIII")  # images, patches, values of a patch, type, merge
 _PLACE_BYTES = 32  # of an image: three sides of its grid and where it begins
@@ -27,6 +33,48 @@ _PLACE_BYTES = 32  # of an image: three sides of its grid and where it begins
 
 class SampleWireError(ValueError):
     """Bytes that are not the sample that was announced."""
+
+
+class MaskForm(IntEnum):
+    """How loss masks of samples are written."""
+
+    BITS = 0  # all weights are 0 or 1
+    SCALED = 1  # in each sample 0 or one number: that of each as float32, then bits
+    WEIGHTS = 2  # float32
+
+
+def mask_form(masks: Sequence[Mask]) -> MaskForm:
+    """Return the shortest form that has the masks exactly."""
+    if not all(((mask == 0) | (mask == mask.max())).all() for mask in masks):
+        return MaskForm.WEIGHTS
+    return MaskForm.BITS if all(mask.max() in (0, 1) for mask in masks) else MaskForm.SCALED
+
+
+def mask_bytes(form: MaskForm, *, num_tokens: int, num_samples: int) -> int:
+    """Return the size of `encode_masks`."""
+    if form is MaskForm.WEIGHTS:
+        return 4 * num_tokens
+    return -(-num_tokens // 8) + 4 * num_samples * (form is MaskForm.SCALED)
+
+
+def encode_masks(form: MaskForm, masks: Sequence[Mask]) -> npt.NDArray[np.uint8]:
+    """Return the bytes of samples' masks, one after the other."""
+    whole = np.concatenate(masks)
+    if form is MaskForm.WEIGHTS:
+        return whole.astype("<f4").view(np.uint8)
+    scales = (
+        np.array([mask.max() for mask in masks], "<f4") if form is MaskForm.SCALED else whole[:0]
+    )
+    return np.concatenate([scales.view(np.uint8), np.packbits(whole > 0)])
+
+
+def decode_masks(form: MaskForm, data: npt.NDArray[np.uint8], lengths: Sequence[int]) -> Mask:
+    """Return samples' masks of the given lengths, one after the other: float32 [sum of lengths]."""
+    if form is MaskForm.WEIGHTS:
+        return data.view("<f4").astype(np.float32)
+    head = 4 * len(lengths) if form is MaskForm.SCALED else 0
+    mask = np.unpackbits(data[head:], count=sum(lengths)).astype(np.float32)
+    return mask * np.repeat(data[:head].view("<f4"), lengths) if head else mask
 
 
 def wire_size(sample: Sample) -> int:
@@ -44,7 +92,7 @@ def encode_sample(sample: Sample) -> bytes:
         (
             sample.tokens.astype(kind).tobytes(),
             labels.astype(kind).tobytes(),
-            np.packbits(sample.loss_mask != 0).tobytes(),
+            encode_masks(MaskForm(flags // _MASK_FORM), [sample.loss_mask]).tobytes(),
             *_encoded_images(sample.images),
         )
     )
@@ -61,7 +109,8 @@ def decode_sample(data: bytes | memoryview) -> Sample:
     if len(data) < _HEADER.size:
         raise SampleWireError(f"{len(data)} bytes arrived; a sample has at least {_HEADER.size}")
     flags, length, source, truncated, num_patches, checksum = _HEADER.unpack_from(data)
-    if flags > _WIDE | _OWN_LABELS | _IMAGES or not length or source < 0 or truncated < 0:
+    form = flags // _MASK_FORM
+    if form > max(MaskForm) or not length or source < 0 or truncated < 0:
         raise SampleWireError(
             f"a sample arrived with flags {flags}, {length} tokens, source {source} and "
             f"{truncated} cut off: its header is damaged"
@@ -80,10 +129,9 @@ def decode_sample(data: bytes | memoryview) -> Sample:
     ids = np.frombuffer(body, dtype=kind, count=length + num_labels).astype(np.int64)
     tokens = ids[:length]
     labels = ids[length:] if flags & _OWN_LABELS else ids[1:]
-    bits = np.frombuffer(
-        body, dtype=np.uint8, count=-(-length // 8), offset=ids.size * kind.itemsize
-    )
-    mask = np.unpackbits(bits, count=length).astype(np.float32)
+    size = mask_bytes(MaskForm(form), num_tokens=length, num_samples=1)
+    data_of_mask = np.frombuffer(body, np.uint8, count=size, offset=ids.size * kind.itemsize)
+    mask = decode_masks(MaskForm(form), data_of_mask, [length])
     try:
         return Sample(
             tokens=tokens,
@@ -96,7 +144,7 @@ def decode_sample(data: bytes | memoryview) -> Sample:
         )
     except ValueError as error:
         raise SampleWireError(
-            f"a sample of {length} tokens arrived with damaged images: {error}"
+            f"a sample of {length} tokens arrived with damaged content: {error}"
         ) from error
 
 
@@ -142,7 +190,8 @@ def _decoded_images(data: bytes | memoryview) -> SampleImages:
 def _flags(sample: Sample) -> int:
     own = not np.array_equal(sample.labels[:-1], sample.tokens[1:])
     wide = not (_fits(sample.tokens) and _fits(sample.labels))
-    return _WIDE * wide + _OWN_LABELS * own + _IMAGES * (sample.images is not None)
+    flags = _WIDE * wide + _OWN_LABELS * own + _IMAGES * (sample.images is not None)
+    return flags + _MASK_FORM * mask_form([sample.loss_mask])
 
 
 def _fits(ids: npt.NDArray[np.int64]) -> bool:
@@ -153,4 +202,5 @@ def _fits(ids: npt.NDArray[np.int64]) -> bool:
 def _size(length: int, flags: int) -> int:
     width = 8 if flags & _WIDE else 4
     num_labels = length if flags & _OWN_LABELS else 1
-    return _HEADER.size + width * (length + num_labels) + -(-length // 8)
+    mask = mask_bytes(MaskForm(flags // _MASK_FORM), num_tokens=length, num_samples=1)
+    return _HEADER.size + width * (length + num_labels) + mask

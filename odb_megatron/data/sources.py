@@ -26,6 +26,7 @@ from odb_megatron.data.preprocess import (
     SampleRules,
     apply_rules,
     check_ids,
+    check_weights,
     shift_labels,
     skipped_bad_record,
 )
@@ -162,6 +163,7 @@ class _RuledSource:
         else:
             try:
                 check_ids(sample, self._rules)
+                check_weights(sample)
             except ValueError as error:
                 bad = BadRecordError(path=self.path, line=line, reason=str(error))
             else:
@@ -272,10 +274,10 @@ class IndexedSource(_RuledSource):
 class MapSource(_RuledSource):
     """Any map-style dataset whose items are mappings with `tokens`, `labels` and `loss_mask`.
 
-    Items are already shifted; arrays, tensors and lists are taken. An item whose loss_mask is all
-    zero is a bad record. `num_patches` is optional (see `Sample`), and so are images:
-    `pixel_values` [P, C] with `image_grid_thw` [I, 3], `image_starts` [I] and, if it is not 2,
-    `image_merge` (see `SampleImages`).
+    Items are already shifted; arrays, tensors and lists are taken. A loss_mask may hold weights, up
+    to `preprocess.MAX_WEIGHT`; an item where all are 0 is a bad record. `num_patches` is optional
+    (see `Sample`), and so are images: `pixel_values` [P, C] with `image_grid_thw` [I, 3],
+    `image_starts` [I] and, if it is not 2, `image_merge` (see `SampleImages`).
 
     Args:
         dataset: `len()` and `[index]`.
@@ -431,6 +433,6 @@ def _numbers(values: Any, name: str, *, kinds: str) -> npt.NDArray[Any]:
     if array.ndim == 1 and not array.size:
         raise ValueError(f"{name} is empty; expected at least one number")
     if array.dtype.kind not in kinds:
-        expected = "integers" if kinds == "iu" else "0 and 1"
+        expected = "integers" if kinds == "iu" else "numbers"
         raise ValueError(f"{name} has dtype {array.dtype}; expected {expected}")
     return array

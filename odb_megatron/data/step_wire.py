@@ -2,8 +2,8 @@
 
 Must not send anything. The header is JSON and has everything but token ids, labels, loss masks and
 patches; offsets, padding and positions follow from the sample lengths in it. The payload has real
-tokens only: token ids and labels as int32, loss masks as bits. Patches are a payload of their own,
-since only the first pipeline stage uses them.
+tokens only: token ids and labels as int32, loss masks as in `sample_wire`. Patches are a payload of
+their own, since only the first pipeline stage uses them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,13 @@ import torch
 
 from odb_megatron.data.images import PixelFormat
 from odb_megatron.data.sample import Sample
+from odb_megatron.data.sample_wire import (
+    MaskForm,
+    decode_masks,
+    encode_masks,
+    mask_bytes,
+    mask_form,
+)
 from odb_megatron.data.step_images import ImageRow, check_rows, layout_of_rows
 from odb_megatron.data.thd import PAD_TOKEN, MicroBatch, MicroBatchLayout, layout, position_ids
 from odb_megatron.plan.padding import SizeRule
@@ -65,6 +72,7 @@ class StepMetadata:
         images: where the images of each micro-batch lie, see `step_images`; empty without any.
         pixels: what their patches are; None without images.
         plan_us: microseconds that making it took, waits included.
+        mask_form: of the loss masks in the payload.
     """
 
     totals: StepTotals
@@ -75,6 +83,7 @@ class StepMetadata:
     images: tuple[tuple[ImageRow, ...], ...] = ()
     pixels: PixelFormat | None = None
     plan_us: int = 0
+    mask_form: MaskForm = MaskForm.BITS
 
     def layouts(self) -> list[MicroBatchLayout]:
         """Return the micro-batches without their tokens, as middle pipeline stages use them."""
@@ -122,6 +131,7 @@ def decode_header(data: bytes) -> StepMetadata | Ending:
             images=tuple(tuple(map(tuple, rows)) for rows in values["images"]),
             pixels=None if values["pixels"] is None else PixelFormat(**values["pixels"]),
             plan_us=values["plan_us"],
+            mask_form=MaskForm(values["mask_form"]),
         )
         _check(metadata)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -135,7 +145,9 @@ def decode_header(data: bytes) -> StepMetadata | Ending:
 def payload_bytes(metadata: StepMetadata) -> int:
     """Return the size of a step's payload."""
     num_tokens = sum(map(sum, metadata.lengths))
-    return 8 * num_tokens + -(-num_tokens // 8)
+    num_samples = sum(map(len, metadata.lengths))
+    form = metadata.mask_form
+    return 8 * num_tokens + mask_bytes(form, num_tokens=num_tokens, num_samples=num_samples)
 
 
 def pack_step(
@@ -161,6 +173,7 @@ def pack_step(
             f"the samples of a step have patches of different kinds ({sorted(map(str, formats))}): "
             "preprocess all images alike"
         )
+    masks = [sample.loss_mask for sample in samples]
     metadata = StepMetadata(
         totals=totals,
         positions=tuple(tuple(at for at, _ in members) for members in micro_batches),
@@ -169,13 +182,12 @@ def pack_step(
         rule=rule,
         images=tuple(map(_image_rows, micro_batches)) if formats else (),
         pixels=formats.pop() if formats else None,
+        mask_form=mask_form(masks),
     )
     payload = np.zeros(0, dtype=np.uint8)
     if samples:
-        tokens, labels, mask = (
-            np.concatenate([getattr(sample, name) for sample in samples])
-            for name in ("tokens", "labels", "loss_mask")
-        )
+        tokens = np.concatenate([sample.tokens for sample in samples])
+        labels = np.concatenate([sample.labels for sample in samples])
         low, high = min(tokens.min(), labels.min()), max(tokens.max(), labels.max())
         if not 0 <= low <= high <= _MAX_TOKEN_ID:
             raise ValueError(
@@ -183,7 +195,7 @@ def pack_step(
                 "the data is damaged"
             )
         ids = [one.astype("<i4").view(np.uint8) for one in (tokens, labels)]
-        payload = np.concatenate([*ids, np.packbits(mask > 0)])
+        payload = np.concatenate([*ids, encode_masks(metadata.mask_form, masks)])
     pixels = [one.images.pixel_values for one in samples if one.images is not None]
     patches = np.concatenate([one.reshape(-1).view(np.uint8) for one in pixels]) if pixels else None
     return metadata, payload, patches
@@ -203,13 +215,13 @@ def decode_payload(metadata: StepMetadata, payload: Bytes) -> list[MicroBatch]:
     count = sum(map(sum, metadata.lengths))
     tokens = payload[: 4 * count].view("<i4")
     labels = payload[4 * count : 8 * count].view("<i4")
-    mask = np.unpackbits(payload[8 * count :], count=count)
+    lengths = [length for row in metadata.lengths for length in row]
+    mask = decode_masks(metadata.mask_form, payload[8 * count :], lengths)
     found, at = [], 0
     for item in metadata.layouts():
         starts = item.cu_seqlens_padded.numpy().astype(np.int64)
         real = item.cu_seqlens.numpy().astype(np.int64)
-        lengths = np.diff(real)
-        places = np.repeat(starts[:-1] - real[:-1], lengths) + np.arange(real[-1])
+        places = np.repeat(starts[:-1] - real[:-1], np.diff(real)) + np.arange(real[-1])
         part = slice(at, at + int(real[-1]))
         at = part.stop
         size = int(starts[-1])

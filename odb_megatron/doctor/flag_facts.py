@@ -230,6 +230,7 @@ def _measure(
         token_budget=_ANY,
         bad_record=BadRecordPolicy.SKIP,
         vocab_size=getattr(args, "padded_vocab_size", None) or 0,
+        whole_weights=args.odb_loss_per is None,
     )
     source = open_source(
         path, rules=rules, renderer=renderer, mmap=args.mmap_bin_files, images=image_rules(args)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from odb_megatron.comm.watchdog import OnPeerFailure
-from odb_megatron.data.preprocess import BadRecordPolicy
+from odb_megatron.data.preprocess import MAX_WEIGHT, BadRecordPolicy, LossPer
 from odb_megatron.plan.padding import OverlongPolicy
 
 __all__ = ["add_odb_arguments"]
@@ -116,6 +116,16 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
         help="Further variables of the tokenizer's chat template, as a JSON object, such as "
         "'{\"enable_thinking\": false}'. A record's own chat_template_kwargs come before them. "
         "Holds for the padded baseline too.",
+    )
+    group.add_argument(
+        "--odb-loss-per",
+        choices=[choice.value for choice in LossPer],
+        default=None,
+        help="What counts once in a step's loss, sum(weight * loss) / sum(weight): token takes the "
+        f"data's weights (loss_mask, from 0 to {MAX_WEIGHT:g}) as they are; sample divides those "
+        "of each sample by their sum, so that long answers count no more than short ones. Default: "
+        "token, and weights that are no whole numbers are refused. Holds for the padded baseline "
+        "too.",
     )
     group.add_argument(
         "--odb-bad-record",

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from odb_megatron.comm.watchdog import OnPeerFailure
 from odb_megatron.data.chat_record import template_arguments
-from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
+from odb_megatron.data.preprocess import BadRecordPolicy, LossPer, SampleRules, count_scale
 from odb_megatron.megatron.topology import sync_of
 from odb_megatron.plan.cost import CostPrices
 from odb_megatron.plan.padding import OverlongPolicy, SizeRule, budget_length, size_rule
@@ -76,6 +76,8 @@ class OdbConfig:
         sync: where replicas wait for each other.
         template_args: further variables of the chat template.
         overlong: see `plan.padding.OverlongPolicy`.
+        loss_per: see `data.preprocess.LossPer`; None for `TOKEN` with whole weights.
+        batch_size: `--global-batch-size`.
         bad_record: see `data.preprocess.BadRecordPolicy`.
         max_bad_records: see `data.bad_records.max_bad_records`.
         resume_strict: whether a resume refuses data files that have changed.
@@ -101,6 +103,8 @@ class OdbConfig:
     sync: Sync
     template_args: Mapping[str, Any]
     overlong: OverlongPolicy
+    loss_per: LossPer | None
+    batch_size: int
     bad_record: BadRecordPolicy
     max_bad_records: int
     resume_strict: bool
@@ -171,6 +175,8 @@ class OdbConfig:
             sync=sync_of(args)[0],
             template_args=template_args or {},
             overlong=OverlongPolicy(args.odb_overlong),
+            loss_per=None if args.odb_loss_per is None else LossPer(args.odb_loss_per),
+            batch_size=getattr(args, "global_batch_size", None) or 1,
             bad_record=bad_record,
             max_bad_records=args.odb_max_bad_records or 0,
             resume_strict=args.odb_resume_strict is not False,
@@ -205,6 +211,13 @@ class OdbConfig:
             multiple=multiple,
         )
 
+    @property
+    def count_scale(self) -> int:
+        """What weights are multiplied by; 1 without `--odb-loss-per`: nothing changes."""
+        if self.loss_per is None:
+            return 1
+        return count_scale(self.loss_per, batch_size=self.batch_size, context=self.context)
+
     def sample_rules(self, *, multiple: int) -> SampleRules:
         """Return the policies for records; without `--odb` only the context limits a sample."""
         return SampleRules(
@@ -213,6 +226,9 @@ class OdbConfig:
             multiple=multiple,
             overlong=self.overlong,
             bad_record=self.bad_record,
+            loss_per=self.loss_per or LossPer.TOKEN,
+            count_scale=self.count_scale,
+            whole_weights=self.loss_per is None,
         )
 
     def describe(self) -> str:
@@ -226,6 +242,8 @@ class OdbConfig:
         if self.template_args:
             text = json.dumps(self.template_args, sort_keys=True)
             flags += [f"--odb-template-args {shlex.quote(text)}"]
+        if self.loss_per is not None:
+            flags += [f"--odb-loss-per {self.loss_per.value}"]
         if self.max_bad_records:
             flags += [f"--odb-max-bad-records {self.max_bad_records}"]
         if self.pad_to_budget:

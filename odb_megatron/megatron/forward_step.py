@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 Loss = tuple[Tensor, Tensor, dict[str, Tensor]]
-"""Sum of token losses, number of loss tokens, and what is reported."""
+"""Sum of weighted token losses, sum of weights ("tokens", to Megatron), and what is reported."""
 
 LossOf = Callable[[Any, Tensor | None, Tensor], Loss]
 """A loss of the model chunk, the loss mask and the chunk's output."""
@@ -140,12 +140,12 @@ def padded_batch(item: dict[str, Tensor], *, multiple: int = 1) -> Batch:
 
 
 def loss_func(loss_mask: Tensor | None, output: Tensor) -> Loss:
-    """Sum of token losses, number of loss tokens, and both for reporting.
+    """Sum of weighted token losses, sum of weights, and both for reporting.
 
     Three values, so that the schedule does not divide by the number of micro-batches.
 
     Args:
-        loss_mask: float32, shape of `output`.
+        loss_mask: float32, shape of `output`; weights, see `data.preprocess.count_scale`.
         output: token losses.
     """
     assert loss_mask is not None, "the last pipeline stage has the loss mask"
@@ -154,11 +154,11 @@ def loss_func(loss_mask: Tensor | None, output: Tensor) -> Loss:
     loss = torch.sum(losses_T * loss_mask_T)
     count = loss_mask_T.sum().clone().detach()
     validate_loss(loss)
-    return loss, count.to(torch.int), {"lm loss": reported(loss, count)}
+    return loss, count.round().to(torch.int), {"lm loss": reported(loss, count)}
 
 
 def reported(loss: Tensor, count: Tensor) -> Tensor:
-    """Return a sum of token losses and their number as Megatron takes a report.
+    """Return sums of weighted token losses and of weights as Megatron takes a report.
 
     The count is at least 1e-30: Megatron divides the sums of a step, or of an evaluation, by it,
     which leaves every real count unchanged in float32 and gives 0 instead of NaN where nothing

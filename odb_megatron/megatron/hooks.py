@@ -11,7 +11,7 @@ Each replacement wraps the original and is undone by `Hooks.remove`. Must not pl
 | `compute_throughputs_and_append_to_progress_log` | counts real tokens |
 | `num_floating_point_operations` | in a log line, those of the mean step of its interval |
 | the same, where it knows one length for all (0.17) | counts real tokens |
-| two functions of `moe.router` | what they do with a padding mask (`routers`) |
+| three functions of `moe.router` | what they do with a padding mask, and with weights (`routers`) |
 | `train_step`, with `--odb-warmup-worst-case` | tells a listener of the first one |
 | `evaluate_and_print_results` | fails on `--full-validation` (training.py 4382, 0.19.2) |
 | `compile_helpers` of `core.datasets.utils` | ends the run with a wheel (`compat_helpers`) |
@@ -34,7 +34,7 @@ from odb_megatron.megatron.compat_metrics import (
     flops_of_real_tokens,
     logged_per_micro_batch,
 )
-from odb_megatron.megatron.routers import RouterMasks
+from odb_megatron.megatron.routers import RouterFixes
 from odb_megatron.plan.record import StepTotals
 
 __all__ = ["Hooks", "RunListener", "is_within_step"]
@@ -114,7 +114,7 @@ class Hooks:
         self._logged = LoggedFlops()
         self._tells_first_step = tells_first_step
         self._is_before_steps = False
-        self._router_masks = RouterMasks() if packed and has_experts else None
+        self._router_fixes = RouterFixes() if packed and has_experts else None
         self._originals: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
@@ -138,16 +138,16 @@ class Hooks:
         if self._packed:
             wrap = self._wrap_check_checkpoint_args
             self._replace(_checkpointing_module(), "check_checkpoint_args", wrap)
-        if self._router_masks is not None:
-            self._router_masks.install()
+        if self._router_fixes is not None:
+            self._router_fixes.install()
 
     def remove(self) -> None:
         """Put the originals back; harmless when called twice."""
         for module, name, original in self._originals:
             setattr(module, name, original)
         self._originals = []
-        if self._router_masks is not None:
-            self._router_masks.remove()
+        if self._router_fixes is not None:
+            self._router_fixes.remove()
 
     def _replace(self, module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         original = getattr(module, name)
@@ -182,6 +182,8 @@ class Hooks:
                 if training:
                     self._count, self._totals = header.totals.num_micro_batches, header.totals
                     self._logged.add(header.totals)
+                    if self._router_fixes is not None:
+                        self._router_fixes.begin_step(header.totals)
                 if not training or not self._listener.wants_backward():
                     return schedule(**arguments)
                 with self._told_of_backward(arguments["model"]):

@@ -147,6 +147,7 @@ def build_loader(
         max_patches=config.max_patches,
         has_iterators=isinstance(stream, ItemStream),
         max_bad_records=config.max_bad_records if training else None,
+        loss_per="" if config.loss_per is None else f"{config.loss_per.value} {config.count_scale}",
         data=f"{stream.fingerprint()}, --seed {args.seed}",
     )
     loader = StepLoader(

@@ -175,7 +175,8 @@ class StepRecorder:
             width = padded_length(max(1, int(item["length"].max())), self._multiple)
             self._widths.append(len(item["length"]) * width)
             self.shapes.add((len(item["length"]), width))
-            self._loss_tokens += int(item["loss_mask"].sum())
+            self._loss_tokens += int((item["loss_mask"] > 0).sum())
+            self._loss_weight += float(item["loss_mask"].sum())
             self._truncated += int(item["truncated"].sum())
             self._bad += int((item["skipped"] == SkipReason.BAD_RECORD).sum())
         if self._config.log_ids and self._stream is not None:
@@ -248,7 +249,7 @@ class StepRecorder:
             else:
                 counts.add_sample(
                     num_tokens=int(item["length"][row]),
-                    num_loss_tokens=int(item["loss_mask"][row].sum()),
+                    num_loss_tokens=int((item["loss_mask"][row] > 0).sum()),
                     truncated=bool(item["truncated"][row]),
                     solo=False,
                 )
@@ -260,6 +261,7 @@ class StepRecorder:
         self._patches: list[int] = []
         self._marks: list[Any] = []
         self._loss_tokens = self._left_out = self._truncated = self._bad = 0
+        self._loss_weight = 0.0
 
     def _costs(self, cost: CostModel) -> tuple[float, ...]:
         rule = self._config.size_rule(self._multiple)
@@ -288,6 +290,7 @@ class StepRecorder:
             "tokens": totals.num_tokens,
             "computed_tokens": self._computed_tokens(totals),
             "loss_tokens": totals.num_loss_tokens,
+            "loss_weight": totals.loss_weight / self._config.count_scale,
             "truncated": totals.num_truncated,
             "bad_records": totals.num_bad,
             "idle": totals.num_idle,
@@ -332,13 +335,16 @@ class StepRecorder:
             self._loss_tokens,
             self._truncated,
             self._bad,
+            round(self._loss_weight),
         ]
         assert self._group is not None, "the padded baseline is recorded on source ranks alone"
         sums = [sum(values) for values in zip(*gather_counts(self._group, own), strict=True)]
         names: tuple[str, ...] = ("samples", "left_out", "tokens", "computed_tokens")
         names += ("loss_tokens", "truncated", "bad_records")
+        *sums, weight = sums
+        weights = {"loss_weight": weight / self._config.count_scale}
         absent = {"idle": 0, "fill": None, "balance": None, "moved": 0, "bytes_moved": 0}
-        return dict(zip(names, sums, strict=True)) | absent
+        return dict(zip(names, sums, strict=True)) | weights | absent
 
 
 def _name(stream: SampleStream | ItemStream, position: int) -> str:

@@ -263,6 +263,7 @@ def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
         ValueError: every refusal that applies, one line each.
     """
     messages = _flag_messages(args, enabled=config.enabled)
+    messages += _weight_messages(args, config)
     if config.enabled:
         messages += kernel_messages(args, config)
         messages += _planning_messages(args, config)
@@ -275,6 +276,30 @@ def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
 def _flag_messages(args: argparse.Namespace, *, enabled: bool) -> list[str]:
     refusals = (*_REFUSALS_ALWAYS, *(_REFUSALS if enabled else ()))
     return [refusal.message for refusal in refusals if refusal.applies(args)]
+
+
+def _weight_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:
+    """Say what does not know that weights are scaled; see `data.preprocess.count_scale`."""
+    if config.loss_per is None:
+        return []
+    flag = f"--odb-loss-per {config.loss_per.value}"
+    messages = []
+    if getattr(args, "fp16", False):
+        messages.append(
+            f"{flag} scales the loss by {config.count_scale}, so that weights can be counted in "
+            "whole numbers, and --fp16 has no room for that: use --bf16, or drop one of them"
+        )
+    if _has_experts(args) and not config.enabled:
+        messages.append(
+            f"{flag} weighs the routers' losses by what --odb knows of a step: add --odb, or drop "
+            "--num-experts"
+        )
+    if getattr(args, "experimental_attention_variant", None) is not None:
+        messages.append(
+            f"{flag} and --experimental-attention-variant, whose own loss would not be weighed: "
+            "drop one of them"
+        )
+    return messages
 
 
 def _save_messages(args: argparse.Namespace) -> list[str]:

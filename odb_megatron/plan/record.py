@@ -51,9 +51,10 @@ ROW = np.dtype(
         ("loss_tokens", "<u4"),  # of a skipped sample its SkipReason
         ("patches", "<u4"),  # with the bit TRUNCATED where the sample's end was cut
         ("bytes", "<u4"),  # on the wire
+        ("loss_weight", "<u4"),  # sum of its scaled weights
     ]
 )
-"""A sample in a replica's record: 16 bytes."""
+"""A sample in a replica's record: 20 bytes."""
 
 TRUNCATED = 1 << 31
 
@@ -120,6 +121,7 @@ class PlanConfig:
         max_bad_records: see `bad_records`; None for no limit.
         block: most replicas of a block.
         data: digest of the data and its order, so that different files are noticed.
+        loss_per: what counts once in the loss, and the scale of its weights.
     """
 
     total: int
@@ -138,6 +140,7 @@ class PlanConfig:
     max_bad_records: int | None = None
     block: int = BLOCK
     data: str = ""
+    loss_per: str = ""
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "num_replicas"):
@@ -207,6 +210,7 @@ class StepTotals:
         num_padded_tokens: tokens after padding each sample.
         num_squared_tokens: sum of squared lengths.
         num_loss_tokens: positions that carry loss.
+        loss_weight: sum of their scaled weights: what Megatron counts as tokens.
         num_patches: image patches.
         num_idle: idle micro-batches.
         num_moved: samples that another replica trains than the one that has read them.
@@ -230,6 +234,7 @@ class StepTotals:
     num_padded_tokens: int
     num_squared_tokens: int
     num_loss_tokens: int
+    loss_weight: int
     num_patches: int
     num_idle: int
     num_moved: int

@@ -18,7 +18,7 @@ class StepRecord:
 
     Attributes:
         iteration: 1-based iteration, as Megatron logs it.
-        loss: mean loss per loss token (all); None where this rank has none.
+        loss: sum of weighted token losses over `loss_weight` (all); None where this rank has none.
         grad_norm: gradient norm before clipping, or None.
         learning_rate: learning rate of the step.
         consumed_samples: samples consumed after the step (all).
@@ -27,6 +27,8 @@ class StepRecord:
         tokens: tokens before padding (all).
         computed_tokens: tokens the model ran, padding included (all).
         loss_tokens: positions that carried loss (all).
+        loss_weight: sum of their weights (all): `loss_tokens` where all are 1, the samples that
+            have any with `--odb-loss-per sample`.
         num_micro_batches: M.
         idle: idle micro-batches (all).
         fill: tokens over M * replicas * token budget; None for the padded baseline.
@@ -102,6 +104,7 @@ class StepRecord:
     truncated: int = 0
     bad_records: int = 0
     patches: tuple[int, ...] = ()
+    loss_weight: float = 0.0
 
 
 def record_of(values: Mapping[str, Any]) -> StepRecord:

@@ -140,7 +140,7 @@ def convert(model: Any, teacher: Any, config: Any) -> Any:
 
 
 def distillation_loss(model: Any, loss_mask: Tensor | None, output: Tensor) -> Loss:
-    """Sum of weighted token losses, number of loss tokens, and every part for reporting.
+    """Sum of weighted token losses, sum of weights, and every part for reporting.
 
     In evaluation the loss is the cross entropy of the labels. Where training leaves that out, it
     is not reported there (upstream reports 0).
@@ -166,11 +166,11 @@ def distillation_loss(model: Any, loss_mask: Tensor | None, output: Tensor) -> L
     }
     if not student.training or student.loss_balancer._weights.lm:
         report = {"lm loss": reported(lm, count), **report}
-    return loss, count.to(torch.int), report
+    return loss, count.round().to(torch.int), report
 
 
 def _masked_sum(loss_mask: Tensor, output: Any) -> Tensor:
-    """Sum token losses where the mask says so.
+    """Sum token losses by their weights.
 
     Args:
         loss_mask: [b, s].
