@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from odb_megatron.data.strict_json import strict_json
+from odb_megatron.data.records import strict_json
 
 __all__ = [
     "ChatRecord",
