@@ -10,6 +10,7 @@ import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +25,8 @@ from odb_megatron.plan.padding import OverlongError
 __all__ = ["Blend", "FetchError", "Location", "SampleStream", "SourcePart"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Location:
-    """Where a stream position comes from.
+class Location(NamedTuple):
+    """Where a stream position comes from; a tuple, which is sent to workers in a few bytes.
 
     Attributes:
         epoch: pass of the blended index, from 0.
