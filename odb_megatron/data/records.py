@@ -186,8 +186,7 @@ def open_records(path: str, cache: str | None = None) -> Records:
     records = _LineRecords(path, cache) if _kind(path) == "lines" else _Table(path, cache)
     if not len(records):
         raise ValueError(
-            f"{path} holds no record; expected one JSON object per line, an array of objects, or "
-            "a table with rows"
+            f"{path} holds no record; expected one JSON object per line, an array of them, or rows"
         )
     return records
 
@@ -247,8 +246,7 @@ class _LineRecords(Records):
         return 1 + (index if len(self._index) == 1 else int(self._index[1, index]))
 
     def num_bytes(self) -> npt.NDArray[np.int64]:
-        sizes: npt.NDArray[np.int64] = np.diff(self._index[0])
-        return sizes
+        return np.asarray(np.diff(self._index[0]), dtype=np.int64)
 
     def fingerprint(self) -> str:
         return file_fingerprint(self.path)
@@ -293,7 +291,13 @@ class _LineRecords(Records):
             )
         if not is_array:
             return _line_index(io.BytesIO(self._data))
-        self._data, starts = self._elements(self._data)
+        try:
+            self._data, starts = _array_elements(self._data.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            self._refuse(
+                f"starts with '[' but is no JSON array: {error}; repair it there, or write one "
+                "object per line and name the file .jsonl"
+            )
         return np.array([starts], dtype=np.int64)
 
     def _mapped(self) -> npt.NDArray[np.int64]:
@@ -311,20 +315,6 @@ class _LineRecords(Records):
             os.replace(part, self._kept)
             return self._mapped()
         return index
-
-    def _elements(self, data: bytes) -> tuple[bytes, list[int]]:
-        """Return the texts of an array's elements, joined, and where each begins."""
-        joined, starts = bytearray(), [0]
-        try:
-            for element in _array_elements(data.decode("utf-8-sig")):
-                joined += element
-                starts.append(len(joined))
-        except (ValueError, RecursionError) as error:
-            self._refuse(
-                f"starts with '[' but is no JSON array: {error}; repair it there, or write one "
-                "object per line and name the file .jsonl"
-            )
-        return bytes(joined), starts
 
     def _read(self, start: int, end: int) -> bytes:
         if self._data is not None:
@@ -355,18 +345,23 @@ class _LineRecords(Records):
             )
 
 
-def _array_elements(text: str) -> Iterator[bytes]:
-    """Yield the text of each element; what an element holds is checked when it is read."""
-    decode, end = json.JSONDecoder().raw_decode, 0
+def _array_elements(text: str) -> tuple[bytes, list[int]]:
+    """Return the texts of an array's elements, joined, and where each starts and the last one ends.
+
+    They are parsed one by one, to be skipped; what one holds is checked when it is read.
+    """
+    decode, end, joined, starts = json.JSONDecoder().raw_decode, 0, bytearray(), [0]
     found = _OPENING.match(text)
     while found is not None and found[1] != "]":
         _, end = decode(text, found.end())
-        yield text[found.end() : end].encode()
+        joined += text[found.end() : end].encode()
+        starts.append(len(joined))
         found = _SEPARATOR.match(text, end)
     if found is None:
         raise json.JSONDecodeError("Expecting ',' or ']'", text, end)
     if found.end() < len(text):
         raise json.JSONDecodeError("Extra data", text, found.end())
+    return bytes(joined), starts
 
 
 def _line_index(file: BinaryIO) -> npt.NDArray[np.int64]:
@@ -435,10 +430,8 @@ def strict_json(data: bytes) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise ValueError(f"is not valid JSON: {error.msg} at column {error.pos + 1}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8: {error.reason} at column {error.start + 1}") from error
-    except UnicodeEncodeError as error:
-        raise ValueError("holds half of a \\u surrogate pair, which is no character") from error
+    except UnicodeError as error:  # of bytes, or of half a surrogate pair
+        raise ValueError(f"is not UTF-8: {error}") from error
     except RecursionError as error:
         raise ValueError("is nested too deeply to parse") from error
     return value
