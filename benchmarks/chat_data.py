@@ -18,9 +18,9 @@ import numpy as np
 from training_runs import ROOT
 
 from odb_megatron.data.chat import ChatRenderer
-from odb_megatron.data.json_records import JsonRecords
 from odb_megatron.data.order import PassOrder
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
+from odb_megatron.data.records import open_records
 from odb_megatron.data.sources import ChatSource
 from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.data.tokenizer import load_tokenizer
@@ -107,7 +107,7 @@ def mean_length(data: ChatData, *, seq_length: int) -> float:
     """Mean tokens of a sample cut to `seq_length`, over up to 1000 evenly spaced records."""
     from odb_megatron.data.chat_record import parse_record
 
-    records = JsonRecords(data.path)
+    records = open_records(str(data.path))
     renderer = ChatRenderer(load_tokenizer(data.tokenizer))
     chosen = range(0, len(records), -(-len(records) // _MAX_MEASURED))
     lengths = [len(renderer.render(parse_record(records[index]))[0]) - 1 for index in chosen]
@@ -156,7 +156,7 @@ def _chat_mix_records(folder: Path) -> Iterator[Mapping[str, object]]:
             for messages in oasst_conversations(folder / name):
                 yield {"messages": messages}
         else:
-            yield from JsonRecords(folder / name)
+            yield from open_records(str(folder / name))
 
 
 def _paths_to_leaves(root: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from odb_megatron.data.chat_record import PlainText, parse_record
-from odb_megatron.data.json_records import JsonRecords
+from odb_megatron.data.records import Records, open_records
 from odb_megatron.data.tokenizer import train_bpe
 from odb_megatron.launch import main as launch
 
@@ -58,7 +58,7 @@ def main() -> int:
         data = options.data.resolve() if options.data else chitchat(options.cache)
         tokenizer = tokenizer_for(data, options.cache)
         script += ["--tokenizer-model", str(tokenizer), "--data-path", str(data)]
-        script += default_flags(flags, num_records=len(JsonRecords(data)))
+        script += default_flags(flags, num_records=len(open_records(str(data))))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     device = ["--device", options.device, "--nproc-per-node", str(options.nproc_per_node)]
@@ -117,12 +117,12 @@ def default_flags(flags: Sequence[str], *, num_records: int) -> list[str]:
 
 def tokenizer_for(data: Path, cache: Path) -> Path:
     """Train a byte-level BPE on the data's own text, or return the one trained before."""
-    records = JsonRecords(data)
+    records = open_records(str(data))
     name = hashlib.sha256(f"{records.fingerprint()} {VOCAB_SIZE}".encode()).hexdigest()[:12]
     return train_bpe(texts_of(records), vocab_size=VOCAB_SIZE, folder=cache / f"tokenizer-{name}")
 
 
-def texts_of(records: JsonRecords) -> Iterator[str]:
+def texts_of(records: Records) -> Iterator[str]:
     """Yield the text of each usable record, up to a few megabytes."""
     seen = 0
     for index in range(len(records)):

@@ -490,7 +490,7 @@ def test_advice_keeps_to_a_memory_limit() -> None:
         ),
         (["--lengths", SPEC, "--tokenizer", "t"], "--tokenizer 't' would do nothing"),
         (["a.jsonl", "--lengths", SPEC], "name one of them"),
-        (["none.jsonl", "--tokenizer", "t"], "there is no file 'none.jsonl'"),
+        (["none.jsonl", "--tokenizer", "t"], "none.jsonl does not exist; check the path"),
         (["none"], "no data at 'none': expected a file ending in"),
         (["--lengths", SPEC, "--model-shape", "layers=2"], "lacks hidden, heads: expected layers="),
         (["--lengths", SPEC, "--model-shape", "layers=x"], "'layers=x' is not understood"),

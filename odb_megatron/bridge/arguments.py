@@ -10,9 +10,8 @@ import argparse
 from typing import Any
 
 from odb_megatron.bridge.settings import OdbSettings, flag_values
-from odb_megatron.data.json_records import is_json_path
 
-__all__ = ["BridgeArgs", "data_files", "transformer_of"]
+__all__ = ["BridgeArgs", "data_paths", "transformer_of"]
 
 _NO_SPLIT = "969, 30, 1"  # Megatron's own default (validate_args 654, 0.19.2)
 
@@ -200,20 +199,13 @@ def _of_data(cfg: Any, settings: OdbSettings) -> dict[str, Any]:
     }
 
 
-def data_files(cfg: Any) -> list[str]:
-    """Return the files that a run of this configuration reads its samples from."""
+def data_paths(cfg: Any) -> list[str]:
+    """Return the data paths that a run of this configuration reads its samples from."""
     from megatron.core.datasets.utils import get_blend_from_list
 
     blend, per_split = _blends(cfg.dataset.recipe, cfg.dataset.odb)
-    files = []
-    for words in (blend, *(per_split or ())):
-        for path in (get_blend_from_list(words) or ([],))[0]:
-            if is_json_path(path):
-                files.append(path)
-            else:
-                prefix = path.removesuffix(".bin").removesuffix(".idx")
-                files += [prefix + ".idx", prefix + ".bin"]
-    return files
+    blends = (get_blend_from_list(words) for words in (blend, *(per_split or ())))
+    return [path for paths, *_ in filter(None, blends) for path in paths]
 
 
 def _blends(

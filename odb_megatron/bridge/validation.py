@@ -6,12 +6,12 @@ Must not change a value. What Megatron refuses as well is in `odb_megatron.megat
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from typing import Any
 
-from odb_megatron.bridge.arguments import BridgeArgs, data_files, transformer_of
+from odb_megatron.bridge.arguments import BridgeArgs, data_paths, transformer_of
 from odb_megatron.bridge.settings import flag_values, in_bridge_words
+from odb_megatron.data.records import require_data
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.validation import refuse_unsupported
 
@@ -162,7 +162,11 @@ def refuse_early(cfg: Any) -> None:
         OdbConfig.from_args(args)
     except ValueError as error:
         messages.append(in_bridge_words(str(error)))
-    messages += [f"no data at {path!r}" for path in data_files(cfg) if not os.path.isfile(path)]
+    for path in data_paths(cfg):
+        try:
+            require_data(path)
+        except ValueError as error:
+            messages.append(str(error))
     if messages:
         raise UnusableError("\n".join(messages))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from odb_megatron.data.strict_json import strict_json
+from odb_megatron.data.records import strict_json
 
 __all__ = ["ChatFormatError", "ChatRecord", "Conversation", "PlainText", "parse_record"]
 __all__ += ["template_arguments"]

@@ -7,7 +7,6 @@ picture was opened and its size rounded to patches.
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -54,7 +53,7 @@ class ImageRules:
 
 
 class ImageChatSource(ChatSource):
-    """A JSON or JSONL file of conversations with pictures; see `image_parts` for their layout.
+    """Conversations with pictures; see `image_parts` for their layout.
 
     Args:
         path: the file.
@@ -78,7 +77,7 @@ class ImageChatSource(ChatSource):
         super().__init__(path, rules=rules, renderer=renderer, cache=cache)
         check_pillow()
         self._images = images
-        self._folder = images.folder or os.path.dirname(os.path.abspath(path))
+        self._folder = images.folder or self._records.folder
         self._token = renderer.token_id(images.token)
 
     def fingerprint(self) -> str:

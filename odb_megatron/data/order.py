@@ -7,6 +7,7 @@ except where Megatron's own `cyclic` order depends on their number.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -36,11 +37,12 @@ class PassOrder:
     and as many as fit in 128 MiB, because `cyclic` jumps between passes.
 
     Args:
-        indices: record numbers of this split; passes are counted below 2**32.
+        indices: record numbers of this split, as a range where they are many; passes are counted
+            below 2**32.
         seed: `--seed`.
     """
 
-    def __init__(self, indices: npt.NDArray[np.integer], *, seed: int) -> None:
+    def __init__(self, indices: Sequence[int] | npt.NDArray[np.integer], *, seed: int) -> None:
         self._indices = indices
         self._seed = seed
         self._most_cached = max(2, _CACHED_RECORDS // max(1, len(indices)))

@@ -18,7 +18,7 @@ import torch
 
 from odb_megatron.data.fetch_limit import limited
 from odb_megatron.data.sample import Sample, Skipped
-from odb_megatron.data.stream import FetchError, SampleStream
+from odb_megatron.data.stream import FetchError, Location, SampleStream
 from odb_megatron.data.worker_reader import WorkerReader
 from odb_megatron.data.workers import Workers, recorded, starting
 from odb_megatron.plan.record import PlanConfig
@@ -34,7 +34,7 @@ _MAX_NAMED = 8
 _PREFETCH = 2
 """Groups ahead of each worker."""
 
-Group = tuple[int, ...]
+Group = list[tuple[int, Location]]
 Fetched = list[tuple[int, Sample | Skipped | FetchError]]
 
 
@@ -83,7 +83,6 @@ class StreamReader:
         fetcher, dead = _Fetcher(stream), _none
         if num:
             fetcher = _Fetcher(stream, limit_s=workers.timeout_s)
-            stream.locate(consumed)  # makes the pass's order, which forked workers then share
             context, dead = recorded(multiprocessing.get_context("fork"))
             options = {"prefetch_factor": _PREFETCH, "multiprocessing_context": context}
         size = max(1, min(_MAX_IN_GROUP, share // (max(1, num) * _PREFETCH))) if num else 1
@@ -91,7 +90,7 @@ class StreamReader:
         loader = torch.utils.data.DataLoader(
             fetcher,
             batch_size=None,
-            sampler=_Groups(positions, size, asked=self._asked),
+            sampler=_Groups(stream, positions, size, asked=self._asked),
             num_workers=num,
             collate_fn=_as_is,
             generator=torch.Generator().manual_seed(0),  # else the model's would be advanced
@@ -162,19 +161,22 @@ class StreamReader:
 
 
 class _Groups(torch.utils.data.Sampler[Group]):
-    """Positions in groups, in order."""
+    """Positions in groups, in order, and where they are: only this process has the permutations."""
 
-    def __init__(self, positions: Iterator[int], size: int, *, asked: deque[int]) -> None:
+    def __init__(
+        self, stream: SampleStream, positions: Iterator[int], size: int, *, asked: deque[int]
+    ) -> None:
+        self._stream = stream
         self._positions, self._size, self._asked = positions, size, asked
 
     def __iter__(self) -> Iterator[Group]:
-        while group := tuple(islice(self._positions, self._size)):
+        while group := list(islice(self._positions, self._size)):
             self._asked.extend(group)
-            yield group
+            yield [(position, self._stream.locate(position)) for position in group]
 
 
 class _Fetcher(torch.utils.data.Dataset[Any]):
-    """The stream by groups of positions, with the position beside each sample.
+    """The stream by groups of places, with the position beside each sample.
 
     Args:
         stream: the stream.
@@ -184,13 +186,14 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
     def __init__(self, stream: SampleStream, *, limit_s: float = 0.0) -> None:
         self._stream, self._limit_s = stream, limit_s
 
-    def __getitem__(self, positions: Group) -> Fetched:
+    def __getitem__(self, group: Group) -> Fetched:
+        stream = self._stream
         if self._limit_s == 0.0:
-            return [(position, self._stream[position]) for position in positions]
-        stream, found = self._stream, []
-        for position in positions:
-            with limited(self._limit_s, what=lambda: stream.describe(position)):  # noqa: B023
-                found.append((position, stream[position]))
+            return [(position, stream.fetched(position, where)) for position, where in group]
+        found = []
+        for position, where in group:
+            with limited(self._limit_s, what=lambda: stream.describe(position, where)):  # noqa: B023
+                found.append((position, stream.fetched(position, where)))
         return found
 
 

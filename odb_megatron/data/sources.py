@@ -5,12 +5,10 @@ Knows files and tokens, not order, epochs, replicas or blends.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import struct
 import traceback
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,7 +18,6 @@ from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.chat_record import ChatFormatError, ChatRecord, parse_record
 from odb_megatron.data.images import SampleImages
 from odb_megatron.data.index_check import check_index
-from odb_megatron.data.json_records import JSON_ENDINGS, JsonRecords, is_json_path
 from odb_megatron.data.preprocess import (
     BadRecordPolicy,
     SampleRules,
@@ -29,6 +26,12 @@ from odb_megatron.data.preprocess import (
     check_weights,
     shift_labels,
     skipped_bad_record,
+)
+from odb_megatron.data.records import (
+    file_fingerprint,
+    has_records,
+    open_records,
+    require_data,
 )
 from odb_megatron.data.sample import BadRecordError, DataFileError, Sample, Skipped
 
@@ -43,7 +46,6 @@ __all__ = [
     "SampleSource",
     "count_records",
     "open_source",
-    "require_indexed",
 ]
 
 
@@ -84,20 +86,21 @@ def open_source(
     images: ImageRules | None = None,
     cache: str | None = None,
 ) -> SampleSource:
-    """Open a chat or text file, or a Megatron `.bin`/`.idx` pair (`path` without the ending).
+    """Open records of chats or texts, or a Megatron `.bin`/`.idx` pair (`path` without the ending).
 
     Args:
         path: as in Megatron's `--data-path`.
         rules: policies for every record.
-        renderer: tokenizer and chat template; needed for chat and text files only.
+        renderer: tokenizer and chat template; needed for records only.
         mmap: map `.bin` files into memory (`--no-mmap-bin-files` turns it off).
         images: what becomes of the pictures of chat files; None to refuse records with any.
-        cache: see `JsonRecords`.
+        cache: see `open_records`.
 
     Raises:
         ValueError: nothing usable lies at `path`.
     """
-    if is_json_path(path):
+    require_data(path)
+    if has_records(path):
         if renderer is None:
             raise ValueError(
                 f"{path} needs a tokenizer: pass --tokenizer-type HuggingFaceTokenizer and "
@@ -108,23 +111,7 @@ def open_source(
 
             return ImageChatSource(path, rules=rules, renderer=renderer, images=images, cache=cache)
         return ChatSource(path, rules=rules, renderer=renderer, cache=cache)
-    return IndexedSource(require_indexed(path), rules=rules, mmap=mmap)
-
-
-def require_indexed(path: str) -> str:
-    """Return the prefix of a Megatron `.bin`/`.idx` pair.
-
-    Raises:
-        ValueError: one of the two is not there.
-    """
-    prefix = path.removesuffix(".bin").removesuffix(".idx")
-    missing = [prefix + end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
-    if missing:
-        raise ValueError(
-            f"no data at {path!r}: expected a file ending in {', '.join(JSON_ENDINGS)}, or a "
-            f"Megatron prefix with .bin and .idx (missing: {', '.join(missing)})"
-        )
-    return prefix
+    return IndexedSource(path.removesuffix(".bin").removesuffix(".idx"), rules=rules, mmap=mmap)
 
 
 class _RuledSource:
@@ -174,7 +161,7 @@ class _RuledSource:
 
 
 class ChatSource(_RuledSource):
-    """A JSON or JSONL file of conversations or texts, one sample per record."""
+    """Conversations or texts, one sample per record."""
 
     def __init__(
         self,
@@ -186,7 +173,7 @@ class ChatSource(_RuledSource):
     ) -> None:
         super().__init__(rules)
         self.path = path
-        self._records = open_json_records(path, cache)
+        self._records = open_records(path, cache)
         self._renderer = renderer
 
     def __len__(self) -> int:
@@ -333,20 +320,14 @@ class ItemSource(_RuledSource):
         return _mapping_sample(self._item, source=source)
 
 
-@lru_cache(maxsize=64)
-def open_json_records(path: str, cache: str | None = None) -> JsonRecords:
-    """Open a JSON or JSONL file once per process (it is scanned for its records)."""
-    return JsonRecords(path, cache=cache)
-
-
 def count_records(path: str, *, mmap: bool = True, cache: str | None = None) -> int:
     """Return how many records lie at `path`; no tokenizer is needed.
 
     Raises:
         ValueError: as `open_source`.
     """
-    if is_json_path(path):
-        return len(open_json_records(path, cache))
+    if has_records(path):
+        return len(open_records(path, cache))
     rules = SampleRules(context=1, token_budget=1)
     return len(open_source(path, rules=rules, renderer=None, mmap=mmap))
 
@@ -361,17 +342,6 @@ def _status(prefix: str) -> tuple[tuple[int, int], ...]:
             "them, and start the run again"
         ) from error
     return tuple((one.st_size, one.st_mtime_ns) for one in found)
-
-
-def file_fingerprint(path: str) -> str:
-    """Digest of a file's size and its first and last 64 KiB."""
-    size = os.path.getsize(path)
-    digest = hashlib.sha256(str(size).encode())
-    with open(path, "rb") as file:
-        digest.update(file.read(1 << 16))
-        file.seek(max(0, size - (1 << 16)))
-        digest.update(file.read())
-    return digest.hexdigest()
 
 
 def _trace(error: Exception) -> str:

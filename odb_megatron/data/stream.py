@@ -10,6 +10,7 @@ import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +25,8 @@ from odb_megatron.plan.padding import OverlongError
 __all__ = ["Blend", "FetchError", "Location", "SampleStream", "SourcePart"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Location:
-    """Where a stream position comes from.
+class Location(NamedTuple):
+    """Where a stream position comes from; a tuple, which is sent to workers in a few bytes.
 
     Attributes:
         epoch: pass of the blended index, from 0.
@@ -139,28 +139,38 @@ class SampleStream(torch.utils.data.Dataset[Sample | Skipped | FetchError]):
             epoch=epoch, place=place, source=source, record=self._parts[source].order[index]
         )
 
-    def describe(self, position: int) -> str:
+    def describe(self, position: int, where: Location | None = None) -> str:
         """Return in words where a position comes from, for errors."""
-        where = self.locate(position)
+        where = where or self.locate(position)
         path = self._parts[where.source].source.path
         return f"stream position {position} (record {where.record} of {path})"
 
-    def fetch(self, position: int) -> Sample | Skipped:
+    def fetch(self, position: int, where: Location | None = None) -> Sample | Skipped:
         """Preprocess the sample at `position`.
+
+        Args:
+            position: stream position.
+            where: `locate(position)`, from a process that has the permutations.
 
         Raises:
             BadRecordError, OverlongError: by policy.
             ChatFormatError, DataFileError: always.
         """
-        where = self.locate(position)
+        where = where or self.locate(position)
         if position in self._bad:
-            message = f"{self.describe(position)} was bad before the run was resumed"
+            message = f"{self.describe(position, where)} was bad before the run was resumed"
             return Skipped(reason=SkipReason.BAD_RECORD, message=message, source=where.source)
         return self._parts[where.source].source.sample(where.record, source=where.source)
 
     def __getitem__(self, position: int) -> Sample | Skipped | FetchError:
+        return self.fetched(position)
+
+    def fetched(
+        self, position: int, where: Location | None = None
+    ) -> Sample | Skipped | FetchError:
+        """Return what `fetch` gives, or its error as a value."""
         try:
-            return self.fetch(position)
+            return self.fetch(position, where)
         except (BadRecordError, OverlongError, ChatFormatError, DataFileError) as error:
             return FetchError(error=error)
 

@@ -192,10 +192,10 @@ def _renderer(args: argparse.Namespace, path: str) -> Any:
     """Return the tokenizer and template for a text file; None for token data."""
     from odb_megatron.data.chat import ChatRenderer
     from odb_megatron.data.chat_record import template_arguments
-    from odb_megatron.data.json_records import is_json_path
+    from odb_megatron.data.records import has_records
     from odb_megatron.data.tokenizer import adds_special_tokens, usable_tokenizer
 
-    if not is_json_path(path) or args.tokenizer_type == "NullTokenizer":
+    if not has_records(path) or args.tokenizer_type == "NullTokenizer":
         return None
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 

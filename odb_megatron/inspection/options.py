@@ -182,9 +182,9 @@ def example_data(cache: str = ".cache") -> tuple[str, str]:
     """
     data = os.path.join(cache, "chitchat.jsonl")
     if os.path.isfile(data):
-        from odb_megatron.data.json_records import JsonRecords
+        from odb_megatron.data.records import open_records
 
-        name = f"{JsonRecords(data).fingerprint()} {_VOCAB_SIZE}"
+        name = f"{open_records(data).fingerprint()} {_VOCAB_SIZE}"
         folder = os.path.join(cache, f"tokenizer-{hashlib.sha256(name.encode()).hexdigest()[:12]}")
         if os.path.isdir(folder):
             return data, folder

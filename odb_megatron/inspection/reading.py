@@ -160,8 +160,8 @@ def _sources(
 ) -> list[SampleSource]:
     """Open the data for reading of any length, bad records skipped by default."""
     try:
-        from odb_megatron.data.json_records import is_json_path
         from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
+        from odb_megatron.data.records import has_records, require_data
         from odb_megatron.data.sources import open_source
         from odb_megatron.plan.padding import OverlongPolicy
     except ModuleNotFoundError as error:
@@ -175,15 +175,10 @@ def _sources(
         overlong=OverlongPolicy.TRUNCATE,
         bad_record=bad_record or BadRecordPolicy.SKIP,
     )
-    is_text = [is_json_path(path) for path in request.paths]
+    for path in request.paths:
+        require_data(path)
+    is_text = [has_records(path) for path in request.paths]
     for path, text in zip(request.paths, is_text, strict=True):
-        if os.path.isdir(path):
-            raise ValueError(f"{path} is a folder: name its data files, or a .bin/.idx prefix")
-        if text and not os.path.isfile(path):
-            raise ValueError(
-                f"there is no file {path!r}; expected a chat or text file (.jsonl, .json), or the "
-                "prefix of a Megatron .bin and .idx"
-            )
         if text and request.tokenizer is None:
             raise ValueError(
                 f"{path} is text and needs the tokenizer of the training: pass --tokenizer with "

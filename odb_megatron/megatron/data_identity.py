@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from odb_megatron.data.item_stream import ItemStream
-from odb_megatron.data.sources import file_fingerprint
+from odb_megatron.data.records import file_fingerprint
 from odb_megatron.data.stream import SampleStream
 
 MAX_BLEND_PLACES = 4096

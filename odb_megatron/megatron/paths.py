@@ -11,9 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from odb_megatron.data.json_records import is_json_path
 from odb_megatron.data.preprocess import SampleRules
-from odb_megatron.data.sources import require_indexed
+from odb_megatron.data.records import require_data
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.setup import dataset_config, odb_config
 from odb_megatron.megatron.usage import usage_errors
@@ -38,7 +37,7 @@ def require_paths(args: argparse.Namespace, *, has_datasets: bool = False) -> No
         if not has_datasets:
             for path in _data_paths(args):
                 if is_source or not config.enabled:  # the padded baseline reads on every rank
-                    _require_data(path)
+                    require_data(path)
         if config.log_dir is not None and is_source:
             _require_folder(config.log_dir)
         if config.metrics and args.rank == 0:
@@ -51,15 +50,6 @@ def _data_paths(args: argparse.Namespace) -> Iterator[str]:
     for blend in (data.blend, *(data.blend_per_split or ())):
         if blend is not None:
             yield from blend[0]
-
-
-def _require_data(path: str) -> None:
-    if not is_json_path(path):
-        require_indexed(path)
-    elif not os.path.exists(path):
-        raise ValueError(
-            f"{path} does not exist; check the path (it must be readable on every node)"
-        )
 
 
 def _require_folder(folder: str) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from megatron.core import parallel_state as mpu
 from megatron.core.datasets.utils import Split
 
@@ -291,4 +290,4 @@ def _own_stream(
 
 def _own_part(dataset: Any, split: Split, *, rules: SampleRules, seed: int) -> SourcePart:
     source = MapSource(dataset, rules=rules, name=f"{split.name} dataset")
-    return SourcePart(source=source, order=PassOrder(np.arange(len(source)), seed=seed))
+    return SourcePart(source=source, order=PassOrder(range(len(source)), seed=seed))
