@@ -182,7 +182,9 @@ def test_without_image_flags_pictures_are_refused(tmp_path: Path, renderer: Chat
     rules = SampleRules(context=200, token_budget=200)
     path = next(tmp_path.glob("chat*.jsonl"))
     plain = open_source(str(path), rules=rules, renderer=renderer)
-    with pytest.raises(BadRecordError, match="only text parts are supported here"):
+    with pytest.raises(
+        BadRecordError, match="is a part of type 'image', and this model reads text alone"
+    ):
         plain.sample(0, source=0)
 
 

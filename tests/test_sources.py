@@ -32,7 +32,7 @@ from odb_megatron.data.sources import (
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy
 
 SKIP, ERROR = BadRecordPolicy.SKIP, BadRecordPolicy.ERROR
-INCONSISTENT = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+INCONSISTENT = "{% for m in messages %}{{ m.content | length }}{{ m.content }}{% endfor %}"
 LAYOUTS = {
     "messages": {"messages": [{"role": "user", "content": "hi"},
                               {"role": "assistant", "content": "yo"}]},

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from odb_megatron.data.chat import CHATML_TEMPLATE, ChatRenderer, TextTokenizer
-from odb_megatron.data.chat_record import Conversation, Message, PlainText
+from odb_megatron.data.chat_record import PlainText, parse_record
 from odb_megatron.data.tokenizer import (
     END_NAMES,
     PAD_NAMES,
@@ -31,9 +31,7 @@ from odb_megatron.data.tokenizer import (
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [f"line {i}: the quick brown fox, élan 😀\n\n  indented {i * 7}\n" for i in range(40)]
-CHAT = Conversation(
-    messages=(Message(role="user", content="fox?"), Message(role="assistant", content="brown 1"))
-)
+CHAT = parse_record({"question": "fox?", "answer": "brown 1"})
 
 
 @pytest.fixture(scope="session")
@@ -191,10 +189,10 @@ def test_megatrons_hugging_face_tokenizer(trained: Path) -> None:
     assert inside.eos_token_id == megatron.eod == 0
     assert adds_special_tokens(megatron)
     for record in (CHAT, PlainText(text="fox")):
-        expected, loss = ChatRenderer(ours).render(record)
-        got, got_loss = ChatRenderer(inside).render(record)
+        expected, weights = ChatRenderer(ours).render(record)
+        got, got_weights = ChatRenderer(inside).render(record)
         assert got.tolist() == expected.tolist()
-        assert got_loss.tolist() == loss.tolist()
+        assert got_weights.tolist() == weights.tolist()
     assert megatron.detokenize(got.tolist()) == "fox<|endoftext|>"
 
 
@@ -211,9 +209,9 @@ def test_templates_given_to_megatron_are_used(trained: Path, tmp_path: Path) -> 
         tokenizer_hf_no_include_special_tokens=True,
     )
     assert hf_tokenizer(file).chat_template == template
-    ids, loss = ChatRenderer(hf_tokenizer(file)).render(CHAT)
+    ids, weights = ChatRenderer(hf_tokenizer(file)).render(CHAT)
     assert hf_tokenizer(file).decode(ids) == "fox?brown 1"
-    assert hf_tokenizer(file).decode(ids[loss]) == "brown 1"
+    assert hf_tokenizer(file).decode(ids[weights > 0]) == "brown 1"
     assert not adds_special_tokens(file)
 
 
@@ -226,10 +224,10 @@ def test_megatrons_other_tokenizers(trained: Path) -> None:
     assert isinstance(ours, TextTokenizer)
     assert usable_tokenizer(ours) is ours
     assert (ours.eos_id, ours.chat_template) == (0, None)
-    ids, loss = ChatRenderer(ours).render(CHAT)
+    ids, weights = ChatRenderer(ours).render(CHAT)
     text = "<|im_start|>user\nfox?<|im_end|>\n<|im_start|>assistant\nbrown 1<|im_end|>\n"
     assert bytes(ids.tolist()).decode() == text
-    assert bytes(ids[loss].tolist()).decode() == "brown 1<|im_end|>"
+    assert bytes(ids[weights > 0].tolist()).decode() == "brown 1<|im_end|>"
     with pytest.raises(ValueError, match="no HF tokenizer inside ByteLevelTokenizer; pass --tok"):
         hf_tokenizer(byte_level)
     with pytest.raises(ValueError, match="NullTokenizer only reads numbers, .* HuggingFaceTok"):

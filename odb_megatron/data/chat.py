@@ -481,7 +481,7 @@ def _rendered(
         except ValueError as error:
             refusal = refusal or error
             continue
-        found = _left_out(form, text, arguments.get("tools") or ())
+        found = _left_out(form, text, arguments.get("tools") or (), _tags(template.source))
         if best is None or len(found) < best[0]:
             best, lost = (len(found), form, text, marks), found
         if not found:
@@ -543,7 +543,9 @@ def _with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]
     return {**message, "tool_calls": calls}
 
 
-def _left_out(messages: _Messages, text: str, tools: Sequence[Any]) -> list[str]:
+def _left_out(
+    messages: _Messages, text: str, tools: Sequence[Any], tags: re.Pattern[str]
+) -> list[str]:
     """Return what the text does not hold, in words."""
     lost: list[str] = []
     at = 0
@@ -552,7 +554,7 @@ def _left_out(messages: _Messages, text: str, tools: Sequence[Any]) -> list[str]
         shown = content if isinstance(content, str) else ""
         if isinstance(content, list):
             shown = "".join(part["text"] for part in content)
-        for part in _TAG.split(shown):
+        for part in tags.split(shown):
             core = part.strip()
             place = text.find(core, at)
             at = place if place >= 0 else at
@@ -624,7 +626,7 @@ def _for_template(
 _FIRST = 0xF0000
 _MAX_MESSAGES = 0x7FFE
 _MARK = re.compile("[\U000f0000-\U000ffffd]")
-_TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{2,}\]|◁[^◁▷]{1,40}▷)")  # templates split there
+_TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_ ]{2,}\]|◁[^◁▷]{1,40}▷")
 
 
 @dataclass(frozen=True, slots=True)
@@ -652,54 +654,76 @@ class _Frame:
     control: re.Pattern[str]
 
 
-def _marked(text: str, number: int) -> str:
-    """Put marks inside the white space of each piece: templates trim, and split at tags."""
-    opening, closing = chr(_FIRST + 2 * number), chr(_FIRST + 2 * number + 1)
-    pieces = []
-    for piece in _TAG.split(text):
-        core = piece.strip()
-        if core and not _TAG.fullmatch(piece):
-            lead = piece[: len(piece) - len(piece.lstrip())]
-            tail = piece[len(piece.rstrip()) :]
-            piece = f"{lead}{opening}{core}{closing}{tail}"
-        pieces.append(piece)
-    return "".join(pieces)
+@lru_cache(maxsize=16)
+def _tags(source: str) -> re.Pattern[str]:
+    """Find the tags that a template mentions: it may split a message's text there."""
+    return re.compile("|".join(sorted(map(re.escape, set(_TAG.findall(source))))) or "(?!)")
 
 
-def _marked_message(message: dict[str, Any], number: int, *, calls: bool) -> dict[str, Any]:
-    marked = dict(message)
-    for key in ("content", "reasoning_content", "reasoning", "thinking"):
-        if isinstance(message.get(key), str):
-            marked[key] = _marked(message[key], number)
-        elif isinstance(message.get(key), list):
-            marked[key] = [{**one, "text": _marked(one["text"], number)} for one in message[key]]
-    if calls and "tool_calls" in message:
-        marked["tool_calls"] = [
-            {**call, "function": _marked_call(call["function"], number)}
-            for call in message["tool_calls"]
-        ]
-    return marked
+@dataclass(frozen=True, slots=True)
+class _Marker:
+    """Puts marks around a message's strings: inside white space, which templates trim.
 
+    Attributes:
+        number: of the message.
+        tags: where a template may split a text; each piece gets marks.
+        calls: whether the strings of tool calls get any.
+        outer: whether tags at a text's edges are between its marks.
+    """
 
-def _marked_call(function: Mapping[str, Any], number: int) -> dict[str, Any]:
-    def mark(value: Any) -> Any:
-        if isinstance(value, str) and value.strip():
-            return f"{chr(_FIRST + 2 * number)}{value}{chr(_FIRST + 2 * number + 1)}"
+    number: int
+    tags: re.Pattern[str]
+    calls: bool
+    outer: bool
+
+    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        marked = dict(message)
+        for key in ("content", "reasoning_content", "reasoning", "thinking"):
+            marked |= {key: self._mark(message[key])} if key in message else {}
+        if self.calls and "tool_calls" in message:
+            marked["tool_calls"] = [
+                {**call, "function": self._call(call["function"])} for call in message["tool_calls"]
+            ]
+        return marked
+
+    def _call(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = self._mark(function["arguments"])
+        if arguments != function["arguments"]:
+            return {**function, "arguments": arguments}
+        # Not always: templates print the name once more before what the tool answers.
+        return {**function, "name": self._mark(function["name"])}
+
+    def _mark(self, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: mark(one) for key, one in value.items()}
-        return [mark(one) for one in value] if isinstance(value, list) else value
+            return {key: one if key == "type" else self._mark(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [self._mark(one) for one in value]
+        core = value.strip() if isinstance(value, str) else ""
+        if not core:
+            return value
+        opening, closing = _mark_pair(self.number)
+        at, marked = 0, ""
+        for start, end in [*(tag.span() for tag in self.tags.finditer(core)), (len(core),) * 2]:
+            piece = core[at:start]
+            if inner := piece.strip():
+                piece = piece.replace(inner, f"{opening}{inner}{closing}", 1)
+            marked, at = marked + piece + core[start:end], end
+        if self.outer:
+            marked = opening * (marked[0] != opening) + marked + closing * (marked[-1] != closing)
+        return value.replace(core, marked, 1)
 
-    arguments = function["arguments"]
-    marked = _marked(arguments, number) if isinstance(arguments, str) else mark(arguments)
-    # Templates print the name of a call once more before what the tool answers.
-    name = mark(function["name"]) if marked == arguments else function["name"]
-    return {**function, "name": name, "arguments": marked}
+
+def _mark_pair(number: int) -> tuple[str, str]:
+    return chr(_FIRST + 2 * number), chr(_FIRST + 2 * number + 1)
 
 
 def _render_marked(
     template: ChatTemplate, messages: _Messages, arguments: Mapping[str, Any], text: str
-) -> tuple[str, list[tuple[int, int]]]:
+) -> tuple[str, list[tuple[int, int]], _Messages]:
     """Render with marks such that without them it is `text`.
+
+    Returns:
+        the text with marks, the spans that the template marks in it, the messages with marks.
 
     Raises:
         ChatFormatError: the text depends on what a message says.
@@ -709,14 +733,15 @@ def _render_marked(
             f"the conversation has {len(messages)} messages, or characters of the private plane "
             "U+F0000 to U+FFFFD, by which its turns are told apart: split or clean the record"
         )
-    for calls in (True, False):
-        marked = [_marked_message(m, i, calls=calls) for i, m in enumerate(messages)]
+    tags = _tags(template.source)
+    for calls, outer in itertools.product((True, False), repeat=2):
+        marked = [_Marker(i, tags, calls, outer).message(m) for i, m in enumerate(messages)]
         try:
             found, marks = _render(template, marked, arguments)
         except ValueError:
             continue
         if _MARK.sub("", found) == text:
-            return found, marks
+            return found, marks, marked
     raise ChatFormatError(
         "the chat template prints other things around a message depending on its text, so the "
         "assistant's tokens cannot be found for certain; put {% generation %} and "
@@ -726,15 +751,29 @@ def _render_marked(
 
 
 def _runs(marked: str) -> list[_Run]:
-    """Return whose strings are where in the text without marks, in its order."""
+    """Return whose strings are where in the text without marks, in its order.
+
+    Raises:
+        ChatFormatError: a text was cut where it was not known that it might be.
+    """
     runs: list[_Run] = []
+    closed = True
     for before, mark in enumerate(_MARK.finditer(marked)):
-        number, place = (ord(mark[0]) - _FIRST) // 2, mark.start() - before
+        (number, is_closing), place = divmod(ord(mark[0]) - _FIRST, 2), mark.start() - before
         if runs and runs[-1].message == number:
             runs[-1] = _Run(number, runs[-1].start, place)
+        elif is_closing or not closed:
+            break
         else:
             runs.append(_Run(number, place, place))
-    return runs
+        closed = bool(is_closing)
+    else:
+        if closed:
+            return runs
+    raise ChatFormatError(
+        "the chat template prints a part of a message's text alone, so the assistant's tokens "
+        "cannot be found for certain; mark them in it by {% generation %} and {% endgeneration %}"
+    )
 
 
 def _owners(
@@ -745,7 +784,7 @@ def _owners(
     marks: Sequence[tuple[int, int]],
 ) -> list[int]:
     """Return the message that each span of a marked template belongs to."""
-    marked, moved = _render_marked(template, messages, arguments, text)
+    marked, moved, _ = _render_marked(template, messages, arguments, text)
     spoken = [{(ord(m) - _FIRST) // 2 for m in _MARK.findall(marked[a:b])} for a, b in moved]
     if len(moved) != len(marks) or any(len(own) > 1 for own in spoken):
         raise ChatFormatError(
@@ -782,7 +821,7 @@ def _probe(
         )
     ]
     messages, text, _ = _rendered(template, messages, arguments)
-    marked, _ = _render_marked(template, messages, arguments, text)
+    marked, _, _ = _render_marked(template, messages, arguments, text)
     runs = {run.message: run for run in _runs(marked)}
     if set(runs) != {0, 1, 2, 3}:
         raise ChatFormatError("the chat template does not print every message of a conversation")
@@ -819,16 +858,14 @@ def _found_turns(
     Raises:
         ChatFormatError: the edges of one are not certain.
     """
-    marked, _ = _render_marked(template, messages, arguments, text)
+    marked, _, given = _render_marked(template, messages, arguments, text)
     runs = _runs(marked)
     spans = []
     for at, run in enumerate(runs):
         if not weights[run.message]:
             continue
-        opening = chr(_FIRST + 2 * run.message)
-        inserted = json.dumps(
-            _marked_message(messages[run.message], run.message, calls=True), ensure_ascii=False
-        ).count(opening)
+        opening, _ = _mark_pair(run.message)
+        inserted = json.dumps(given[run.message], ensure_ascii=False).count(opening)
         if (
             sum(other.message == run.message for other in runs) > 1
             or marked.count(opening) > inserted
