@@ -171,6 +171,8 @@ _NAMES = {
     "--eval-iters": "validation.eval_iters",
     "--finetune": "checkpoint.finetune=true",
     "--bf16": "mixed_precision=bf16_mixed",
+    "--fp16": "mixed_precision=fp16_mixed",
+    "--experimental-attention-variant": "model.experimental_attention_variant",
     "--no-odb-resume-strict": "dataset.odb.resume_strict=false",
     "--microbatch-group-size-per-virtual-pipeline-stage": (
         "model.microbatch_group_size_per_vp_stage"

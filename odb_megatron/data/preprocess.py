@@ -77,9 +77,9 @@ def count_scale(loss_per: LossPer, *, batch_size: int, context: int) -> int:
     at most, and S cancels: gradients and logged losses are sums of weighted losses over sums of
     weights. It must be one number for the whole run, since an evaluation adds up several steps.
 
-    The step's sum stays under 2^30, and the largest gradient of a logit (a token's weight, up to
-    `MAX_WEIGHT`; of a sample's only token 1) within what FP8 (E5M2) and bfloat16 kernels hold
-    before their scales have adapted.
+    The step's sum stays within 2^30 (where S is above 1), and the gradient of a logit near what FP8
+    (E5M2, up to 57344) holds before its scales have adapted: it is at most S = 2^14 for a token of
+    weight 1, and S / n = 2^20 / n for one of n in a sample.
 
     Args:
         loss_per: what counts once.
