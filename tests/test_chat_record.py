@@ -16,7 +16,7 @@ from odb_megatron.data.chat_record import (
     layout_of,
     parse_record,
 )
-from odb_megatron.data.json_records import JsonRecords
+from odb_megatron.data.records import open_records
 
 DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 
@@ -298,7 +298,7 @@ def test_errors(record: dict[str, object], error: str) -> None:
 def test_real_files(name: str, layout: Layout, num_records: int, num_turns: int) -> None:
     if not (DATA / name).is_file():
         pytest.skip(f"shared data file {name} is not here")
-    records = JsonRecords(DATA / name)
+    records = open_records(str(DATA / name))
     assert Counter(layout_of(r) for r in records) == {layout: num_records}
     parsed = [parse_record(r) for r in records]
     assert sum(len(p.messages) for p in parsed if isinstance(p, Conversation)) == num_turns
@@ -310,6 +310,6 @@ def test_the_message_trees_are_refused_by_name() -> None:
     path = DATA / "oasst_en_100_tree.jsonl"
     if not path.is_file():
         pytest.skip("shared data file oasst_en_100_tree.jsonl is not here")
-    for record in JsonRecords(path):
+    for record in open_records(str(path)):
         with pytest.raises(ValueError, match="a message tree"):
             parse_record(record)

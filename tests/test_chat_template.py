@@ -28,7 +28,7 @@ from odb_megatron.data.chat_record import (
     parse_record,
 )
 from odb_megatron.data.chat_template import CHATML_TEMPLATE, ChatRenderer
-from odb_megatron.data.json_records import JsonRecords
+from odb_megatron.data.records import open_records
 from odb_megatron.data.template_bounds import compiled
 from odb_megatron.data.tokenizer import load_tokenizer, train_bpe
 
@@ -486,7 +486,7 @@ def test_threads_and_processes_render_the_same(
 def _real() -> Iterator[Conversation]:
     names = ["glaive_toolcall_en_demo.json", "self_instruct_seed_tasks.jsonl", "HumanEval.jsonl.gz"]
     for name in names:
-        for record in JsonRecords(DATA / name):
+        for record in open_records(str(DATA / name)):
             parsed = parse_record(record)
             assert isinstance(parsed, Conversation)
             yield parsed
