@@ -277,7 +277,13 @@ class ChatRenderer:
     def _frame(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> _Frame:
         key = json.dumps([template.source, {**arguments, "tools": None}], default=str)
         if key not in self._frames:
-            self._frames[key] = _probe(template, {**arguments, "tools": None}, self._control)
+            frame = _probe(template, {**arguments, "tools": None}, self._control)
+            if not frame.end and not frame.last_end:
+                _warn_once(
+                    "no token was found by which the chat template ends a turn of the assistant, "
+                    "so the model does not learn to stop; put one into the template"
+                )
+            self._frames[key] = frame
         return self._frames[key]
 
     # --- tokens ---------------------------------------------------------------------------------
@@ -470,8 +476,7 @@ def _rendered(
     Raises:
         ValueError: the template refuses all, or prints no tool or tool call.
     """
-    best: tuple[int, _Messages, str, list[tuple[int, int]]] | None = None
-    lost: list[str] = []
+    best: tuple[list[tuple[str, bool]], _Messages, str, list[tuple[int, int]]] | None = None
     refusal: ValueError | None = None
     for form in _forms(messages):
         try:
@@ -481,25 +486,25 @@ def _rendered(
         except ValueError as error:
             refusal = refusal or error
             continue
-        found = _left_out(form, text, arguments.get("tools") or (), _tags(template.source))
-        if best is None or len(found) < best[0]:
-            best, lost = (len(found), form, text, marks), found
-        if not found:
+        lost = _left_out(template, form, text, arguments.get("tools") or ())
+        if best is None or len(lost) < len(best[0]):
+            best = lost, form, text, marks
+        if not lost:
             break
     if best is None:
         assert refusal is not None, "at least one form was tried"
         raise refusal
-    for what in lost:
-        if what.startswith(("tool", "reasoning")):
+    for what, matters in best[0]:
+        if matters:
             raise ValueError(
-                f"the chat template prints no {what}: use a model whose template does, or leave "
-                "the record out"
+                f"the chat template does not print {what}: use a model whose template does, or "
+                "leave the record out"
             )
         _warn_once(
-            f"the chat template leaves out {what} in some conversations, as at inference; "
-            "nothing of it is learnt there"
+            f"the chat template leaves out {what} in some conversations: the model is trained "
+            "without it there"
         )
-    return best[1], best[2], best[3]
+    return best[1:]
 
 
 def _forms(messages: _Messages) -> Iterator[_Messages]:
@@ -544,35 +549,39 @@ def _with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]
 
 
 def _left_out(
-    messages: _Messages, text: str, tools: Sequence[Any], tags: re.Pattern[str]
-) -> list[str]:
-    """Return what the text does not hold, in words."""
-    lost: list[str] = []
+    template: ChatTemplate, messages: _Messages, text: str, tools: Sequence[Any]
+) -> list[tuple[str, bool]]:
+    """Return what the text does not hold, in words, and whether that is an error.
+
+    So it is where a template that tells roles apart does not know one.
+    """
+    lost: list[tuple[str, bool]] = []
     at = 0
     for message in messages:
-        content = message.get("content")
-        shown = content if isinstance(content, str) else ""
-        if isinstance(content, list):
-            shown = "".join(part["text"] for part in content)
-        for part in tags.split(shown):
+        role, content = message["role"], message.get("content") or ""
+        shown = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        for part in _tags(template.source).split(shown):
             core = part.strip()
             place = text.find(core, at)
-            at = place if place >= 0 else at
-            escaped = json.dumps(core, ensure_ascii=False)[1:-1]
-            if place < 0 and core not in text and escaped not in text:
-                lost.append(f"the content of a message of the role {message['role']}")
-        reasoning = message.get("reasoning_content", "").strip()
-        if reasoning not in text:
+            at = max(place, at)
+            if (
+                place < 0
+                and core not in text
+                and json.dumps(core, ensure_ascii=False)[1:-1] not in text
+            ):
+                matters = template.mentions("assistant") and not template.mentions(role)
+                lost.append((f"the content of a message of the role {role}", matters))
+        if message.get("reasoning_content", "").strip() not in text:
             is_last = message is messages[-1]
-            lost.append("reasoning" if is_last else "the reasoning of earlier turns")
+            lost.append(("reasoning" if is_last else "the reasoning of earlier turns", is_last))
         for call in message.get("tool_calls", ()):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             is_repr = isinstance(arguments, Mapping) and arguments and repr(arguments) in text
             is_twice = isinstance(arguments, str) and json.dumps(arguments) in text
             if name not in text[at:] or is_repr or (is_twice and arguments.startswith("{")):
-                lost.append(f"tool call ({name})")
-    lost += [f"tool ({t['function']['name']})" for t in tools if t["function"]["name"] not in text]
-    return lost
+                lost.append((f"the tool call {name}", True))
+    names = [tool["function"]["name"] for tool in tools]
+    return lost + [(f"the tool {name}", True) for name in names if name not in text]
 
 
 @lru_cache(maxsize=64)
