@@ -374,13 +374,11 @@ def test_deep_json_in_a_thread() -> None:
 
 
 def test_a_conversation_of_very_many_turns(folder: Path) -> None:
-    pair = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
-    record = parse_record({"messages": pair * 20_000})
+    record = parse_record({"messages": TURNS * 20_000})
     tokenizer = load_tokenizer(folder)
-    for template, more in ((CHATML_TEMPLATE, ""), (_plain(CHATML_TEMPLATE), ", or put")):
-        tokenizer.chat_template = template
-        with pytest.raises(ValueError, match=f"has 40000 messages, 20000 .*split the record{more}"):
-            ChatRenderer(tokenizer).render(record)
+    tokenizer.chat_template = _plain(CHATML_TEMPLATE)
+    with pytest.raises(ValueError, match=r"has 40000 messages, .*split or clean the record"):
+        ChatRenderer(tokenizer).render(record)
 
 
 def test_a_text_that_is_too_long_to_tokenize(folder: Path) -> None:
@@ -408,44 +406,20 @@ CHAT = parse_record({"messages": TURNS})
     [
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        ("{{ 'x' * 10**10 }}", "a text without bounds"),
-        ("{{ 2 ** (10**10) }}", "a number without bounds"),
-        ("{{ (2 ** 4000) * (2 ** 4096) }}", "a number without bounds"),
-        ("{{ 'x' | center(10**10) }}", "a padded text"),
-        ("{{ [1] | batch(10**10, 1) | list }}", "a padded text"),
-        ("{{ '%10000000000d' % 3 }}", "a padded text"),
-        ("{{ '%*d' | format(10**10, 3) }}", "a padded text"),
-        ("{{ '{:10000000000}'.format(3) }}", "a padded text"),
-        ("{{ 'x'.ljust(10**10) }}", "'ljust' of 'str' object is unsafe"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "'__class__' of 'str' object is unsafe"),
         ("{{ cycler.__init__.__globals__ }}", "'__init__' of 'type' object is unsafe"),
         ("{{ messages.append(3) }}", "'append' of 'list' object is unsafe"),
-        ("{% for i in range(90000) %}" + "x" * 1000 + "{% endfor %}", "a text without bounds"),
-        ("{% for", "no Jinja template .*unexpected 'end of template'"),
-        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "no Jinja template .*recursion"),
-        ("x" * (1 << 18) + "y", "has 262145 characters; up to 262144 are taken"),
+        ("{% for", "cannot be used .*unexpected"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "cannot be used .*recursion"),
     ],
 )
-def test_a_hostile_template_is_bounded_and_never_skipped(
+def test_a_hostile_template_is_refused_and_never_skipped(
     folder: Path, template: str, reason: str
 ) -> None:
     tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = template
     with pytest.raises(ChatFormatError, match=reason):
         ChatRenderer(tokenizer).render(CHAT)
-
-
-def test_what_templates_may_do(folder: Path) -> None:
-    tokenizer = load_tokenizer(folder)
-    tokenizer.chat_template = (
-        "{{ ['a','b'] | slice(2) | list }}{{ 'a' | center(8) }}{{ '%5d' % 3 }}"
-        "{{ '{:5}'.format(3) }}{{ 3 * 'a' }}{{ 2 ** 8 }}{{ 'a' | indent(3) }}"
-        "{{ '%s' | format('b') }}{{ 7 % 4 }}"
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    )
-    ids, _ = ChatRenderer(tokenizer).render(CHAT)
-    text = "[['a'], ['b']]   a        3    3aaa256ab3ua"
-    assert tokenizer.decode(ids) == text
 
 
 CODE = "import pathlib\npathlib.Path({mark!r}).write_text('')\nclass Tok: pass\n"

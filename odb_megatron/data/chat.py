@@ -434,7 +434,10 @@ def _render(
             add_generation_prompt=prompt,
             **rest,
         )
-    except (SecurityError, TemplateSyntaxError, MemoryError, RecursionError) as error:
+    except (
+        *(SecurityError, TemplateSyntaxError),
+        *(MemoryError, OverflowError, RecursionError),
+    ) as error:
         raise ChatFormatError(
             f"the chat template cannot be used ({str(error) or type(error).__name__}); take the "
             "one that belongs to the model"
