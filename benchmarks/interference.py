@@ -51,7 +51,7 @@ class SyntheticPeers:
         samples = [bytes(8) + encode_sample(_sample(length)) for length in lengths]
         self._samples = samples
         self._rows = [
-            np.array([(length, length, 0, len(data), length)] * SHARE, dtype=ROW).tobytes()
+            np.array([(length, length, 0, len(data))] * SHARE, dtype=ROW).tobytes()
             for length, data in zip(lengths, samples, strict=True)
         ]
 

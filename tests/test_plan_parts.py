@@ -215,8 +215,8 @@ class TestConfig:
 
 class TestRecord:
     def test_its_size(self) -> None:
-        """A header, and 20 bytes for each sample, whatever the number of replicas."""
-        assert (HEADER.itemsize, ROW.itemsize) == (64, 20)
+        """A header, and 16 bytes for each sample, whatever the number of replicas."""
+        assert (HEADER.itemsize, ROW.itemsize) == (64, 16)
 
     def test_totals_of_blocks(self) -> None:
         other = replace(TOTALS, cost_max=TOTALS.cost_max + 1, wait_us=0, num_samples=100)

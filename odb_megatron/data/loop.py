@@ -183,12 +183,14 @@ class _Table:
         owner: int [n], the replica that has read it, counted in the block; -1 for another block's.
         here: bool [n], whether it is still the block's.
         wait_us: longest wait for data of one of them.
+        loss_weight: sum of the scaled weights of what they have read.
     """
 
     rows: Array
     owner: Array
     here: Array
     wait_us: int = 0
+    loss_weight: int = 0
 
     @property
     def trained(self) -> Array:
@@ -197,11 +199,13 @@ class _Table:
         return trained
 
     @classmethod
-    def merged(cls, rounds: Sequence[tuple[Array, Array]], *, wait_us: int) -> _Table:
-        """Return the samples of several rounds: rows and owners of each."""
-        rows = np.concatenate([one for one, _ in rounds])
-        owner = np.concatenate([one for _, one in rounds])
-        return cls(rows, owner, np.ones(len(rows), dtype=bool), wait_us)
+    def merged(cls, rounds: Sequence[tuple[Array, tuple[Array, Array]]]) -> _Table:
+        """Return the samples of several rounds: headers, rows and owners of each."""
+        rows = np.concatenate([one for _, (one, _) in rounds])
+        owner = np.concatenate([one for _, (_, one) in rounds])
+        headers = np.concatenate([one for one, _ in rounds])
+        wait_us, weight = int(headers["wait_us"].max()), int(headers["loss_weight"].sum())
+        return cls(rows, owner, np.ones(len(rows), dtype=bool), wait_us, weight)
 
 
 class StepLoop:
@@ -244,7 +248,7 @@ class StepLoop:
         self._arrived: dict[int, bytes] = {}  # from other blocks, by place in the table
         self._counts = [SourceCounts() for _ in range(num_sources)]
         self._bad = BadRecords(config.max_bad_records, num=start.num_bad)
-        self._wait_us, self._began = 0, 0.0
+        self._wait_us, self._loss_weight, self._began = 0, 0, 0.0
         self._closing = False
         self._error: Exception | None = None
 
@@ -305,15 +309,14 @@ class StepLoop:
         """
         config = self._config
         wanted = min(config.global_batch_size, config.total - self._consumed)
-        missing, waits, rounds = wanted, [0], []
+        missing, rounds = wanted, []
         while True:
             shares = self._shares(missing if self._knows_ends else 0)
             share = shares[self._replica - self._block.start]
             own = None if self._closing else self._attempt(self._read, share)
             headers, found = yield from self._gather(own, most=max(shares))
-            rounds.append(found)
-            waits.append(int(headers["wait_us"].max()))
-            merged = _Table.merged(rounds, wait_us=max(waits))
+            rounds.append((headers, found))
+            merged = _Table.merged(rounds)
             blocks = yield from self._summaries(headers, merged)
             if blocks["failed"].any() or blocks["differs"].any():
                 yield from self._fail()
@@ -342,6 +345,7 @@ class StepLoop:
         """Read and measure; return a `ROW` for each sample."""
         started = time.perf_counter()
         items = self._reader.read(count)
+        self._loss_weight = 0
         self._wait_us = min(round((time.perf_counter() - started) * 1e6), (1 << 32) - 1)
         rows = np.zeros(len(items), dtype=ROW)
         for row, (_, item) in zip(rows, items, strict=True):
@@ -354,7 +358,7 @@ class StepLoop:
                 patches = item.num_patches | (TRUNCATED if item.truncated else 0)
                 row["tokens"], row["loss_tokens"] = len(item), item.num_loss_tokens
                 row["patches"], row["bytes"] = patches, size
-                row["loss_weight"] = round(item.loss_weight)
+                self._loss_weight += round(item.loss_weight)
         self._items += items
         return rows
 
@@ -372,6 +376,7 @@ class StepLoop:
         rows = np.zeros(most, dtype=ROW)
         if own is not None:
             header["rows"], header["wait_us"] = len(own), self._wait_us
+            header["loss_weight"] = self._loss_weight
             header["ended"] = self._attempt(self._reader.has_ended) or False
             header["failed"] = self._error is not None
             rows[: len(own)] = own
@@ -465,7 +470,7 @@ class StepLoop:
         rows = np.concatenate([table.rows, np.array([row for row, _ in arrived], dtype=ROW)])
         owner = np.concatenate([table.owner, np.full(len(arrived), -1)])
         here = np.concatenate([here, np.ones(len(arrived), dtype=bool)])
-        return _Table(rows, owner, here, table.wait_us)
+        return _Table(rows, owner, here, table.wait_us, table.loss_weight)
 
     def _gathered(self, table: _Table, leaving: Sequence[int]) -> Requests[bytes]:
         """Return the samples that leave the block, on its first replica."""
@@ -572,7 +577,7 @@ class StepLoop:
             num_padded_tokens=int(self._rule.padded_all(tokens).sum()),
             num_squared_tokens=int((tokens**2).sum()),
             num_loss_tokens=int(trained["loss_tokens"].sum(dtype=np.int64)),
-            loss_weight=int(trained["loss_weight"].sum(dtype=np.int64)),
+            loss_weight=table.loss_weight,
             num_patches=int((trained["patches"] & ~np.uint32(TRUNCATED)).sum(dtype=np.int64)),
             num_idle=sum(not one for row in plan.micro_batches for one in row),
             num_moved=len(moved),

@@ -37,10 +37,11 @@ HEADER = np.dtype(
         ("consumed", "<i8"),  # samples before this step
         ("rows", "<u4"),  # that follow
         ("wait_us", "<u4"),  # for data, since the last record
+        ("loss_weight", "<u8"),  # sum of the scaled weights of the rows' samples
         ("ended", "u1"),  # this replica's iterator has no further sample
         ("closing", "u1"),
         ("failed", "u1"),
-        ("reserved", "V29"),
+        ("reserved", "V21"),
     ]
 )
 """First 64 bytes of a replica's record."""
@@ -51,10 +52,9 @@ ROW = np.dtype(
         ("loss_tokens", "<u4"),  # of a skipped sample its SkipReason
         ("patches", "<u4"),  # with the bit TRUNCATED where the sample's end was cut
         ("bytes", "<u4"),  # on the wire
-        ("loss_weight", "<u4"),  # sum of its scaled weights
     ]
 )
-"""A sample in a replica's record: 20 bytes."""
+"""A sample in a replica's record: 16 bytes."""
 
 TRUNCATED = 1 << 31
 
