@@ -118,6 +118,7 @@ class LoopProcess:
     def __init__(self, spec: LoopSpec, *, deadline: Deadline | None = None) -> None:
         self._deadline = deadline
         self._number = 0
+        self._writer: threading.Thread | None = None
         self._is_closing = False
         packed = Packed(spec)
         context: Any = packed.context()
@@ -164,15 +165,17 @@ class LoopProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()  # where it has made no group yet
         self._process.join(_JOIN_S)
-        self._connection.close()  # last: a thread may be writing
+        if self._writer is not None:
+            self._writer.join(_JOIN_S)  # nobody reads any more: it ends
+        self._connection.close()
 
     def _send(self, answer: Any) -> None:
         data = pickle.dumps(answer)
         # A process that is stopped reads nothing: writing more than a pipe holds would never end.
-        thread = threading.Thread(target=self._write, args=(data,), daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(_LOOK_S)
+        self._writer = threading.Thread(target=self._write, args=(data,), daemon=True)
+        self._writer.start()
+        while self._writer.is_alive():
+            self._writer.join(_LOOK_S)
             self._check()
 
     def _write(self, data: bytes) -> None:
