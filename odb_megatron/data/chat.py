@@ -179,7 +179,7 @@ class ChatRenderer:
 
         Raises:
             ChatFormatError: the template does not show for certain where the assistant speaks.
-            ValueError: the template refuses the record, or it is too long.
+            ValueError: nor does it in this record, or it refuses the record, or that is too long.
         """
         if isinstance(record, PlainText):
             _check_text(record.text)
@@ -257,7 +257,8 @@ class ChatRenderer:
         if not template.is_marked:
             frame = self._frame(template, arguments)
             spans = _found_turns(rendering, weights, frame)
-            if frame.end and not frame.last_end and spans and spans[-1].end == len(text.rstrip()):
+            is_open = spans and spans[-1].end == len(text.rstrip()) and not frame.last_end
+            if is_open and weights[-1] and frame.end:
                 # The model stops with the next role's token, which nothing follows here.
                 text = text[: spans[-1].end] + frame.end
                 spans[-1] = replace(spans[-1], end=len(text))
@@ -271,7 +272,12 @@ class ChatRenderer:
     def _frame(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> _Frame:
         key = json.dumps([template.source, {**arguments, "tools": None}], default=str)
         if key not in self._frames:
-            frame = _probe(template, {**arguments, "tools": None}, self._control)
+            try:
+                frame = _probe(template, {**arguments, "tools": None}, self._control)
+            except ValueError as error:
+                raise ChatFormatError(
+                    f"where the assistant speaks was not found in two plain turns: {error}"
+                ) from error
             if not frame.end and not frame.last_end:
                 _warn_once(
                     "no token was found by which the chat template ends a turn of the assistant, "
@@ -507,18 +513,15 @@ def _rendered(
 
 
 def _forms(messages: _Messages) -> Iterator[_Messages]:
-    yield [_with_arguments(message, as_text=False) for message in messages]
-    if any("tool_calls" in message for message in messages):
-        for as_text, content in ((True, ...), (False, ""), (True, ""), (False, None), (True, None)):
-            yield [
-                _with_arguments(
-                    message
-                    if content is ... or message.get("content") or "tool_calls" not in message
-                    else {**message, "content": content},
-                    as_text=as_text,
-                )
-                for message in messages
-            ]
+    is_call = ["tool_calls" in message for message in messages]
+    for nothing, as_text in itertools.product((..., "", None), (False, True)):
+        form = [_with_arguments(message, as_text=as_text) for message in messages]
+        for message, calls in zip(form, is_call, strict=True):
+            if calls and nothing is not ... and not message.get("content"):
+                message["content"] = nothing
+        yield form
+        if not any(is_call):
+            break
     parts = [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message.get("content"), str)
@@ -561,7 +564,7 @@ def _left_out(rendering: _Rendering) -> list[tuple[str, bool]]:
         for part in _tags(template.source).split(shown):
             core = part.strip()
             place = text.find(core, at)
-            at = max(place, at)
+            at = max(place, at) if role != "system" else at  # some print it in the last turn
             if (
                 place < 0
                 and core not in text
@@ -728,7 +731,7 @@ def _render_marked(rendering: _Rendering) -> _Rendering:
     """Render with marks such that without them the text is the same.
 
     Raises:
-        ChatFormatError: the text depends on what a message says.
+        ValueError: the text depends on what a message says.
     """
     messages, text = rendering.messages, rendering.text
     if len(messages) > _MAX_MESSAGES or _MARK.search(text):
@@ -745,7 +748,7 @@ def _render_marked(rendering: _Rendering) -> _Rendering:
             continue
         if _MARK.sub("", found.text) == text:
             return found
-    raise ChatFormatError(
+    raise ValueError(
         "the chat template prints other things around a message depending on its text, so the "
         "assistant's tokens cannot be found for certain; put {% generation %} and "
         "{% endgeneration %} around the assistant's text and end marker in the tokenizer's "
@@ -757,7 +760,7 @@ def _runs(marked: str) -> list[_Run]:
     """Return whose strings are where in the text without marks, in its order.
 
     Raises:
-        ChatFormatError: a text was cut where it was not known that it might be.
+        ValueError: a text was cut where it was not known that it might be.
     """
     runs: list[_Run] = []
     closed = True
@@ -773,7 +776,7 @@ def _runs(marked: str) -> list[_Run]:
     else:
         if closed:
             return runs
-    raise ChatFormatError(
+    raise ValueError(
         "the chat template prints a part of a message's text alone, so the assistant's tokens "
         "cannot be found for certain; mark them in it by {% generation %} and {% endgeneration %}"
     )
@@ -816,7 +819,7 @@ def _probe(
     text = whole.text
     runs = {run.message: run for run in _runs(_render_marked(whole).text)}
     if set(runs) != {0, 1, 2, 3}:
-        raise ChatFormatError("the chat template does not print every message of a conversation")
+        raise ValueError("the chat template does not print every message of a conversation")
     asked, plain = (
         _render(template, arguments, whole.messages[:3], prompt=prompt).text
         for prompt in (True, False)
@@ -843,7 +846,7 @@ def _found_turns(rendering: _Rendering, weights: Sequence[float], frame: _Frame)
     """Return the turns of the assistant in a text whose template marks none.
 
     Raises:
-        ChatFormatError: the edges of one are not certain.
+        ValueError: the edges of one are not certain.
     """
     marked = _render_marked(rendering)
     runs = _runs(marked.text)
@@ -856,7 +859,7 @@ def _found_turns(rendering: _Rendering, weights: Sequence[float], frame: _Frame)
         inserted = json.dumps(marked.messages[number], ensure_ascii=False).count(opening)
         is_once = sum(other.message == number for other in runs) == 1
         if not is_once or marked.text.count(opening) > inserted:
-            raise ChatFormatError(
+            raise ValueError(
                 f"the chat template prints message {number + 1} in several places, so what is to "
                 "be learnt is not certain"
             )
@@ -898,7 +901,7 @@ def _around(rendering: _Rendering, messages: _Messages, number: int) -> tuple[st
         runs = _runs(_render_marked(other).text)
         at = [run.message for run in runs].index(number)
     except ValueError as error:
-        raise ChatFormatError(
+        raise ValueError(
             f"where message {number + 1} begins and ends in the rendered text is not certain "
             f"({error})"
         ) from error
