@@ -47,7 +47,7 @@ MAX_TEXT_CHARS = 8 << 20
 # Llama's and gpt-oss's templates print today's date, so that lengths would depend on the day of
 # the run; this is the date that Llama's fall back to where no clock is offered.
 _TEMPLATE_DATE = datetime(2024, 7, 26)
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_GENERATION = r"\{%[-+]?\s*generation\s*[-+]?%\}"
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 _Ids = npt.NDArray[np.int64]
@@ -79,11 +79,16 @@ class ChatTemplate:
     @property
     def is_marked(self) -> bool:
         """Whether `{% generation %}` shows where the assistant speaks."""
-        return _GENERATION.search(self.source) is not None
+        return _is_found(_GENERATION, self.source)
 
     def mentions(self, words: str) -> bool:
         """Whether it reads one of these variables, given as a regular expression."""
-        return re.search(rf"\b(?:{words})\b", self.source) is not None
+        return _is_found(rf"\b(?:{words})\b", self.source)
+
+
+@lru_cache(maxsize=256)
+def _is_found(pattern: str, source: str) -> bool:
+    return re.search(pattern, source) is not None
 
 
 @runtime_checkable
@@ -430,18 +435,21 @@ def _render(
     """
     from jinja2 import TemplateError, TemplateSyntaxError
     from jinja2.exceptions import SecurityError
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils.chat_template_utils import (
+        _compile_jinja_template,
+        _render_with_assistant_indices,
+    )
 
-    rest = {key: value for key, value in arguments.items() if key != "tools"}
+    given = {"tools": None, "documents": None, "strftime_now": _TEMPLATE_DATE.strftime, **arguments}
+    given |= {"messages": messages, "add_generation_prompt": prompt}
+    marks: list[tuple[int, int]] = []
     try:
-        texts, marks = render_jinja_template(
-            [messages],
-            tools=arguments.get("tools"),
-            chat_template=_dated(template.source),
-            return_assistant_tokens_mask=template.is_marked,
-            add_generation_prompt=prompt,
-            **rest,
-        )
+        # Not `render_jinja_template`, which turns functions among the variables into text (5.24).
+        compiled = _compile_jinja_template(template.source)
+        if template.is_marked:
+            text, marks = _render_with_assistant_indices(compiled, **given)
+        else:
+            text = compiled.render(given)
     except (SecurityError, TemplateSyntaxError, MemoryError, RecursionError) as error:
         raise ChatFormatError(
             f"the chat template cannot be used ({str(error) or type(error).__name__}); take the "
@@ -453,21 +461,7 @@ def _render(
             f"the chat template cannot render this conversation ({error}); its roles are {roles}: "
             "mend the record, or the tokenizer's chat_template"
         ) from error
-    return _Rendering(template, arguments, messages, texts[0], list(marks[0]) if marks else [])
-
-
-@lru_cache(maxsize=16)
-def _dated(source: str) -> str:
-    """Return a copy of a template, compiled, in which today is `_TEMPLATE_DATE`.
-
-    transformers 5.24 turns functions among a template's variables into text; the clock is a global
-    of each compiled template, and they are kept by their text.
-    """
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    copy = source.removesuffix("\n") + "{# dated by odb_megatron #}"  # Jinja drops that newline
-    _compile_jinja_template(copy).globals["strftime_now"] = _TEMPLATE_DATE.strftime
-    return copy
+    return _Rendering(template, arguments, messages, text, marks)
 
 
 def _rendered(
