@@ -599,9 +599,19 @@ def test_calls_and_tools_reach_a_template_that_prints_them(folder: Path, tokeniz
         (
             PLAIN_CHATML.replace("m['content'] +", "m['content'] + m['content'] +"),
             "prints message 3 in several places",
-            True,
+            False,
         ),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", "does not print every message", True),
+        (
+            "{{ raise_exception('one turn') if messages | length == 4 }}" + PLAIN_CHATML,
+            r"was not found in two plain turns: .*\(one turn\)",
+            True,
+        ),
+        (
+            "{{ messages[2].content[:7] }}" + PLAIN_CHATML,
+            "prints other things around a message depending on its text",
+            False,
+        ),
         (
             "{% for m in messages %}{% generation %}{% endgeneration %}{% endfor %}x",
             "no token of the rendered conversation carries loss",
@@ -619,6 +629,13 @@ def test_templates_that_cannot_be_used(
     with pytest.raises(ValueError, match=error) as caught:
         ChatRenderer(_with_template(folder, template)).render(CHAT)
     assert isinstance(caught.value, ChatFormatError) is is_format
+
+
+def test_the_characters_by_which_turns_are_told_apart(renderers: dict[str, ChatRenderer]) -> None:
+    private = _chat(("user", "\U000f0001"), ("assistant", "a"))
+    renderers["marked"].render(private)
+    with pytest.raises(ValueError, match=r"private plane U\+F0000"):
+        renderers["unmarked"].render(private)
 
 
 def test_marks_that_do_not_fit_the_weights(folder: Path) -> None:

@@ -451,6 +451,22 @@ def test_every_vendors_template_is_in_the_table() -> None:
     assert {*SOURCES, *TEMPLATES} - marked == set(UNMARKED) or not SOURCES
 
 
+@pytest.mark.parametrize("name", ["chatglm3", "glm4moe"])
+def test_an_empty_turn_after_one_that_ends_with_the_next_role(folder: Path, name: str) -> None:
+    if name not in SOURCES and name not in TEMPLATES:
+        pytest.skip("TRL is not installed")
+    tokenizer = _tokenizer(folder, TEMPLATES.get(name) or SOURCES[name] + "{# other #}")
+    empty = {"role": "tool", "content": "", "tool_call_id": _CALL_ID, "name": "get_weather"}
+    call = KINDS["tool"]["messages"][1]
+    turns = [_user("What?"), call, empty, _user(""), _assistant("It is so."), _user("")]
+    ids, weights = ChatRenderer(tokenizer).render(parse_record({"messages": turns}))
+    call_text, turn = UNMARKED[name].expected("tool") or ("", "")
+    assert _learnt(tokenizer, ids, weights) == [
+        call_text,
+        turn.replace("Sunny today.", "It is so."),
+    ]
+
+
 def test_a_call_that_is_printed_by_its_id(folder: Path) -> None:
     tokenizer = _tokenizer(folder, TEMPLATES["kimi_k2"])
     record = json.loads(json.dumps(KINDS["tool"]).replace(_CALL_ID, "functions.get_weather:0"))

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -49,7 +49,7 @@ MAX_TEXT_CHARS = 8 << 20
 # Llama's and gpt-oss's templates print today's date, so that lengths would depend on the day of
 # the run; this is the date that Llama's fall back to where no clock is offered.
 _TEMPLATE_DATE = datetime(2024, 7, 26)
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_GENERATION = r"\{%[-+]?\s*generation\s*[-+]?%\}"
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 _Ids = npt.NDArray[np.int64]
@@ -81,11 +81,16 @@ class ChatTemplate:
     @property
     def is_marked(self) -> bool:
         """Whether `{% generation %}` shows where the assistant speaks."""
-        return _GENERATION.search(self.source) is not None
+        return _is_found(_GENERATION, self.source)
 
     def mentions(self, words: str) -> bool:
         """Whether it reads one of these variables, given as a regular expression."""
-        return re.search(rf"\b(?:{words})\b", self.source) is not None
+        return _is_found(rf"\b(?:{words})\b", self.source)
+
+
+@lru_cache(maxsize=256)
+def _is_found(pattern: str, source: str) -> bool:
+    return re.search(pattern, source) is not None
 
 
 @runtime_checkable
@@ -138,7 +143,6 @@ class ChatRenderer:
         template_arguments: Mapping[str, object] | None = None,
         add_special_tokens: bool = True,
     ) -> None:
-        self._arguments = (tokenizer, dict(template_arguments or {}), add_special_tokens)
         self._tokenizer = cast(Any, tokenizer)
         self._add_special_tokens = add_special_tokens
         self._is_hf = hasattr(tokenizer, "special_tokens_map")
@@ -163,20 +167,26 @@ class ChatRenderer:
             )
         longest_first = sorted(map(re.escape, named), key=len, reverse=True)
         self._control = re.compile("|".join([*longest_first, r"<[^<>\s]{1,40}>", r"\[/?[A-Z_]+\]"]))
-        self._variables |= _checked_arguments(template_arguments or {})
+        self._template_arguments = _checked_arguments(template_arguments or {})
+        self._variables |= self._template_arguments
         self._templates: dict[bool, ChatTemplate] = {}
         self._frames: dict[str, _Frame] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild from the tokenizer: its backend is copied once, not twice."""
-        return _renderer, self._arguments
+        make = partial(
+            ChatRenderer,
+            template_arguments=self._template_arguments,
+            add_special_tokens=self._add_special_tokens,
+        )
+        return make, (self._tokenizer,)
 
     def render(self, record: ChatRecord) -> tuple[_Ids, _Weights]:
         """Ids (int64 [L]) and the weight of each in the loss (float32 [L]) of a record.
 
         Raises:
             ChatFormatError: the template does not show for certain where the assistant speaks.
-            ValueError: the template refuses the record, or it is too long.
+            ValueError: nor does it in this record, or it refuses the record, or that is too long.
         """
         if isinstance(record, PlainText):
             _check_text(record.text)
@@ -257,27 +267,32 @@ class ChatRenderer:
         # Where tools were put into a message before the first, it has no weight.
         added = len(messages) - len(conversation.messages)
         weights = [0.0] * added + list(conversation.weights)
-        messages, text, marks = _rendered(template, messages, arguments)
+        rendering = _rendered(template, arguments, messages)
+        text, marks = rendering.text, rendering.marks
         if not template.is_marked:
             frame = self._frame(template, arguments)
-            spans = _found_turns(template, messages, arguments, text, weights, frame)
-            if frame.end and not frame.last_end and spans and spans[-1].end == len(text.rstrip()):
+            spans = _found_turns(rendering, weights, frame)
+            is_open = spans and spans[-1].end == len(text.rstrip()) and not frame.last_end
+            if is_open and weights[-1] and frame.end:
                 # The model stops with the next role's token, which nothing follows here.
                 text = text[: spans[-1].end] + frame.end
                 spans[-1] = replace(spans[-1], end=len(text))
             return text, spans
-        spoken = [w for w, m in zip(weights, messages, strict=True) if m["role"] == "assistant"]
-        if len(set(spoken)) == 1:
-            return text, [_Span(*mark, spoken[0]) for mark in marks]
-        owners = _owners(template, messages, arguments, text, marks)
-        return text, [
-            _Span(*mark, weights[owner]) for mark, owner in zip(marks, owners, strict=True)
-        ]
+        assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if len({weights[i] for i in assistants}) == 1:
+            return text, [_Span(*mark, weights[assistants[0]]) for mark in marks]
+        owners = _owners(rendering, assistants)
+        return text, [_Span(*mark, weights[i]) for mark, i in zip(marks, owners, strict=True)]
 
     def _frame(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> _Frame:
         key = json.dumps([template.source, {**arguments, "tools": None}], default=str)
         if key not in self._frames:
-            frame = _probe(template, {**arguments, "tools": None}, self._control)
+            try:
+                frame = _probe(template, {**arguments, "tools": None}, self._control)
+            except ValueError as error:
+                raise ChatFormatError(
+                    f"where the assistant speaks was not found in two plain turns: {error}"
+                ) from error
             if not frame.end and not frame.last_end:
                 _warn_once(
                     "no token was found by which the chat template ends a turn of the assistant, "
@@ -309,7 +324,8 @@ class ChatRenderer:
         weights = np.zeros(ids.size, dtype=np.float32)
         spans = [span for span in spans if span.end > span.start]
         if spans and ids.size:
-            starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+            flat = itertools.chain.from_iterable(encoding.offsets)
+            starts, ends = np.fromiter(flat, np.int64, 2 * ids.size).reshape(-1, 2).T
             # The first span that ends behind the token's start; it overlaps where it begins before
             # the token's end (as transformers 5.24 has it, tokenization_utils_base.py).
             places = np.searchsorted([span.end for span in spans], starts, side="right")
@@ -332,14 +348,6 @@ class ChatRenderer:
             ids += found
             weights += (own[:1] or [0.0]) * len(found)
         return np.asarray(ids, dtype=np.int64), np.asarray(weights, dtype=np.float32)
-
-
-def _renderer(
-    tokenizer: object, template_arguments: Mapping[str, object], add_special_tokens: bool
-) -> ChatRenderer:
-    return ChatRenderer(
-        tokenizer, template_arguments=template_arguments, add_special_tokens=add_special_tokens
-    )
 
 
 def _checked_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
@@ -408,32 +416,50 @@ def _trained_by_trl() -> tuple[tuple[str, str, str], ...]:
 # --- rendering ----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Rendering:
+    """A conversation as a template prints it, with these variables.
+
+    Attributes:
+        marks: characters [start, end) of the text that the template marks.
+    """
+
+    template: ChatTemplate
+    arguments: Mapping[str, Any]
+    messages: _Messages
+    text: str
+    marks: list[tuple[int, int]]
+
+
 def _render(
     template: ChatTemplate,
-    messages: _Messages,
     arguments: Mapping[str, Any],
+    messages: _Messages,
     *,
     prompt: bool = False,
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text and the characters that the template marks.
+) -> _Rendering:
+    """Render messages in the form that they have.
 
     Raises:
-        ValueError: the template refuses the messages.
+        ValueError: the template refuses them.
     """
     from jinja2 import TemplateError, TemplateSyntaxError
     from jinja2.exceptions import SecurityError
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils.chat_template_utils import (
+        _compile_jinja_template,
+        _render_with_assistant_indices,
+    )
 
-    rest = {key: value for key, value in arguments.items() if key != "tools"}
+    given = {"tools": None, "documents": None, "strftime_now": _TEMPLATE_DATE.strftime, **arguments}
+    given |= {"messages": messages, "add_generation_prompt": prompt}
+    marks: list[tuple[int, int]] = []
     try:
-        texts, marks = render_jinja_template(
-            [messages],
-            tools=arguments.get("tools"),
-            chat_template=_dated(template.source),
-            return_assistant_tokens_mask=template.is_marked,
-            add_generation_prompt=prompt,
-            **rest,
-        )
+        # Not `render_jinja_template`, which turns functions among the variables into text (5.24).
+        compiled = _compile_jinja_template(template.source)
+        if template.is_marked:
+            text, marks = _render_with_assistant_indices(compiled, **given)
+        else:
+            text = compiled.render(given)
     except (
         *(SecurityError, TemplateSyntaxError),
         *(MemoryError, OverflowError, RecursionError),
@@ -448,50 +474,33 @@ def _render(
             f"the chat template cannot render this conversation ({error}); its roles are {roles}: "
             "mend the record, or the tokenizer's chat_template"
         ) from error
-    return texts[0], list(marks[0]) if marks else []
-
-
-@lru_cache(maxsize=16)
-def _dated(source: str) -> str:
-    """Return a copy of a template, compiled, in which today is `_TEMPLATE_DATE`.
-
-    transformers 5.24 turns functions among a template's variables into text; the clock is a global
-    of each compiled template, and they are kept by their text.
-    """
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    copy = source.removesuffix("\n") + "{# dated by odb_megatron #}"  # Jinja drops that newline
-    _compile_jinja_template(copy).globals["strftime_now"] = _TEMPLATE_DATE.strftime
-    return copy
+    return _Rendering(template, arguments, messages, text, marks)
 
 
 def _rendered(
-    template: ChatTemplate, messages: _Messages, arguments: Mapping[str, Any]
-) -> tuple[_Messages, str, list[tuple[int, int]]]:
+    template: ChatTemplate, arguments: Mapping[str, Any], messages: _Messages
+) -> _Rendering:
     """Render in the form that the template takes: the first in which nothing is left out.
 
     Templates differ in what they want of tool calls (arguments as an object or its text, content
     missing, empty or null) and of content (text or parts); transformers' own form comes first.
 
-    Returns:
-        the messages in that form, their text, what the template marks.
-
     Raises:
-        ValueError: the template refuses all, or prints no tool or tool call.
+        ValueError: the template refuses all, or leaves out what must not be.
     """
-    best: tuple[list[tuple[str, bool]], _Messages, str, list[tuple[int, int]]] | None = None
+    best: tuple[list[tuple[str, bool]], _Rendering] | None = None
     refusal: ValueError | None = None
     for form in _forms(messages):
         try:
-            text, marks = _render(template, form, arguments)
+            rendering = _render(template, arguments, form)
         except ChatFormatError:
             raise
         except ValueError as error:
             refusal = refusal or error
             continue
-        lost = _left_out(template, form, text, arguments.get("tools") or ())
+        lost = _left_out(rendering)
         if best is None or len(lost) < len(best[0]):
-            best = lost, form, text, marks
+            best = lost, rendering
         if not lost:
             break
     if best is None:
@@ -507,22 +516,19 @@ def _rendered(
             f"the chat template leaves out {what} in some conversations: the model is trained "
             "without it there"
         )
-    return best[1:]
+    return best[1]
 
 
 def _forms(messages: _Messages) -> Iterator[_Messages]:
-    yield [_with_arguments(message, as_text=False) for message in messages]
-    if any("tool_calls" in message for message in messages):
-        for as_text, content in ((True, ...), (False, ""), (True, ""), (False, None), (True, None)):
-            yield [
-                _with_arguments(
-                    message
-                    if content is ... or message.get("content") or "tool_calls" not in message
-                    else {**message, "content": content},
-                    as_text=as_text,
-                )
-                for message in messages
-            ]
+    is_call = ["tool_calls" in message for message in messages]
+    for nothing, as_text in itertools.product((..., "", None), (False, True)):
+        form = [_with_arguments(message, as_text=as_text) for message in messages]
+        for message, calls in zip(form, is_call, strict=True):
+            if calls and nothing is not ... and not message.get("content"):
+                message["content"] = nothing
+        yield form
+        if not any(is_call):
+            break
     parts = [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message.get("content"), str)
@@ -551,13 +557,12 @@ def _with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]
     return {**message, "tool_calls": calls}
 
 
-def _left_out(
-    template: ChatTemplate, messages: _Messages, text: str, tools: Sequence[Any]
-) -> list[tuple[str, bool]]:
+def _left_out(rendering: _Rendering) -> list[tuple[str, bool]]:
     """Return what the text does not hold, in words, and whether that is an error.
 
     So it is where a template that tells roles apart does not know one.
     """
+    template, messages, text = rendering.template, rendering.messages, rendering.text
     lost: list[tuple[str, bool]] = []
     at = 0
     for message in messages:
@@ -566,7 +571,7 @@ def _left_out(
         for part in _tags(template.source).split(shown):
             core = part.strip()
             place = text.find(core, at)
-            at = max(place, at)
+            at = max(place, at) if role != "system" else at  # some print it in the last turn
             if (
                 place < 0
                 and core not in text
@@ -583,7 +588,7 @@ def _left_out(
             is_twice = isinstance(arguments, str) and json.dumps(arguments) in text
             if name not in text[at:] or is_repr or (is_twice and arguments.startswith("{")):
                 lost.append((f"the tool call {name}", True))
-    names = [tool["function"]["name"] for tool in tools]
+    names = [tool["function"]["name"] for tool in rendering.arguments.get("tools") or ()]
     return lost + [(f"the tool {name}", True) for name in names if name not in text]
 
 
@@ -729,32 +734,28 @@ def _mark_pair(number: int) -> tuple[str, str]:
     return chr(_FIRST + 2 * number), chr(_FIRST + 2 * number + 1)
 
 
-def _render_marked(
-    template: ChatTemplate, messages: _Messages, arguments: Mapping[str, Any], text: str
-) -> tuple[str, list[tuple[int, int]], _Messages]:
-    """Render with marks such that without them it is `text`.
-
-    Returns:
-        the text with marks, the spans that the template marks in it, the messages with marks.
+def _render_marked(rendering: _Rendering) -> _Rendering:
+    """Render with marks such that without them the text is the same.
 
     Raises:
-        ChatFormatError: the text depends on what a message says.
+        ValueError: the text depends on what a message says.
     """
+    messages, text = rendering.messages, rendering.text
     if len(messages) > _MAX_MESSAGES or _MARK.search(text):
         raise ValueError(
             f"the conversation has {len(messages)} messages, or characters of the private plane "
             "U+F0000 to U+FFFFD, by which its turns are told apart: split or clean the record"
         )
-    tags = _tags(template.source)
+    tags = _tags(rendering.template.source)
     for calls, outer in itertools.product((True, False), repeat=2):
         marked = [_Marker(i, tags, calls, outer).message(m) for i, m in enumerate(messages)]
         try:
-            found, marks = _render(template, marked, arguments)
+            found = _render(rendering.template, rendering.arguments, marked)
         except ValueError:
             continue
-        if _MARK.sub("", found) == text:
-            return found, marks, marked
-    raise ChatFormatError(
+        if _MARK.sub("", found.text) == text:
+            return found
+    raise ValueError(
         "the chat template prints other things around a message depending on its text, so the "
         "assistant's tokens cannot be found for certain; put {% generation %} and "
         "{% endgeneration %} around the assistant's text and end marker in the tokenizer's "
@@ -766,7 +767,7 @@ def _runs(marked: str) -> list[_Run]:
     """Return whose strings are where in the text without marks, in its order.
 
     Raises:
-        ChatFormatError: a text was cut where it was not known that it might be.
+        ValueError: a text was cut where it was not known that it might be.
     """
     runs: list[_Run] = []
     closed = True
@@ -782,29 +783,23 @@ def _runs(marked: str) -> list[_Run]:
     else:
         if closed:
             return runs
-    raise ChatFormatError(
+    raise ValueError(
         "the chat template prints a part of a message's text alone, so the assistant's tokens "
         "cannot be found for certain; mark them in it by {% generation %} and {% endgeneration %}"
     )
 
 
-def _owners(
-    template: ChatTemplate,
-    messages: _Messages,
-    arguments: Mapping[str, Any],
-    text: str,
-    marks: Sequence[tuple[int, int]],
-) -> list[int]:
+def _owners(rendering: _Rendering, assistants: Sequence[int]) -> Sequence[int]:
     """Return the message that each span of a marked template belongs to."""
-    marked, moved, _ = _render_marked(template, messages, arguments, text)
-    spoken = [{(ord(m) - _FIRST) // 2 for m in _MARK.findall(marked[a:b])} for a, b in moved]
-    if len(moved) != len(marks) or any(len(own) > 1 for own in spoken):
+    marks, marked = rendering.marks, _render_marked(rendering)
+    spoken = [_MARK.findall(marked.text[start:end]) for start, end in marked.marks]
+    found = [{(ord(mark) - _FIRST) // 2 for mark in own} for own in spoken]
+    if len(found) != len(marks) or any(len(own) > 1 for own in found):
         raise ChatFormatError(
             f"the chat template marks {len(marks)} spans that are not of one message each, so "
             "messages of different weight cannot be told apart; mark each message once"
         )
-    owners = [own.pop() if own else -1 for own in spoken]
-    assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    owners = [own.pop() if own else -1 for own in found]
     if len(owners) == len(assistants) and set(owners) <= {-1, *assistants}:
         return assistants
     if not set(assistants) <= set(owners):
@@ -826,19 +821,16 @@ def _probe(
     template: ChatTemplate, arguments: Mapping[str, Any], control: re.Pattern[str]
 ) -> _Frame:
     """Look at what a template puts around the turns of a plain conversation."""
-    messages = [
-        {"role": role, "content": f"{word} {number}"}
-        for number, (role, word) in enumerate(
-            itertools.islice(itertools.cycle((("user", "Ask"), ("assistant", "Say"))), 4)
-        )
-    ]
-    messages, text, _ = _rendered(template, messages, arguments)
-    marked, _, _ = _render_marked(template, messages, arguments, text)
-    runs = {run.message: run for run in _runs(marked)}
+    turns = [("user", "Ask 0"), ("assistant", "Say 1"), ("user", "Ask 2"), ("assistant", "Say 3")]
+    whole = _rendered(template, arguments, [{"role": who, "content": what} for who, what in turns])
+    text = whole.text
+    runs = {run.message: run for run in _runs(_render_marked(whole).text)}
     if set(runs) != {0, 1, 2, 3}:
-        raise ChatFormatError("the chat template does not print every message of a conversation")
-    asked, _ = _render(template, messages[:3], arguments, prompt=True)
-    plain, _ = _render(template, messages[:3], arguments)
+        raise ValueError("the chat template does not print every message of a conversation")
+    asked, plain = (
+        _render(template, arguments, whole.messages[:3], prompt=prompt).text
+        for prompt in (True, False)
+    )
     heads = [text[runs[i - 1].end : runs[i].start] for i in (1, 3)]
     prompt = asked[len(plain) :] if asked.startswith(plain) else ""
     while prompt and not all(prompt in head for head in heads):
@@ -857,102 +849,74 @@ def _probe(
     return _Frame(prompt, end, last_end, control)
 
 
-def _found_turns(
-    template: ChatTemplate,
-    messages: _Messages,
-    arguments: Mapping[str, Any],
-    text: str,
-    weights: Sequence[float],
-    frame: _Frame,
-) -> list[_Span]:
+def _found_turns(rendering: _Rendering, weights: Sequence[float], frame: _Frame) -> list[_Span]:
     """Return the turns of the assistant in a text whose template marks none.
 
     Raises:
-        ChatFormatError: the edges of one are not certain.
+        ValueError: the edges of one are not certain.
     """
-    marked, _, given = _render_marked(template, messages, arguments, text)
-    runs = _runs(marked)
+    marked = _render_marked(rendering)
+    runs = _runs(marked.text)
     spans = []
     for at, run in enumerate(runs):
-        if not weights[run.message]:
+        number, start = run.message, run.start
+        if not weights[number]:
             continue
-        opening, _ = _mark_pair(run.message)
-        inserted = json.dumps(given[run.message], ensure_ascii=False).count(opening)
-        if (
-            sum(other.message == run.message for other in runs) > 1
-            or marked.count(opening) > inserted
-        ):
-            raise ChatFormatError(
-                f"the chat template prints message {run.message + 1} in several places, so what is "
-                "to be learnt is not certain"
+        opening, _ = _mark_pair(number)
+        inserted = json.dumps(marked.messages[number], ensure_ascii=False).count(opening)
+        is_once = sum(other.message == number for other in runs) == 1
+        if not is_once or marked.text.count(opening) > inserted:
+            raise ValueError(
+                f"the chat template prints message {number + 1} in several places, so what is to "
+                "be learnt is not certain"
             )
-        before = text[runs[at - 1].end if at else 0 : run.start]
-        after = text[run.end : runs[at + 1].start if at + 1 < len(runs) else len(text)]
-        is_plain = not {"tool_calls", "reasoning_content"} & messages[run.message].keys()
-        start = _start(before, frame)
-        if start is None and not is_plain:
-            start = _start_of_plain(template, messages, arguments, run.message, before)
-        begin = run.start if start is None else run.start - len(before) + start
-        end = _end(after, frame, is_last=at + 1 == len(runs))
-        if end is None and "tool_calls" not in messages[run.message]:
-            end = _stop(after, 0, frame)
-        elif end is None:  # another end than that of what is said
-            own = messages[: run.message + 1]
-            tail = _around(template, own, arguments, run.message)[1]
-            end = _stop(after, _alike(after, tail), frame)
-        spans.append(_Span(begin, run.end + end, weights[run.message]))
+        message, until = rendering.messages[number], rendering.messages[: number + 1]
+        before, after = _sides(rendering.text, runs, at)
+        place = before.rfind(frame.prompt) if frame.prompt else -1
+        if place >= 0:
+            start += place + len(frame.prompt) - len(before)
+        elif {"tool_calls", "reasoning_content"} & message.keys():
+            # The header ends as far as that of a turn which only says something is the same.
+            until[-1] = {"role": "assistant", "content": "Say"}
+            start += _alike(before, _around(rendering, until, number)[0]) - len(before)
+        is_last = number == len(rendering.messages) - 1
+        end = frame.last_end if is_last else frame.end
+        place = after.find(end) if frame.last_end else -1
+        if place >= 0:
+            length = place + len(end)
+        elif is_last and not frame.last_end:
+            length = len(after.rstrip())
+        elif "tool_calls" not in message:
+            length = _stop(after, 0, frame)
+        else:  # another end than that of what is said
+            until[-1] = message
+            length = _stop(after, _alike(after, _around(rendering, until, number)[1]), frame)
+        spans.append(_Span(start, run.end + length, weights[number]))
     return spans
 
 
-def _start(before: str, frame: _Frame) -> int | None:
-    """Return where the header ends in what is printed before a message; None if unknown."""
-    place = before.rfind(frame.prompt) if frame.prompt else -1
-    return None if place < 0 else place + len(frame.prompt)
-
-
-def _start_of_plain(
-    template: ChatTemplate,
-    messages: _Messages,
-    arguments: Mapping[str, Any],
-    number: int,
-    before: str,
-) -> int:
-    """Return where the header ends: as far as a turn that only says something begins alike."""
-    plain = [*messages[:number], {"role": "assistant", "content": "Say"}]
-    other = _around(template, plain, arguments, number)[0]
-    return _alike(before, other)
-
-
-def _around(
-    template: ChatTemplate, messages: _Messages, arguments: Mapping[str, Any], number: int
-) -> tuple[str, str]:
+def _sides(text: str, runs: Sequence[_Run], at: int) -> tuple[str, str]:
     """Return what is printed between a message's strings and those before and behind them."""
+    end = runs[at + 1].start if at + 1 < len(runs) else len(text)
+    return text[runs[at - 1].end if at else 0 : runs[at].start], text[runs[at].end : end]
+
+
+def _around(rendering: _Rendering, messages: _Messages, number: int) -> tuple[str, str]:
+    """Return the sides of a message in another conversation."""
     try:
-        text, _ = _render(template, messages, arguments)
-        runs = _runs(_render_marked(template, messages, arguments, text)[0])
-        at = next(at for at, run in enumerate(runs) if run.message == number)
-    except (ValueError, StopIteration) as error:
-        raise ChatFormatError(
+        other = _render(rendering.template, rendering.arguments, messages)
+        runs = _runs(_render_marked(other).text)
+        at = [run.message for run in runs].index(number)
+    except ValueError as error:
+        raise ValueError(
             f"where message {number + 1} begins and ends in the rendered text is not certain "
             f"({error})"
         ) from error
-    before = text[runs[at - 1].end if at else 0 : runs[at].start]
-    return before, text[runs[at].end : runs[at + 1].start if at + 1 < len(runs) else len(text)]
-
-
-def _end(after: str, frame: _Frame, *, is_last: bool) -> int | None:
-    """Return how much of what is printed behind a message's strings belongs to its turn.
-
-    None where it has not the end of a turn in which something is said.
-    """
-    if is_last and not frame.last_end:
-        return len(after.rstrip())
-    end = frame.last_end if is_last else frame.end
-    place = after.find(end) if end else -1
-    return place + len(end) if place >= 0 else None
+    return _sides(other.text, runs, at)
 
 
 def _stop(after: str, at: int, frame: _Frame) -> int:
     """Return where a turn ends: with the next role's token where that is where models stop."""
-    found = frame.control.match(after, at + len(after[at:]) - len(after[at:].lstrip()))
-    return found.end() if found and not frame.last_end else at
+    rest = after[at:].lstrip()
+    found = None if frame.last_end else frame.control.match(rest)
+    return len(after) - len(rest) + found.end() if found else at

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from odb_megatron.data.records import strict_json
@@ -168,8 +169,13 @@ def _check_columns(row: Mapping[str, Any]) -> None:
         )
 
 
+@lru_cache(maxsize=1024)
+def _sounds_like_loss(key: str) -> bool:
+    return key not in _LOSS_KEYS and _SOUNDS_LIKE_LOSS.search(key.lower()) is not None
+
+
 def _check_loss_keys(item: Mapping[str, Any], path: str) -> None:
-    unknown = [k for k in item if k not in _LOSS_KEYS and _SOUNDS_LIKE_LOSS.search(str(k).lower())]
+    unknown = [key for key in item if _sounds_like_loss(str(key))]
     if unknown:
         raise ChatFormatError(
             f"{path} has the key {unknown[0]!r}, which sounds as if it said what is learnt and is "
