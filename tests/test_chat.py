@@ -27,7 +27,7 @@ from odb_megatron.data.chat_record import (
     PlainText,
     parse_record,
 )
-from odb_megatron.data.json_records import JsonRecords
+from odb_megatron.data.records import open_records
 from odb_megatron.data.tokenizer import load_tokenizer, train_bpe
 
 DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
@@ -378,7 +378,7 @@ def test_errors_of_a_record(record: dict[str, Any], error: str) -> None:
 def test_real_files(name: str, num_records: int, num_turns: int) -> None:
     if not (DATA / name).is_file():
         pytest.skip(f"shared data file {name} is not here")
-    parsed = [parse_record(r) for r in JsonRecords(DATA / name)]
+    parsed = [parse_record(r) for r in open_records(str(DATA / name))]
     kind = Conversation if num_turns else PlainText
     assert Counter(map(type, parsed)) == {kind: num_records}
     assert sum(len(p.messages) for p in parsed if isinstance(p, Conversation)) == num_turns
@@ -390,7 +390,7 @@ def test_the_message_trees_are_refused_by_name() -> None:
     path = DATA / "oasst_en_100_tree.jsonl"
     if not path.is_file():
         pytest.skip("shared data file oasst_en_100_tree.jsonl is not here")
-    for record in JsonRecords(path):
+    for record in open_records(str(path)):
         with pytest.raises(ValueError, match="a message tree"):
             parse_record(record)
 
@@ -751,7 +751,7 @@ def test_threads_and_processes_render_the_same(
 
 def _real() -> Iterator[Conversation]:
     names = ["glaive_toolcall_en_demo.json", "self_instruct_seed_tasks.jsonl", "HumanEval.jsonl.gz"]
-    return (_conversation(record) for name in names for record in JsonRecords(DATA / name))
+    return (_conversation(record) for name in names for record in open_records(str(DATA / name)))
 
 
 def test_real_conversations(tokenizer: Any, renderers: dict[str, ChatRenderer]) -> None:
