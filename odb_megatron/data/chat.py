@@ -112,9 +112,10 @@ class ChatRenderer:
 
     With marks, learnt is what they enclose, as transformers' `return_assistant_tokens_mask` has it:
     every token that overlaps a marked span. Without, an assistant's turn from the end of its header
-    to the token that ends it. The text is tokenized once, without added special tokens; a tokenizer
-    without offsets (a slow one, or a `TextTokenizer`) tokenizes it piece by piece, cut at the edges
-    of the spans, so its ids may differ from those of the whole text near them.
+    to the token that ends it, and nothing of a turn without text. The text is tokenized once,
+    without added special tokens; a tokenizer without offsets (a slow one, or a `TextTokenizer`)
+    tokenizes it piece by piece, cut at the edges of the spans, so its ids may differ from those of
+    the whole text near them.
 
     Templates insert a message's text as it is: the string `<|im_end|>` in it becomes that token.
     Tools, tool calls and the role `developer` are put where a template that does not know them
@@ -168,7 +169,7 @@ class ChatRenderer:
         self._template_arguments = _checked_arguments(template_arguments or {})
         self._variables |= self._template_arguments
         self._templates: dict[bool, ChatTemplate] = {}
-        self._frames: dict[str, _Frame] = {}
+        self._frames: dict[tuple[str, str], _Frame] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild from the tokenizer: its backend is copied once, not twice."""
@@ -275,10 +276,11 @@ class ChatRenderer:
         return text, [_Span(*mark, weights[i]) for mark, i in zip(marks, owners, strict=True)]
 
     def _frame(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> _Frame:
-        key = json.dumps([template.source, {**arguments, "tools": None}], default=str)
+        arguments = {**arguments, "tools": None}
+        key = template.source, json.dumps(arguments, default=str)
         if key not in self._frames:
             try:
-                frame = _probe(template, {**arguments, "tools": None}, self._control)
+                frame = _probe(template, arguments, self._control)
             except ValueError as error:
                 raise ChatFormatError(
                     f"where the assistant speaks was not found in two plain turns: {error}"
