@@ -569,8 +569,8 @@ def test_what_a_template_leaves_out_is_put_where_it_prints(
         assert tokenizer.decode(ids) == (
             f"<|im_start|>system\n{listed}<|im_end|>\n{head}a<|im_end|>\n"
         )
-        with pytest.raises(ValueError, match="reasoning_content, for which the chat template has"):
-            renderer.render(_conversation({"messages": [{**ANSWER, "thinking": "hm"}]}))
+        with pytest.raises(ValueError, match="does not print the reasoning of some turns"):
+            renderer.render(_conversation({"messages": [{**ANSWER, "thinking": "hm"}, ANSWER]}))
 
 
 def test_calls_and_tools_reach_a_template_that_prints_them(folder: Path, tokenizer: Any) -> None:

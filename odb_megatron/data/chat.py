@@ -23,7 +23,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from odb_megatron.data.chat_record import ChatFormatError, ChatRecord, Conversation, PlainText
+from odb_megatron.data.chat_record import (
+    REASONING_KEYS,
+    ChatFormatError,
+    ChatRecord,
+    Conversation,
+    PlainText,
+)
 
 __all__ = ["CHATML_TEMPLATE", "MAX_TEXT_CHARS", "ChatRenderer", "ChatTemplate", "TextTokenizer"]
 
@@ -569,8 +575,8 @@ def _left_out(rendering: _Rendering) -> list[tuple[str, bool]]:
                 matters = template.mentions("assistant") and not template.mentions(role)
                 lost.append((f"the content of a message of the role {role}", matters))
         if message.get("reasoning_content", "").strip() not in text:
-            is_last = message is messages[-1]
-            lost.append(("reasoning" if is_last else "the reasoning of earlier turns", is_last))
+            is_dropped = message is not messages[-1] and template.mentions("|".join(REASONING_KEYS))
+            lost.append(("the reasoning of some turns", not is_dropped))
         for call in message.get("tool_calls", ()):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             is_repr = isinstance(arguments, Mapping) and arguments and repr(arguments) in text
@@ -594,9 +600,6 @@ def _for_template(
     Tools, where the template does not mention `tools`: JSON lines at the end of the system message,
     or in one put before the first turn. Tool calls, where it does not mention `tool_calls`: JSON
     lines at the end of the assistant's text. The role `developer`: `system`.
-
-    Raises:
-        ValueError: a message has reasoning, for which the template has no place.
     """
     messages: _Messages = []
     for given in conversation.messages:
@@ -608,13 +611,6 @@ def _for_template(
             lines = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
             message["content"] = "\n".join(filter(None, [message.get("content"), *lines]))
             del message["tool_calls"]
-        if "reasoning_content" in message and not template.mentions(
-            "reasoning_content|thinking|reasoning"
-        ):
-            raise ValueError(
-                "a message has reasoning_content, for which the chat template has no place; use a "
-                "tokenizer whose template prints it, or write it into the content"
-            )
         messages.append(message)
     tools = list(conversation.tools)
     if not tools or template.mentions("tools"):
@@ -684,7 +680,7 @@ class _Marker:
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         marked = dict(message)
-        for key in ("content", "reasoning_content", "reasoning", "thinking"):
+        for key in ("content", *REASONING_KEYS):
             marked |= {key: self._mark(message[key])} if key in message else {}
         if self.calls and "tool_calls" in message:
             marked["tool_calls"] = [
