@@ -569,8 +569,8 @@ def test_what_a_template_leaves_out_is_put_where_it_prints(
         assert tokenizer.decode(ids) == (
             f"<|im_start|>system\n{listed}<|im_end|>\n{head}a<|im_end|>\n"
         )
-        with pytest.raises(ValueError, match="reasoning_content, for which the chat template has"):
-            renderer.render(_conversation({"messages": [{**ANSWER, "thinking": "hm"}]}))
+        with pytest.raises(ValueError, match="does not print the reasoning of some turns"):
+            renderer.render(_conversation({"messages": [{**ANSWER, "thinking": "hm"}, ANSWER]}))
 
 
 def test_calls_and_tools_reach_a_template_that_prints_them(folder: Path, tokenizer: Any) -> None:
@@ -629,6 +629,30 @@ def test_templates_that_cannot_be_used(
     with pytest.raises(ValueError, match=error) as caught:
         ChatRenderer(_with_template(folder, template)).render(CHAT)
     assert isinstance(caught.value, ChatFormatError) is is_format
+
+
+def test_a_template_that_ends_no_turn(folder: Path, tokenizer: Any) -> None:
+    endless = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    with pytest.warns(UserWarning, match="so the model does not learn to stop"):
+        ids, weights = ChatRenderer(_with_template(folder, endless)).render(CHAT)
+    assert tokenizer.decode(ids[weights > 0]).split() == ["hello", "there", "four", "😀"]
+
+
+def test_a_part_of_a_text(folder: Path) -> None:
+    parts = "{% for m in messages %}{{ '<|im_start|>' + m.content.split('##')[-1] + '<|im_end|>' }}"
+    renderer = ChatRenderer(_with_template(folder, parts + "{% endfor %}"))
+    renderer.render(CHAT)
+    with pytest.raises(ValueError, match="prints a part of a message's text alone"):
+        renderer.render(_chat(("user", "q"), ("assistant", "a ## b")))
+
+
+def test_a_text_that_is_too_long(
+    renderers: dict[str, ChatRenderer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("odb_megatron.data.chat.MAX_TEXT_CHARS", 9)
+    for record in (CHAT, PlainText(text="a" * 10)):
+        with pytest.raises(ValueError, match="characters; up to 9 are tokenized: split the record"):
+            renderers["marked"].render(record)
 
 
 def test_the_characters_by_which_turns_are_told_apart(renderers: dict[str, ChatRenderer]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_world import Megatron, Run
+from megatron_world import WORDS, Megatron, Run
 from parallel_runs import EXPERTS, MODEL
 
 pytest_plugins = ["megatron_fixtures"]
@@ -106,3 +108,32 @@ def _assert_plain(run: Run) -> None:
         losses = [loss for loss, _ in outcome.plain]
         assert losses == pytest.approx(run.losses, abs=1e-5)
         assert max(error for _, error in outcome.plain) < 1e-5
+
+
+def test_weights_of_turns_come_from_the_chat_file(megatron: Megatron, tmp_path: Path) -> None:
+    """The same samples as the user's own items give the same losses."""
+    from odb_megatron.data.chat import ChatRenderer
+    from odb_megatron.data.chat_record import parse_record
+    from odb_megatron.data.tokenizer import load_tokenizer
+
+    random_ = random.Random(3)
+    records = []
+    for _ in range(BATCH):
+        texts = [" ".join(random_.choices(WORDS, k=random_.randrange(1, 9))) for _ in range(4)]
+        roles = ("user", "assistant", "user", "assistant")
+        turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        turns[1]["loss"] = random_.choice((False, 0.25, 2.5))
+        records.append({"messages": turns})
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps(record) + "\n" for record in records))
+    renderer = ChatRenderer(load_tokenizer(megatron.tokenizer))
+    rendered = [renderer.render(parse_record(record)) for record in records]
+    data = [
+        {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": weights[1:]}
+        for ids, weights in rendered
+    ]
+    assert {float(weight) for item in data for weight in item["loss_mask"]} == {0, 0.25, 1, 2.5}
+    flags = (*PACKED, *TRAIN, "--odb-loss-per", "token", "--eval-iters", 0)
+    own = megatron.train(*flags, items=(data, None, None))
+    read = megatron.train(*flags, "--train-data-path", str(chats))
+    assert sorted(own.losses) == pytest.approx(sorted(read.losses), abs=1e-6)

@@ -25,7 +25,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from odb_megatron.data.chat_record import ChatFormatError, ChatRecord, Conversation, PlainText
+from odb_megatron.data.chat_record import (
+    REASONING_KEYS,
+    ChatFormatError,
+    ChatRecord,
+    Conversation,
+    PlainText,
+)
 
 __all__ = ["CHATML_TEMPLATE", "MAX_TEXT_CHARS", "ChatRenderer", "ChatTemplate", "TextTokenizer"]
 
@@ -114,9 +120,10 @@ class ChatRenderer:
 
     With marks, learnt is what they enclose, as transformers' `return_assistant_tokens_mask` has it:
     every token that overlaps a marked span. Without, an assistant's turn from the end of its header
-    to the token that ends it. The text is tokenized once, without added special tokens; a tokenizer
-    without offsets (a slow one, or a `TextTokenizer`) tokenizes it piece by piece, cut at the edges
-    of the spans, so its ids may differ from those of the whole text near them.
+    to the token that ends it, and nothing of a turn without text. The text is tokenized once,
+    without added special tokens; a tokenizer without offsets (a slow one, or a `TextTokenizer`)
+    tokenizes it piece by piece, cut at the edges of the spans, so its ids may differ from those of
+    the whole text near them.
 
     Templates insert a message's text as it is: the string `<|im_end|>` in it becomes that token.
     Tools, tool calls and the role `developer` are put where a template that does not know them
@@ -170,7 +177,7 @@ class ChatRenderer:
         self._template_arguments = _checked_arguments(template_arguments or {})
         self._variables |= self._template_arguments
         self._templates: dict[bool, ChatTemplate] = {}
-        self._frames: dict[str, _Frame] = {}
+        self._frames: dict[tuple[str, str], _Frame] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild from the tokenizer: its backend is copied once, not twice."""
@@ -214,7 +221,7 @@ class ChatRenderer:
         sources = []
         with contextlib.suppress(ValueError):  # named templates without a default one
             sources = [self.template(has_tools=has_tools).source for has_tools in (False, True)]
-        used = json.dumps([*sources, self._arguments[1]], default=str)
+        used = json.dumps([*sources, self._template_arguments], default=str)
         return hashlib.sha256(used.encode()).hexdigest()
 
     def token_id(self, token: str) -> int:
@@ -285,10 +292,11 @@ class ChatRenderer:
         return text, [_Span(*mark, weights[i]) for mark, i in zip(marks, owners, strict=True)]
 
     def _frame(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> _Frame:
-        key = json.dumps([template.source, {**arguments, "tools": None}], default=str)
+        arguments = {**arguments, "tools": None}
+        key = template.source, json.dumps(arguments, default=str)
         if key not in self._frames:
             try:
-                frame = _probe(template, {**arguments, "tools": None}, self._control)
+                frame = _probe(template, arguments, self._control)
             except ValueError as error:
                 raise ChatFormatError(
                     f"where the assistant speaks was not found in two plain turns: {error}"
@@ -580,8 +588,8 @@ def _left_out(rendering: _Rendering) -> list[tuple[str, bool]]:
                 matters = template.mentions("assistant") and not template.mentions(role)
                 lost.append((f"the content of a message of the role {role}", matters))
         if message.get("reasoning_content", "").strip() not in text:
-            is_last = message is messages[-1]
-            lost.append(("reasoning" if is_last else "the reasoning of earlier turns", is_last))
+            is_dropped = message is not messages[-1] and template.mentions("|".join(REASONING_KEYS))
+            lost.append(("the reasoning of some turns", not is_dropped))
         for call in message.get("tool_calls", ()):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             is_repr = isinstance(arguments, Mapping) and arguments and repr(arguments) in text
@@ -605,9 +613,6 @@ def _for_template(
     Tools, where the template does not mention `tools`: JSON lines at the end of the system message,
     or in one put before the first turn. Tool calls, where it does not mention `tool_calls`: JSON
     lines at the end of the assistant's text. The role `developer`: `system`.
-
-    Raises:
-        ValueError: a message has reasoning, for which the template has no place.
     """
     messages: _Messages = []
     for given in conversation.messages:
@@ -619,13 +624,6 @@ def _for_template(
             lines = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
             message["content"] = "\n".join(filter(None, [message.get("content"), *lines]))
             del message["tool_calls"]
-        if "reasoning_content" in message and not template.mentions(
-            "reasoning_content|thinking|reasoning"
-        ):
-            raise ValueError(
-                "a message has reasoning_content, for which the chat template has no place; use a "
-                "tokenizer whose template prints it, or write it into the content"
-            )
         messages.append(message)
     tools = list(conversation.tools)
     if not tools or template.mentions("tools"):
@@ -695,7 +693,7 @@ class _Marker:
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         marked = dict(message)
-        for key in ("content", "reasoning_content", "reasoning", "thinking"):
+        for key in ("content", *REASONING_KEYS):
             marked |= {key: self._mark(message[key])} if key in message else {}
         if self.calls and "tool_calls" in message:
             marked["tool_calls"] = [

@@ -15,8 +15,8 @@ from typing import Any
 
 from odb_megatron.data.records import strict_json
 
-__all__ = ["ChatFormatError", "ChatRecord", "Conversation", "PlainText", "parse_record"]
-__all__ += ["template_arguments"]
+__all__ = ["REASONING_KEYS", "ChatFormatError", "ChatRecord", "Conversation", "PlainText"]
+__all__ += ["parse_record", "template_arguments"]
 
 _PROMPTS = ("prompt", "question", "query", "input", "problem")
 _RESPONSES = ("response", "completion", "answer", "output", "canonical_solution", "solution")
@@ -33,7 +33,7 @@ _LOSS_KEYS = ("weight", "loss_weight", "loss", "loss_mask", "train", "trainable"
 _SOUNDS_LIKE_LOSS = re.compile(
     r"(?:^|_)(?:loss(?:es)?|weights?|masks?|masked|train|trainable|learn)(?:$|_)"
 )
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_output")
 
@@ -310,10 +310,10 @@ def _content(value: Any, path: str) -> str:
 
 def _reasoning(message: Mapping[str, Any], path: str) -> dict[str, str]:
     """Return the reasoning under every name that templates read."""
-    texts = {_text(message[key], f"{path}.{key}") for key in _REASONING if key in message}
+    texts = {_text(message[key], f"{path}.{key}") for key in REASONING_KEYS if key in message}
     if len(texts) > 1:
-        raise ValueError(f"{path} has different texts of reasoning; keep one of {_REASONING}")
-    return dict.fromkeys(_REASONING, texts.pop()) if any(texts) else {}
+        raise ValueError(f"{path} has different texts of reasoning; keep one of {REASONING_KEYS}")
+    return dict.fromkeys(REASONING_KEYS, texts.pop()) if any(texts) else {}
 
 
 def _call(value: Any, path: str) -> dict[str, Any]:
