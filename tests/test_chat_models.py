@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -512,3 +513,45 @@ def test_without_marks_it_is_the_same(folder: Path, name: str, kind: str) -> Non
         ids, weights = ChatRenderer(tokenizer).render(parse_record({"messages": MORE[kind]}))
         learnt.append([_learnt(tokenizer, ids, weights == one) for one in (0.5, 1)])
     assert learnt[0] == learnt[1]
+
+
+# --- the table of docs/data.md ------------------------------------------------------------------
+
+_DOCS = Path(__file__).resolve().parents[1] / "docs" / "data.md"
+_BEGIN, _END = "<!-- models -->\n", "<!-- /models -->"
+
+
+def table(folder: Path) -> str:
+    """Return which kinds of records each template takes, as Markdown."""
+    kinds = [kind for kind in KINDS if kind != "loss"]
+    lines = [
+        f"| template | what is learnt | {' | '.join(kinds)} |",
+        f"|---|---|{'---|' * len(kinds)}",
+    ]
+    for name in sorted({*TRAINED, *UNMARKED}):
+        renderer = ChatRenderer(_tokenizer(folder, TEMPLATES.get(name) or SOURCES[name]))
+        how = "TRL's marks" if name in TRAINED else "found"
+        taken = []
+        for kind in kinds:
+            try:
+                renderer.render(parse_record(KINDS[kind]))
+                taken.append("yes")
+            except ValueError:
+                taken.append("refused")
+        lines.append(f"| {name} | {how} | {' | '.join(taken)} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_of_the_docs(folder: Path) -> None:
+    if not SOURCES:
+        pytest.skip("TRL is not installed")
+    written = _DOCS.read_text(encoding="utf-8").partition(_BEGIN)[2].partition(_END)[0]
+    assert written == table(folder)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        trained = train_bpe(["hello"] * 5, vocab_size=300, folder=Path(place) / "tokenizer")
+        before, _, rest = _DOCS.read_text(encoding="utf-8").partition(_BEGIN)
+        after = rest.partition(_END)[2]
+        _DOCS.write_text(f"{before}{_BEGIN}{table(trained)}{_END}{after}", encoding="utf-8")
