@@ -78,7 +78,6 @@ def test_what_does_not_parse_is_refused_with_the_usage(
     [
         (["--lengths", "FOLDER.jsonl"], "is a folder: name a file in it"),
         (["--lengths", "FOLDER.npy"], "is a folder: name a file in it"),
-        (["FOLDER.jsonl", "--tokenizer", "t"], "is a folder: name its data files"),
         (["--lengths", "FILE.txt", "--json", "FILE.txt"], "would overwrite the data FILE.txt"),
         (["--lengths", SPEC, "--json", ""], "--json '' names no file"),
         (["--lengths", SPEC, "--html", ""], "--html '' names no file"),
