@@ -377,7 +377,7 @@ def test_a_data_file_goes_through_the_tokenizer(tmp_path: Path) -> None:
         ("lognormal:mean=5,cv=nan,max=10", "cv=nan must be from 0 to 100"),
         ("lognormal:mean=5,cv=0,max=20", "a sample of 5 tokens; the token budget is 4"),
         ("uniform:1,2", "'uniform:1,2' is not understood: expected lognormal:mean"),
-        ("none.jsonl", "there is no file"),
+        ("none.jsonl", "none.jsonl does not exist"),
         ("file:none.npy", "cannot be read (["),
         ("file:a.txt", "expected file:PATH.npy or file:PATH.json[#key]"),
         ("file:{}", "names an object with the keys x"),

@@ -58,6 +58,7 @@ GOOD: dict[str, Any] = {
     "odb_cost": None,
     "odb_max_patches": None,
     "odb_overlong": "error",
+    "odb_template_args": None,
     "odb_loss_per": None,
     "odb_bad_record": "error",
     "odb_max_bad_records": None,
