@@ -214,7 +214,7 @@ class ChatRenderer:
         sources = []
         with contextlib.suppress(ValueError):  # named templates without a default one
             sources = [self.template(has_tools=has_tools).source for has_tools in (False, True)]
-        used = json.dumps([*sources, self._arguments[1]], default=str)
+        used = json.dumps([*sources, self._template_arguments], default=str)
         return hashlib.sha256(used.encode()).hexdigest()
 
     def token_id(self, token: str) -> int:
