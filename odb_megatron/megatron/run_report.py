@@ -39,7 +39,6 @@ from odb_megatron.megatron.warmup import WarmUp
 from odb_megatron.plan.cost import CostModel, CostPrices
 from odb_megatron.plan.record import OPEN_TOTAL
 from odb_megatron.report.live import LiveReport, SourceTotals
-from odb_megatron.report.prometheus import Metrics
 from odb_megatron.report.step_log import LogHeader, StepLog, write_run
 
 __all__ = ["Evaluated", "RunReport", "source_totals", "start_lines"]
@@ -94,7 +93,6 @@ class RunReport:
         self._cost: CostModel | None = None
         self._live: LiveReport | None = None
         self._log: StepLog | None = None
-        self._metrics: Metrics | None = None
         self._find_writers = writers
         self._writers: SeriesWriters | None = None
         self.is_open = False
@@ -139,8 +137,6 @@ class RunReport:
         if config.log_dir is not None:
             run, *_ = (own for (own,) in gather_counts(group, [secrets.randbits(62)]))
             self._log = StepLog(config.log_dir, header=self._header(run, group))
-        if config.metrics and args.rank == 0:
-            self._metrics = Metrics(**asdict(config.metrics))
 
     def goes_on(self) -> None:
         """The run is a resumed one: counts of sources are of what follows."""
@@ -210,8 +206,6 @@ class RunReport:
             self._log.write(record)
         if self._live is not None:
             self._live.step(record)
-        if self._metrics is not None:
-            self._metrics.step(record)
         if self._writers is None and self._find_writers is not None:  # padded baseline
             self._writers = self._find_writers()
         if self._writers is not None:
@@ -243,8 +237,6 @@ class RunReport:
         finally:
             if self._log is not None:
                 self._log.close()
-            if self._metrics is not None:
-                self._metrics.close()
         left_out = sum(source.bad_records + source.overlong for source in sources)
         if together and left_out and not any(source.samples for source in sources):
             raise ValueError(
