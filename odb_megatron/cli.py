@@ -25,10 +25,6 @@ _COMMANDS = {
         "train a GPT with megatron-core alone: launch, with the package's own script",
         "odb_megatron.launch:pretrain",
     ),
-    "patch": (
-        "put --odb into a Megatron-LM checkout's own pretrain_gpt.py",
-        "odb_megatron.patching.command:main",
-    ),
     "inspect": (
         "look at a data set before training on it: padding, balance, speed, memory, advice",
         "odb_megatron.inspection.command:main",

@@ -42,7 +42,6 @@ def test_help_of_the_installed_command(command: list[str]) -> None:
         ["--help"],
         ["launch", "--help"],
         ["pretrain", "--help"],
-        ["patch", "--help"],
         ["doctor", "--help"],
         ["simulate", "--help"],
         ["inspect", "--help"],

@@ -158,7 +158,7 @@ for name in ("plan", "simulation", "doctor"):
     package = importlib.import_module(f"odb_megatron.{name}")
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-import odb_megatron.launch, odb_megatron.patching.command, odb_megatron.elastic
+import odb_megatron.launch, odb_megatron.elastic
 print(sys.version_info[:2], "torch" in sys.modules)
 """
 

@@ -56,8 +56,7 @@ def _script(facts: CommandFacts) -> Iterator[Finding]:
             "script",
             f"{started.script} does not name odb_megatron: it would not know --odb",
             expected="a script with ODB in it",
-            way_out=f"-m odb_megatron.run {started.script} ..., or odb-megatron patch CHECKOUT "
-            "--apply",
+            way_out=f"-m odb_megatron.run {started.script} ...",
         )
     if facts.python_differs:
         yield warning(
