@@ -57,7 +57,7 @@ from odb_megatron.megatron.validation import refuse_unsupported
 
 LEFT_OUT = (
     *("epochs", "log_dir", "resume_strict", "warmup_worst_case", "stall_warn_s", "on_peer_failure"),
-    "log_ids",
+    *("log_ids", "dry_run"),
 )
 """Flags of ODB's for what this loop does not have."""
 

@@ -30,8 +30,8 @@ _COMMANDS = {
         "odb_megatron.inspection.command:main",
     ),
     "doctor": (
-        "check this machine, or a command line without starting it, before a run",
-        "odb_megatron.doctor.command:main",
+        "check this machine before a run",
+        "odb_megatron.doctor:main",
     ),
     "simulate": (
         "compare ways to form steps on the lengths of samples alone",

@@ -55,6 +55,7 @@ def test_defaults() -> None:
         warmup_worst_case=False,
         timeout_s=600.0,
         stall_warn_s=60.0,
+        dry_run=False,
         on_peer_failure=OnPeerFailure.EXIT,
     )
 
@@ -234,7 +235,7 @@ def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_odb_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest.startswith("odb")]
-    assert len(actions) == 21
+    assert len(actions) == 22
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out

@@ -154,11 +154,11 @@ def test_every_extra_that_a_message_names_exists(
 
 EVERY_MODULE = """
 import importlib, pkgutil, sys
-for name in ("plan", "simulation", "doctor"):
+for name in ("plan", "simulation"):
     package = importlib.import_module(f"odb_megatron.{name}")
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-import odb_megatron.launch, odb_megatron.elastic
+import odb_megatron.doctor, odb_megatron.launch, odb_megatron.elastic
 print(sys.version_info[:2], "torch" in sys.modules)
 """
 
@@ -275,7 +275,7 @@ def test_plan_imports_without_torch() -> None:
 
 TORCH_DISTRIBUTED = "torch.distributed"
 CPU_DEVICE = "odb_megatron.testing.cpu_device"
-MAY_USE_TORCH_DISTRIBUTED = ("odb_megatron.doctor.torch_facts", "odb_megatron.elastic")
+MAY_USE_TORCH_DISTRIBUTED = ("odb_megatron.doctor", "odb_megatron.elastic")
 """A process of its own that tries gloo, since that can end it; and torch's launcher."""
 
 # What a layer must not name, with the reason a failure shows.

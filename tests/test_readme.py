@@ -35,7 +35,7 @@ RUN_BY = (
     (("make", "train"), "test_readme.py::test_make_train"),
     (("odb_megatron.run",), "test_readme.py::test_in_a_checkout"),
     (("pretrain", "--odb-log-dir"), "test_readme.py::test_quickstart"),
-    (("odb-megatron", "doctor"), "test_doctor_command.py::test_the_command_of_the_quickstart"),
+    (("odb-megatron", "doctor"), "test_doctor.py::test_this_machine"),
     (("odb-megatron", "trace"), "test_readme.py::test_quickstart"),
     (("odb-megatron", "compare"), "test_readme.py::test_quickstart"),
     (("pretrain", "16384"), "test_readme.py::test_with_the_package_alone"),

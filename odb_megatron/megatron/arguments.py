@@ -173,6 +173,14 @@ def _add_report_arguments(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="Write the ids of the samples into the log as well.",
     )
+    group.add_argument(
+        "--odb-dry-run",
+        action="store_true",
+        default=None,
+        help="Check the flags and this machine, read and plan three steps by the run's own "
+        "loaders, print what was found, and end with exit code 0, or 2 where something does not "
+        "fit. Nothing is trained, and no checkpoint, log or series written.",
+    )
 
 
 def _add_fault_arguments(group: argparse._ArgumentGroup) -> None:

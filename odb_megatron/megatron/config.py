@@ -34,6 +34,7 @@ _PLANNING_FLAGS = {
     "odb_resume_strict": "--odb-resume-strict",
     "odb_plan_ahead": "--odb-plan-ahead",
     "odb_warmup_worst_case": "--odb-warmup-worst-case",
+    "odb_dry_run": "--odb-dry-run",
     "odb_timeout_s": "--odb-timeout-s",
     "odb_stall_warn_s": "--odb-stall-warn-s",
     "odb_on_peer_failure": "--odb-on-peer-failure",
@@ -64,13 +65,14 @@ class OdbConfig:
         resume_strict: whether a resume refuses data files that have changed.
         epochs: passes over the data, or None when the run length is given in Megatron's terms.
         attention: attention backend's name.
-        log_dir: folder of the step logs, or None.
+        log_dir: folder of the step logs; None for none, and in a dry run.
         log_ids: whether they name the samples.
         context: `--seq-length`.
         plan_ahead: most finished steps that wait for the trainer.
         warmup_worst_case: whether the worst micro-batches are run before the first step.
         timeout_s: seconds that the trainer waits for an exchange, and a worker has for a fetch.
         stall_warn_s: seconds before a peer that does not come is named in a warning.
+        dry_run: whether to end when the first steps were read and planned.
         on_peer_failure: what becomes of this process when another rank is gone.
     """
 
@@ -97,6 +99,7 @@ class OdbConfig:
     warmup_worst_case: bool
     timeout_s: float
     stall_warn_s: float
+    dry_run: bool
     on_peer_failure: OnPeerFailure
 
     @classmethod
@@ -160,13 +163,14 @@ class OdbConfig:
             resume_strict=args.odb_resume_strict is not False,
             epochs=args.odb_epochs,
             attention=args.odb_attention,
-            log_dir=args.odb_log_dir,
+            log_dir=None if args.odb_dry_run else args.odb_log_dir,
             log_ids=bool(logs_ids),
             context=args.seq_length,
             plan_ahead=plan_ahead,
             warmup_worst_case=bool(args.odb_warmup_worst_case),
             timeout_s=args.odb_timeout_s or 60.0 * minutes,
             stall_warn_s=args.odb_stall_warn_s or STALL_WARN_S,
+            dry_run=bool(args.odb_dry_run),
             on_peer_failure=OnPeerFailure(args.odb_on_peer_failure or OnPeerFailure.EXIT.value),
         )
 

@@ -36,8 +36,8 @@ def require_paths(args: argparse.Namespace, *, has_datasets: bool = False) -> No
             for path in _data_paths(args):
                 if is_source or not config.enabled:  # the padded baseline reads on every rank
                     require_data(path)
-        if config.log_dir is not None and is_source:
-            _require_folder(config.log_dir)
+        if args.odb_log_dir is not None and is_source:
+            _require_folder(args.odb_log_dir)
 
 
 def _data_paths(args: argparse.Namespace) -> Iterator[str]:

@@ -148,6 +148,9 @@ def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None
     messages = _messages(lambda: refuse_unsupported(args, config), lambda: refuse_converted(args))
     if messages:
         raise ValueError("\n".join(messages))
+    if config.dry_run:
+        args.tensorboard_dir = args.wandb_project = None
+        args.log_progress = False
 
 
 def _messages(*checks: Callable[[], object]) -> list[str]:
