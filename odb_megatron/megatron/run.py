@@ -440,6 +440,8 @@ class OdbRun:
         """Read and plan the first steps, and look at the machine; every rank calls it."""
         args, (train, *_), longest = self._args, replica.iterators(0), 0
         for number in range(_DRY_STEPS):
+            if self._report.recorder is not None:
+                self._report.recorder.start_clock()
             header = None if train is None else next(train, None)
             if train is None or not isinstance(header, StepHeader):
                 break

@@ -130,7 +130,7 @@ class RunReport:
                 print(f"odb: {stream.repeats()}", flush=True)
             title = "odb" if config.enabled else "padded baseline"
             self._live = LiveReport(
-                total_samples=None if config.dry_run else _told_total(args),
+                total_samples=_told_total(args),
                 consumed_before=args.consumed_train_samples,
                 global_batch_size=args.global_batch_size,
                 sequence_length=args.seq_length,
