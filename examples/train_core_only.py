@@ -7,7 +7,7 @@ and evaluation are left out. One line is printed per step: its samples, M and th
     torchrun --nproc-per-node 2 examples/train_core_only.py --data-path chat.jsonl \
         --tokenizer-model /path/to/hf-tokenizer --train-samples 512
 
-Without a GPU put `odb-megatron launch --device cpu --nproc-per-node 2 --` in the place of torchrun.
+Without a GPU put `-m odb_megatron.cpu` before the script.
 """
 
 from __future__ import annotations

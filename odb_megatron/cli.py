@@ -17,13 +17,9 @@ from odb_megatron import __version__
 __all__ = ["main"]
 
 _COMMANDS = {
-    "launch": (
-        "run a pretrain script on several processes of this machine, also without a GPU",
-        "odb_megatron.launch:main",
-    ),
     "pretrain": (
-        "train a GPT with megatron-core alone: launch, with the package's own script",
-        "odb_megatron.launch:pretrain",
+        "train a GPT with megatron-core alone, in processes of this machine, also without a GPU",
+        "odb_megatron.elastic:pretrain",
     ),
     "inspect": (
         "look at a data set before training on it: padding, balance, speed, memory, advice",

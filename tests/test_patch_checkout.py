@@ -82,9 +82,9 @@ class Ended:
 
 
 def _launch(*command: str, cwd: Path) -> Ended:
-    launch = ["-m", "odb_megatron", "launch", "--device", "cpu", "--nproc-per-node", "2"]
+    launch = ["-m", "odb_megatron.elastic", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [sys.executable, *launch, *command],
+        [sys.executable, *launch, "-m", "odb_megatron.cpu", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -96,9 +96,9 @@ def ended(
     ]
     (folder / "try.py").write_text(TRY_ALL)
     (folder / "flags.json").write_text(json.dumps(every))
-    launch = [sys.executable, "-m", "odb_megatron", "launch", "--device", "cpu"]
+    launch = [sys.executable, "-m", "odb_megatron.elastic", "--standalone"]
     done = subprocess.run(
-        [*launch, "--nproc-per-node", "1", "try.py", "flags.json"],
+        [*launch, "-m", "odb_megatron.cpu", "try.py", "flags.json"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "ENDED": str(folder / "ended.json")},
         capture_output=True,

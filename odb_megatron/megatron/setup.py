@@ -253,6 +253,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             formatter._expand_help(action)
         except (KeyError, TypeError, ValueError):
             action.help = (action.help or "").replace("%", "%%")
+    if device_type() == "cpu":
+        parser.set_defaults(distributed_backend="gloo")
     raise_usage_errors(parser)
     return add_odb_arguments(parser)
 
