@@ -356,7 +356,7 @@ def main() -> int:
             if routings[0] is not None and routings[1] is not None:
                 result |= compare_routing(routings[0], routings[1])
             for key, item in (("command", cases[name]), ("reference_command", references[name])):
-                launch = f"odb-megatron launch --device cpu --nproc-per-node {item.num_processes}"
+                launch = f"torchrun --nproc-per-node {item.num_processes} -m odb_megatron.cpu"
                 result[key] = f"{launch} {SCRIPT.name} {shlex.join(item.flags)}"
             results[name] = result
             problems += find_problems(name, result)

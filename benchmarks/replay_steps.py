@@ -1,6 +1,6 @@
 """A pretrain script that trains the very micro-batches of another run, in one process.
 
-    odb-megatron launch --device cpu benchmarks/replay_steps.py --replay LOG_DIR --odb ...
+    torchrun -m odb_megatron.cpu benchmarks/replay_steps.py --replay LOG_DIR --odb ...
 
 `--replay` names the step log (`--odb-log-dir`) of the run to repeat. Each step runs the
 micro-batches of all its replicas one after the other, idle ones too: the first of each replica,

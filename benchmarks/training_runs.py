@@ -50,6 +50,12 @@ _GRACE_S = 60.0
 _SHOWN_LINES = 150
 
 
+def launcher(num_processes: int) -> list[str]:
+    """Return what runs a script in processes on the CPU."""
+    elastic = ["-m", "odb_megatron.elastic", "--standalone", f"--nproc-per-node={num_processes}"]
+    return [sys.executable, *elastic, "-m", "odb_megatron.cpu"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
     """Sizes of the trained GPT (RoPE, RMSNorm, SwiGLU, no dropout, fp32)."""
@@ -98,13 +104,8 @@ class Launch:
 
     def command(self, log_dir: str) -> list[str]:
         """The command line."""
-        head = [sys.executable, "-m", "odb_megatron.launch", "--device", "cpu"]
-        head += [
-            "--nproc-per-node",
-            str(self.num_replicas * self.num_ranks),
-            "--",
-            str(self.script),
-        ]
+        num_processes = self.num_replicas * self.num_ranks
+        head = [*launcher(num_processes), str(self.script)]
         return [*head, *self.flags, "--odb-log-dir", log_dir, "--odb-log-ids"]
 
 
@@ -183,8 +184,7 @@ def run_batch(
     with tempfile.TemporaryDirectory(prefix="odb-bench-") as folder:
         file, output = Path(folder) / "runs.json", os.path.join(folder, "output.txt")
         file.write_text(json.dumps([list(run) for run in runs]), encoding="utf-8")
-        command = [sys.executable, "-m", "odb_megatron.launch", "--device", "cpu"]
-        command += ["--nproc-per-node", str(num_processes), "--", str(script), "--batch", str(file)]
+        command = [*launcher(num_processes), str(script), "--batch", str(file)]
         environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
         started = time.perf_counter()
         problem = _run(command, environment, output=output, timeout_s=timeout_s)

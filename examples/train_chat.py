@@ -20,7 +20,7 @@ from pathlib import Path
 from odb_megatron.data.chat_record import PlainText, parse_record
 from odb_megatron.data.records import Records, open_records
 from odb_megatron.data.tokenizer import train_bpe
-from odb_megatron.launch import main as launch
+from odb_megatron.elastic import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB_SIZE = 4096
@@ -39,7 +39,7 @@ TRAIN_FLAGS = shlex.split("""
     --eval-interval 32 --log-interval 16 --num-workers 0
     --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm
     --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion
-    --distributed-backend gloo --tokenizer-type HuggingFaceTokenizer
+    --tokenizer-type HuggingFaceTokenizer
 """)
 
 
@@ -61,8 +61,7 @@ def main() -> int:
         script += default_flags(flags, num_records=len(open_records(str(data))))
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    device = ["--device", options.device, "--nproc-per-node", str(options.nproc_per_node)]
-    return launch([*device, "--", *script, *flags])
+    return launch([*script, *flags], num_processes=options.nproc_per_node, device=options.device)
 
 
 def chitchat(cache: Path) -> Path:

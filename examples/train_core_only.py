@@ -7,7 +7,7 @@ and evaluation are left out. One line is printed per step: its samples, M and th
     torchrun --nproc-per-node 2 examples/train_core_only.py --data-path chat.jsonl \
         --tokenizer-model /path/to/hf-tokenizer --train-samples 512
 
-Without a GPU put `odb-megatron launch --device cpu --nproc-per-node 2 --` in the place of torchrun.
+Without a GPU put `-m odb_megatron.cpu` before the script.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from odb_megatron.megatron.validation import refuse_unsupported
 
 LEFT_OUT = (
     *("epochs", "log_dir", "resume_strict", "warmup_worst_case", "stall_warn_s", "on_peer_failure"),
-    *("log_ids", "metrics_port", "metrics_host", "metrics_file"),
+    *("log_ids", "dry_run"),
 )
 """Flags of ODB's for what this loop does not have."""
 

@@ -15,8 +15,8 @@ fi
 
 # What Python runs in each rank: a script, or `-m module`; split at spaces. Change it to your patched
 # pretrain_gpt.py, or, for a trial without GPUs, to
-#   ODB_SCRIPT="-m odb_megatron.testing.run_script examples/pretrain_gpt_odb.py"
-# with --transformer-impl local --distributed-backend gloo among the flags.
+#   ODB_SCRIPT="-m odb_megatron.cpu examples/pretrain_gpt_odb.py"
+# with --transformer-impl local among the flags.
 : "${ODB_SCRIPT:=examples/pretrain_gpt_odb.py}"
 
 # Checkpoints, for --save and --load; on shared storage. The default goes by the job's name, so that a

@@ -17,25 +17,17 @@ from odb_megatron import __version__
 __all__ = ["main"]
 
 _COMMANDS = {
-    "launch": (
-        "run a pretrain script on several processes of this machine, also without a GPU",
-        "odb_megatron.launch:main",
-    ),
     "pretrain": (
-        "train a GPT with megatron-core alone: launch, with the package's own script",
-        "odb_megatron.launch:pretrain",
-    ),
-    "patch": (
-        "put --odb into a Megatron-LM checkout's own pretrain_gpt.py",
-        "odb_megatron.patching.command:main",
+        "train a GPT with megatron-core alone, in processes of this machine, also without a GPU",
+        "odb_megatron.elastic:pretrain",
     ),
     "inspect": (
         "look at a data set before training on it: padding, balance, speed, memory, advice",
         "odb_megatron.inspection.command:main",
     ),
     "doctor": (
-        "check this machine, or a command line without starting it, before a run",
-        "odb_megatron.doctor.command:main",
+        "check this machine before a run",
+        "odb_megatron.doctor:main",
     ),
     "simulate": (
         "compare ways to form steps on the lengths of samples alone",

@@ -1,4 +1,4 @@
-"""Runs torch's elastic launcher; of a failed run it prints one reason, last and once.
+"""torchrun that ends a failed run with one reason, last and once, and `odb-megatron pretrain`.
 
 A rank that fails leaves its reason in the file that the launcher gives it
 (`TORCHELASTIC_ERROR_FILE`, torch/distributed/elastic/multiprocessing/errors). Must not interpret a
@@ -7,15 +7,16 @@ script's arguments, and must not import torch before `main`.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-__all__ = ["PARENT", "Reason", "leave_reason", "main"]
+__all__ = ["Reason", "launch", "leave_reason", "main", "pretrain", "reason_left"]
 
 USAGE_ERROR = 2
 """Exit code of a process whose arguments cannot be used, as argparse has it."""
 
-PARENT = "ODB_PARENT_PIPE"
-"""Environment variable: the reading end of a pipe that closes when `odb-megatron launch` ends."""
+MISSING = 1
+"""Exit code where a package is missing that a run needs."""
 
 _GRACE_S = 10.0
 """For what the ranks of a run that succeeded leave behind."""
@@ -89,6 +90,87 @@ def leave_reason(text: str, *, is_told: bool = False, code: int = 1) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def reason_left() -> Iterator[None]:
+    """Leave the reason of an error that is raised within."""
+    try:
+        yield
+    except Exception as error:
+        leave_reason(f"{type(error).__name__}: {error}")
+        raise
+
+
+def pretrain(argv: Sequence[str]) -> int:
+    """Run the package's own pretrain script in processes of this machine; see `main`.
+
+    Args:
+        argv: arguments behind `odb-megatron pretrain`: options at any place, and the script's.
+
+    Raises:
+        SystemExit: arguments that do not parse (2), or `--help` (0).
+    """
+    parser = argparse.ArgumentParser(
+        prog="odb-megatron pretrain",
+        description="Pretrain or fine-tune a GPT with Megatron, in N processes of this machine (on "
+        "several, torchrun -m odb_megatron.megatron.pretrain). Flags that are not listed here are "
+        "Megatron's and ODB's: 'odb-megatron pretrain --device cpu -- --help' lists them (without "
+        "--device cpu where there is a GPU).",
+        usage="%(prog)s [options] [--] [FLAGS...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu"),
+        default="auto",
+        help="cpu: Megatron on the CPU, for tests and demos; refused where torch sees a GPU",
+    )
+    parser.add_argument(
+        "--nproc-per-node", type=int, default=1, metavar="N", help="processes (default 1)"
+    )
+    end = argv.index("--") if "--" in argv else len(argv)
+    options, flags = parser.parse_known_args(argv[:end])
+    if options.nproc_per_node < 1:
+        parser.error(f"--nproc-per-node {options.nproc_per_node} is no number of at least 1")
+    missing = [name for name in ("torch", "megatron.training") if not _is_there(name)]
+    if missing:
+        print(
+            f"odb-megatron: {' and '.join(missing)} not found by {sys.executable}: "
+            "pip install 'odb-megatron[megatron]' on Python 3.12 or later, or put a Megatron-LM "
+            "checkout on PYTHONPATH; 'odb-megatron doctor' looks at the whole machine",
+            file=sys.stderr,
+        )
+        return MISSING
+    script = ["-m", "odb_megatron.megatron.pretrain", *flags, *argv[end + 1 :]]
+    return launch(script, num_processes=options.nproc_per_node, device=options.device)
+
+
+def _is_there(module: str) -> bool:
+    """Whether the processes find a module; they look in the current folder first."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its parent
+        return False
+    finally:
+        sys.path.pop(0)
+
+
+def launch(script: Sequence[str], *, num_processes: int, device: str) -> int:
+    """Run a script, or `-m` and a module, in processes of this machine; see `main`.
+
+    Args:
+        script: with its arguments.
+        num_processes: how many.
+        device: `cpu` for Megatron on the CPU, which processes share; else as the script does it.
+    """
+    runner = []
+    if device == "cpu":
+        num_threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
+        os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+        runner = ["-m", "odb_megatron.cpu"]
+    return main(["--standalone", f"--nproc-per-node={num_processes}", *runner, *script])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `torch.distributed.run`; return the exit code of the rank that failed first.
 
@@ -105,10 +187,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    _end_with_parent()
+    options = torchrun.parse_args(argv)  # type: ignore[no-untyped-call]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
+        options.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
     _adopt_orphans()
     try:
-        torchrun.run(torchrun.parse_args(argv))  # type: ignore[no-untyped-call]
+        torchrun.run(options)  # type: ignore[no-untyped-call]
     except SignalException as stop:
         _end_orphans(grace_s=0.0)
         return 128 + int(stop.sigval)
@@ -186,20 +270,6 @@ def _is_of_a_rank(pid: int) -> bool:
         return b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
-
-
-def _end_with_parent() -> None:
-    """Take the end of `odb-megatron launch` for a SIGTERM: the ranks are ended then."""
-    held = os.environ.pop(PARENT, "")
-    if not held:
-        return
-
-    def watch() -> None:
-        with open(int(held), "rb") as pipe:
-            pipe.read()  # nobody writes
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="watch of the parent", daemon=True).start()
 
 
 def describe(reason: Reason | None, *, rank: int, code: int) -> str:

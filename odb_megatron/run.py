@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from odb_megatron.elastic import reason_left
 from odb_megatron.megatron.host_script import FLAG, HostScript, wants_odb
 from odb_megatron.megatron.usage import usage_errors
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
         return
     with usage_errors():
         host = _host(script)
-    with _replaced(host):
+    with _replaced(host), reason_left():
         runpy.run_path(str(script), run_name="__main__")
     with usage_errors():
         if not host.has_trained:

@@ -11,7 +11,7 @@ import pytest
 from odb_megatron.comm.watchdog import OnPeerFailure
 from odb_megatron.data.preprocess import BadRecordPolicy, LossPer
 from odb_megatron.megatron.arguments import add_odb_arguments
-from odb_megatron.megatron.config import MetricsTarget, OdbConfig
+from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.plan.cost import CostPrices
 from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.plan.record import Sync
@@ -49,13 +49,13 @@ def test_defaults() -> None:
         attention="auto",
         log_dir=None,
         log_ids=False,
-        metrics=MetricsTarget(),
         context=128,
         plan_ahead=2,
         max_bad_records=0,
         warmup_worst_case=False,
         timeout_s=600.0,
         stall_warn_s=60.0,
+        dry_run=False,
         on_peer_failure=OnPeerFailure.EXIT,
     )
 
@@ -75,10 +75,9 @@ def test_everything_given() -> None:
         "--odb-loss-per sample "
         "--odb-attention cpu --odb-log-dir logs --odb-max-patches 4096 --odb-plan-ahead 0 "
         "--odb-cost linear=2.5,quadratic=0.001,overhead=800,patch=9 --odb-max-bad-records 7 "
-        "--odb-log-ids --odb-metrics-port 9000 --odb-metrics-host ::1 --odb-metrics-file odb.prom"
+        "--odb-log-ids"
     )
     assert config.log_ids
-    assert config.metrics == MetricsTarget(port=9000, host="::1", file="odb.prom")
     assert (config.loss_per, config.count_scale) == (LossPer.SAMPLE, 1 << 20)
     assert "--odb-loss-per sample" in config.describe()
     assert config.max_bad_records == 7
@@ -119,9 +118,6 @@ def test_micro_batches_of_a_few_lengths() -> None:
     [
         ("--odb-pad-to-budget", "--odb-pad-to-budget would do nothing without --odb"),
         ("--odb-log-ids", "--odb-log-ids would do nothing without --odb-log-dir"),
-        ("--odb-metrics-host ::1", "--odb-metrics-host would do nothing without --odb-metrics-por"),
-        ("--odb-metrics-port 0", "--odb-metrics-port must be from 1 to 65535, got 0"),
-        ("--odb-metrics-port 65536", "--odb-metrics-port must be from 1 to 65535, got 65536"),
         ("--odb-shape-buckets 9", "--odb-shape-buckets would do nothing without --odb"),
         ("--odb --odb-shape-buckets 9 --odb-pad-to-budget", "one size and .* a few: keep one"),
         ("--odb --odb-shape-buckets 0 64", "must be between 1 and the token budget 128"),
@@ -239,7 +235,7 @@ def test_the_printed_flags_reproduce_the_configuration(flags: str) -> None:
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_odb_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest.startswith("odb")]
-    assert len(actions) == 24
+    assert len(actions) == 22
     assert all(action.help for action in actions)
     parser.print_help()
     assert "online dynamic batching" in capsys.readouterr().out

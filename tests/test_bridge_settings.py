@@ -43,10 +43,8 @@ def test_every_setting_is_a_flag_or_names_data() -> None:
         ({"resume_strict": True}, "odb_resume_strict", True),
         ({"log_dir": "a b"}, "odb_log_dir", "a b"),
         ({"log_dir": "a b", "log_ids": True}, "odb_log_ids", True),
+        ({"dry_run": True}, "odb_dry_run", True),
         ({"log_ids": False}, "odb_log_ids", None),
-        ({"metrics_port": 9400}, "odb_metrics_port", 9400),
-        ({"metrics_host": "::1"}, "odb_metrics_host", "::1"),
-        ({"metrics_file": "odb.prom"}, "odb_metrics_file", "odb.prom"),
         ({"cost": "linear=0.5,patch=2"}, "odb_cost", "linear=0.5,patch=2"),
     ],
 )

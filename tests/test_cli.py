@@ -33,16 +33,14 @@ def test_help_of_the_installed_command(command: list[str]) -> None:
     done = _run(*command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: odb-megatron" in done.stdout
-    assert "launch" in done.stdout
+    assert "pretrain" in done.stdout
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--help"],
-        ["launch", "--help"],
         ["pretrain", "--help"],
-        ["patch", "--help"],
         ["doctor", "--help"],
         ["simulate", "--help"],
         ["inspect", "--help"],
@@ -103,15 +101,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_command_gets_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    from odb_megatron import launch
+    from odb_megatron import elastic
 
     seen: list[list[str]] = []
-    monkeypatch.setattr(launch, "main", lambda argv: seen.append(argv) or 7)
-    assert main(["launch", "--nproc-per-node", "2", "s.py", "--help", "--version"]) == 7
-    assert seen == [["--nproc-per-node", "2", "s.py", "--help", "--version"]]
-    monkeypatch.setattr(sys, "argv", ["odb-megatron", "launch", "s.py"])
+    monkeypatch.setattr(elastic, "pretrain", lambda argv: seen.append(argv) or 7)
+    assert main(["pretrain", "--nproc-per-node", "2", "--help", "--version"]) == 7
+    assert seen == [["--nproc-per-node", "2", "--help", "--version"]]
+    monkeypatch.setattr(sys, "argv", ["odb-megatron", "pretrain", "--odb"])
     assert main() == 7
-    assert seen[1] == ["s.py"]
+    assert seen[1] == ["--odb"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["trace", "--help"], ["simulate", "--help"]])

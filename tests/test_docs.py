@@ -117,7 +117,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
         "odb_megatron.megatron.run.OdbRun",
         "odb_megatron.bridge.activation.enable",
         "odb_megatron.simulation.compare.simulate",
-        "odb_megatron.launch.main",
+        "odb_megatron.elastic.main",
     ):
         assert f'id="{name}"' in text, name
 

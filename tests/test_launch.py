@@ -1,4 +1,4 @@
-"""`odb-megatron launch`: the command it builds, exit codes, gloo on the CPU, signals."""
+"""`odb_megatron.elastic` and `.cpu`: reasons of failures, exit codes, gloo on the CPU, signals."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from odb_megatron import elastic, launch
-from odb_megatron.launch import build_command, build_environment
-from odb_megatron.testing import run_script
+from odb_megatron import cpu, elastic
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,7 +37,7 @@ def _environment(**more: str) -> dict[str, str]:
 
 def _launch(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "odb_megatron.launch", *argv],
+        [sys.executable, "-m", "odb_megatron.elastic", "--standalone", *argv],
         capture_output=True,
         text=True,
         timeout=90,
@@ -49,123 +47,47 @@ def _launch(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("device", "torchrun_args", "expected"),
-    [
-        ("auto", [], ["--standalone", "--nproc-per-node=2", "s.py", "--x"]),
-        (
-            "cpu",
-            [],
-            [
-                "--standalone",
-                "--nproc-per-node=2",
-                "-m",
-                "odb_megatron.testing.run_script",
-                "s.py",
-                "--x",
-            ],
-        ),
-        (
-            "auto",
-            ["--nnodes=2", "--rdzv_endpoint=host:1"],
-            ["--nproc-per-node=2", "--nnodes=2", "--rdzv_endpoint=host:1", "s.py", "--x"],
-        ),
-        (
-            "auto",
-            ["--max-restarts=1"],
-            ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "s.py", "--x"],
-        ),
-    ],
+    ("cores", "num_processes", "before", "after"),
+    [(8, 2, None, "4"), (2, 4, None, "1"), (8, 2, "3", "3")],
 )
-def test_command(device: str, torchrun_args: list[str], expected: list[str]) -> None:
-    command = build_command(
-        ["s.py", "--x"], device=device, num_processes=2, torchrun_args=torchrun_args
-    )
-    assert command == [sys.executable, "-m", "odb_megatron.elastic", *expected]
-
-
-@pytest.mark.parametrize(
-    ("cores", "num_processes", "before", "device", "after"),
-    [
-        (8, 2, {}, "cpu", {"OMP_NUM_THREADS": "4"}),
-        (2, 4, {}, "cpu", {"OMP_NUM_THREADS": "1"}),
-        (8, 2, {"OMP_NUM_THREADS": "3"}, "cpu", {"OMP_NUM_THREADS": "3"}),
-        (8, 2, {"CUDA_VISIBLE_DEVICES": "0"}, "auto", {"CUDA_VISIBLE_DEVICES": "0"}),
-    ],
-)
-def test_environment(
+def test_processes_on_the_cpu_share_the_cores(
     monkeypatch: pytest.MonkeyPatch,
     cores: int,
     num_processes: int,
-    before: dict[str, str],
-    device: str,
-    after: dict[str, str],
+    before: str | None,
+    after: str,
 ) -> None:
-    monkeypatch.setattr(launch, "_num_cores", lambda: cores)
-    assert build_environment(before, device=device, num_processes=num_processes) == after
-
-
-@pytest.mark.parametrize(
-    ("argv", "script"),
-    [
-        (["--device", "cpu", "s.py", "--device", "x"], ["s.py", "--device", "x"]),
-        (["--nproc-per-node", "2", "--", "s.py", "--", "y"], ["s.py", "--", "y"]),
-        (["--torchrun-args=--nnodes=2", "s.py"], ["s.py"]),
-        (["--device", "cpu", "-m", "a.b", "--x", "-m"], ["-m", "a.b", "--x", "-m"]),
-        (["s.py", "-m", "x"], ["s.py", "-m", "x"]),
-        (["--nproc-per-node", "2", "--", "-m", "a.b", "--x"], ["-m", "a.b", "--x"]),
-    ],
-)
-def test_arguments_of_the_script_are_its_own(argv: list[str], script: list[str]) -> None:
-    assert launch._parse(argv).script == script
+    monkeypatch.setenv("OMP_NUM_THREADS", before or "")
+    if before is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    commands: list[list[str]] = []
+    monkeypatch.setattr(elastic, "main", lambda command: commands.append(command) or 7)
+    assert elastic.launch(["s.py", "--x"], num_processes=num_processes, device="cpu") == 7
+    start = ["--standalone", f"--nproc-per-node={num_processes}"]
+    assert commands == [[*start, "-m", "odb_megatron.cpu", "s.py", "--x"]]
+    assert os.environ["OMP_NUM_THREADS"] == after
 
 
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        ([], "no SCRIPT was named"),
-        (["-m"], "no SCRIPT was named"),
-        (["--", "-m"], "no MODULE was named"),
-        (["--nproc-per-node", "0", "s.py"], "'0' is not a whole number of at least 1"),
-        (["--devcie", "cpu", "s.py"], "unrecognized arguments: --devcie"),
-        (["--dev", "cpu", "s.py"], "unrecognized arguments: --dev"),
-        (["--", "--x", "s.py"], "SCRIPT expected, got --x: its options come after it"),
-        (["--device", "gpu", "s.py"], "invalid choice: 'gpu'"),
+        (["--nproc-per-node", "0"], "--nproc-per-node 0 is no number of at least 1"),
+        (["--device", "gpu"], "invalid choice: 'gpu'"),
     ],
 )
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str], argv: list[str], text: str) -> None:
     with pytest.raises(SystemExit) as caught:
-        launch.main(argv)
+        elastic.pretrain(argv)
     assert caught.value.code == 2
     assert text in capsys.readouterr().err
-
-
-def test_import_and_help_need_no_torch() -> None:
-    code = "import sys, odb_megatron.launch as l; l._parse(['s.py']); print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env=_environment(),
-        check=True,
-    )
-    assert done.stdout.strip() == "False"
 
 
 def test_two_processes_all_reduce_on_the_cpu(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ALL_REDUCE)
-    argv = [
-        "--device",
-        "cpu",
-        "--nproc-per-node",
-        "2",
-        "--",
-        str(script),
-        str(tmp_path),
-        "--a",
-        "b",
-    ]
-    done = _launch(*argv)
+    command = ["-m", "odb_megatron.cpu", str(script), str(tmp_path), "--a", "b"]
+    done = _launch("--nproc-per-node", "2", *command)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert (tmp_path / f"rank{rank}").read_text() == "3.0 ['--a', 'b'] __main__"
@@ -246,6 +168,14 @@ def test_the_last_line_is_the_first_failures_reason(
     assert ("Traceback" in done.stderr) == (how == "told")
 
 
+def test_a_script_that_fails_as_it_is_imported_says_why(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("from os import no_such_name")
+    done = _launch("-m", "odb_megatron.cpu", str(tmp_path / "script.py"))
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("odb: rank 0 failed, its traceback is above: ImportError: cannot import")
+
+
 def test_without_a_launcher_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (None, os.devnull, "/nowhere/error.json"):
         if value is None:
@@ -272,19 +202,7 @@ def test_files_of_others_are_passed_over(tmp_path: Path, monkeypatch: pytest.Mon
     assert (found.rank, found.text, found.is_told) == (10, "of 2", False)
 
 
-@pytest.mark.parametrize(
-    ("child", "expected"),
-    [
-        ("import sys; sys.exit(5)", 5),
-        ("pass", 0),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL),
-    ],
-)
-def test_exit_code_is_the_launchers(child: str, expected: int) -> None:
-    assert launch._run([sys.executable, "-c", child], os.environ) == expected
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_all_processes(tmp_path: Path, number: signal.Signals) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -293,7 +211,7 @@ def test_a_signal_ends_all_processes(tmp_path: Path, number: signal.Signals) -> 
     )
     argv = ["--nproc-per-node", "2", str(script), str(tmp_path)]
     with subprocess.Popen(
-        [sys.executable, "-m", "odb_megatron.launch", *argv],
+        [sys.executable, "-m", "odb_megatron.elastic", "--standalone", *argv],
         env=_environment(),
         stderr=subprocess.DEVNULL,
     ) as process:
@@ -301,7 +219,7 @@ def test_a_signal_ends_all_processes(tmp_path: Path, number: signal.Signals) -> 
         while len(list(tmp_path.glob("pid*"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
         family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) >= 3, "torch's launcher and two workers"
+        assert len(family) >= 2, "two workers"
         process.send_signal(number)
         assert process.wait(timeout=40) != 0
     _, alive = psutil.wait_procs(family, timeout=40)
@@ -329,44 +247,42 @@ def test_what_a_rank_leaves_is_ended(tmp_path: Path, ends: str) -> None:
     ("argv", "text"),
     [([], "usage: python -m"), (["/nowhere/script.py"], "no such script: /nowhere/script.py")],
 )
-def test_run_script_refuses(argv: list[str], text: str) -> None:
+def test_the_cpu_runner_refuses(argv: list[str], text: str) -> None:
     with pytest.raises(SystemExit, match=text):
-        run_script.main(argv)
+        cpu.main(argv)
 
 
 def test_pretrain_is_the_packages_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """Options of the launcher may stand between Megatron's; behind `--` all are Megatron's."""
     commands: list[list[str]] = []
-    monkeypatch.setattr(launch, "_run", lambda command, _: commands.append(command) or 7)
+    monkeypatch.setattr(elastic, "main", lambda command: commands.append(command) or 7)
     flags = ["--odb", "--data-path", "a b.jsonl", "--odb-plan-ahead=4"]
-    assert launch.pretrain([*flags, "--nproc-per-node", "2", "--lr", "-1", "--", "--device"]) == 7
+    assert elastic.pretrain([*flags, "--nproc-per-node", "2", "--lr", "-1", "--", "--device"]) == 7
     ours = ["-m", "odb_megatron.megatron.pretrain"]
-    assert commands[0][4:] == ["--nproc-per-node=2", *ours, *flags, "--lr", "-1", "--device"]
-    launch.pretrain(["--device", "cpu", "--", "--help"])
-    assert commands[1][5:] == ["-m", "odb_megatron.testing.run_script", *ours, "--help"]
+    assert commands[0][1:] == ["--nproc-per-node=2", *ours, *flags, "--lr", "-1", "--device"]
 
 
 def test_pretrain_help_says_how_to_list_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        launch.pretrain(["--help"])
+        elastic.pretrain(["--help"])
     assert not ended.value.code
     assert "'odb-megatron pretrain --device cpu -- --help' lists" in " ".join(
         capsys.readouterr().out.split()
     )
 
 
-def test_run_script_runs_a_module(
+def test_the_cpu_runner_runs_a_module(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a_module_to_run.py").write_text("import sys; print(__name__, sys.argv[1:])")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(run_script.cpu_device, "activate", lambda: None)
-    run_script.main(["-m", "a_module_to_run", "--x", "-m"])
+    monkeypatch.setattr(cpu.cpu_device, "activate", lambda: None)
+    cpu.main(["-m", "a_module_to_run", "--x", "-m"])
     assert capsys.readouterr().out == "__main__ ['--x', '-m']\n"
 
 
-def test_run_script_refuses_cuda_in_one_line(
+def test_the_cpu_runner_refuses_cuda_in_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import torch
@@ -376,4 +292,4 @@ def test_run_script_refuses_cuda_in_one_line(
     script = tmp_path / "script.py"
     script.write_text("raise AssertionError('must not run')")
     with pytest.raises(SystemExit, match=r"torch sees a CUDA device: drop --device cpu"):
-        run_script.main([str(script)])
+        cpu.main([str(script)])

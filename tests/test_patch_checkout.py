@@ -7,7 +7,6 @@ in any case.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shlex
@@ -20,9 +19,6 @@ from pathlib import Path
 
 import pytest
 from megatron_world import _FLAGS, GLOBAL_BATCH_SIZE, SEQ_LENGTH, ChatFile
-
-from odb_megatron.patching.checkout import examine
-from odb_megatron.patching.command import main as patch
 
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -86,9 +82,9 @@ class Ended:
 
 
 def _launch(*command: str, cwd: Path) -> Ended:
-    launch = ["-m", "odb_megatron", "launch", "--device", "cpu", "--nproc-per-node", "2"]
+    launch = ["-m", "odb_megatron.elastic", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [sys.executable, *launch, *command],
+        [sys.executable, *launch, "-m", "odb_megatron.cpu", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -158,18 +154,15 @@ def _copy(source: Path, to: Path) -> Path:
     return to
 
 
-@functools.cache
-def _is_known(checkout: Path) -> bool:
-    try:
-        examine(checkout)
-    except ValueError:
-        return False
-    return True
+def _git_apply(checkout: Path, patch: Path, *options: str) -> bool:
+    command = ["git", "apply", *options, str(patch)]
+    return subprocess.run(command, cwd=checkout, capture_output=True, check=False).returncode == 0
 
 
-def _require_known(checkout: Path) -> None:
-    if not _is_known(checkout):
-        pytest.skip(f"{checkout.name} is not a version that there is a patch for")
+def _patch(checkout: Path) -> Path | None:
+    """The patch that fits a checkout, if one does."""
+    found = sorted((ROOT / "patches").glob("*/*.patch"))
+    return next((patch for patch in found if _git_apply(checkout, patch, "--check")), None)
 
 
 def test_it_trains_unpatched(
@@ -197,16 +190,17 @@ def test_it_trains_patched_and_is_reverted(
     package_losses: list[str],
     tmp_path: Path,
 ) -> None:
-    _require_known(checkout)
+    patch = _patch(checkout)
+    if patch is None:
+        pytest.skip(f"{checkout.name} is not a version that there is a patch for")
     before = (checkout / SCRIPT).read_bytes()
-    assert patch([str(checkout), "--apply"]) == 0
+    assert _git_apply(checkout, patch)
     try:
         ended = _launch(str(checkout / SCRIPT), *flags, *odb, cwd=tmp_path)
         both = _launch("-m", "odb_megatron.run", SCRIPT, *flags, *odb, cwd=checkout)
     finally:
-        assert patch([str(checkout), "--revert"]) == 0
+        assert _git_apply(checkout, patch, "-R")
     assert (checkout / SCRIPT).read_bytes() == before
-    assert examine(checkout).changed in ((), None)
     for run in (ended, both):
         assert run.code == 0, run.output[-3000:]
         assert run.losses == package_losses
@@ -231,13 +225,14 @@ def test_without_the_flag_it_is_itself(checkout: Path, flags: list[str], tmp_pat
     run = _launch("-m", "odb_megatron.run", SCRIPT, *flags, *_MOCK, cwd=checkout)
     assert (run.code, run.losses) == (0, alone.losses)
     assert "odb: " not in run.output
-    if not _is_known(checkout):
+    patch = _patch(checkout)
+    if patch is None:
         return
-    patch([str(checkout), "--apply"])
+    assert _git_apply(checkout, patch)
     try:
         patched = _launch(str(checkout / SCRIPT), *flags, *_MOCK, cwd=tmp_path)
     finally:
-        patch([str(checkout), "--revert"])
+        assert _git_apply(checkout, patch, "-R")
     assert (patched.code, patched.losses) == (0, alone.losses)
     assert "odb: " not in patched.output
 

@@ -271,10 +271,10 @@ def _record(name: str) -> int:
 
 def _script(flags: list[str], *, num_processes: int) -> subprocess.CompletedProcess[str]:
     """Run examples/pretrain_gpt_odb.py as `make train` does."""
-    launch = ["-m", "odb_megatron", "launch", "--device", "cpu"]
-    launch += ["--nproc-per-node", str(num_processes)]
+    launch = ["-m", "odb_megatron.elastic", "--standalone", f"--nproc-per-node={num_processes}"]
+    launch += ["-m", "odb_megatron.cpu"]
     return subprocess.run(
-        [sys.executable, *launch, "--", str(ROOT / "examples" / "pretrain_gpt_odb.py"), *flags],
+        [sys.executable, *launch, str(ROOT / "examples" / "pretrain_gpt_odb.py"), *flags],
         capture_output=True,
         text=True,
         timeout=180,

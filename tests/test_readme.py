@@ -35,11 +35,11 @@ RUN_BY = (
     (("make", "train"), "test_readme.py::test_make_train"),
     (("odb_megatron.run",), "test_readme.py::test_in_a_checkout"),
     (("pretrain", "--odb-log-dir"), "test_readme.py::test_quickstart"),
-    (("odb-megatron", "doctor"), "test_doctor_command.py::test_the_command_of_the_quickstart"),
+    (("odb-megatron", "doctor"), "test_doctor.py::test_this_machine"),
     (("odb-megatron", "trace"), "test_readme.py::test_quickstart"),
     (("odb-megatron", "compare"), "test_readme.py::test_quickstart"),
     (("pretrain", "16384"), "test_readme.py::test_with_the_package_alone"),
-    (("odb-megatron", "launch"), "test_readme.py::test_on_one_machine"),
+    (("odb_megatron.cpu",), "test_readme.py::test_without_a_gpu"),
     (("odb-megatron", "simulate"), "test_readme.py::test_simulate"),
     (("odb-megatron", "inspect"), "test_readme.py::test_inspect"),
     (("sbatch",), "test_slurm_jobs.py::test_the_command_of_the_readme"),
@@ -63,7 +63,7 @@ RUN_BY = (
 # What runs the tests cannot be run by one.
 THE_CHECKS = ("test", "test-matrix", "test-slurm", "test-bridge", "verify", "bench", "docs")
 
-LAUNCH = [sys.executable, "-m", "odb_megatron", "launch", "--device", "cpu"]
+LAUNCH = [sys.executable, "-m", "odb_megatron.elastic", "--standalone"]
 
 
 @pytest.fixture
@@ -102,7 +102,8 @@ def _tokenizer(folder: Path) -> list[str]:
 def test_in_a_checkout(folder: Path, tokenizer_folder: Path) -> None:
     words = command("odb_megatron.run", "--odb")
     assert words[0] == "torchrun"
-    output = _run([*LAUNCH, *words[1:]], folder, tokenizer_folder, *_tokenizer(tokenizer_folder))
+    on_cpu = [*LAUNCH, *words[1:3], "-m", "odb_megatron.cpu", *words[3:]]
+    output = _run(on_cpu, folder, tokenizer_folder, *_tokenizer(tokenizer_folder))
     assert "odb: in place of pretrain_gpt.py's own data sets" in output
 
 
@@ -112,9 +113,9 @@ def test_with_the_package_alone(folder: Path, tokenizer_folder: Path) -> None:
     _run(ours, folder, tokenizer_folder, "--tokenizer-type", "HuggingFaceTokenizer")
 
 
-def test_on_one_machine(folder: Path, tokenizer_folder: Path) -> None:
-    words = command("odb-megatron", "launch", "--odb")
-    ours = [sys.executable, "-m", "odb_megatron", *words[1:]]
+def test_without_a_gpu(folder: Path, tokenizer_folder: Path) -> None:
+    words = command("odb_megatron.cpu", "--odb")
+    ours = [*LAUNCH, *words[1:]]
     data = shlex.split("--data-path chats.jsonl --split 90,10,0 --odb-token-budget 96")
     _run(ours, folder, tokenizer_folder, *_tokenizer(tokenizer_folder), *data)
 

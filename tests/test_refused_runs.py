@@ -69,14 +69,6 @@ CASES: list[tuple[list[str], str]] = [
     ([*LENGTH, "--data-path", "/nope"], "no data at '/nope': expected a file ending in"),
     ([*DATA, *LENGTH, "--odb-log-dir", "/proc/nope"], "--odb-log-dir /proc/nope cannot be written"),
     ([*DATA, *LENGTH, "--odb-log-dir", "CHATS"], "cannot be written (["),
-    (
-        [*DATA, *LENGTH, "--odb-metrics-file", "/proc/nope/odb.prom"],
-        "--odb-metrics-file /proc/nope/odb.prom cannot be written",
-    ),
-    (
-        [*DATA, *LENGTH, "--odb-metrics-port", "9400", "--odb-metrics-host", "192.0.2.7"],
-        "--odb-metrics-port 9400 cannot be listened on at 192.0.2.7",
-    ),
     ([*DATA, *LENGTH, "--use-megatron-fsdp"], "--odb does not run on FSDP"),
     ([*DATA, *LENGTH, "--use-torch-fsdp2"], "--odb does not run on FSDP"),
     ([*DATA, *LENGTH, "--non-persistent-ckpt-type", "local"], "--non-persistent-ckpt-type global"),
@@ -104,9 +96,9 @@ def ended(
     ]
     (folder / "try.py").write_text(TRY_ALL)
     (folder / "flags.json").write_text(json.dumps(every))
-    launch = [sys.executable, "-m", "odb_megatron", "launch", "--device", "cpu"]
+    launch = [sys.executable, "-m", "odb_megatron.elastic", "--standalone"]
     done = subprocess.run(
-        [*launch, "--nproc-per-node", "1", "try.py", "flags.json"],
+        [*launch, "-m", "odb_megatron.cpu", "try.py", "flags.json"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "ENDED": str(folder / "ended.json")},
         capture_output=True,

@@ -1,9 +1,8 @@
-"""What runs of `pretrain()` write of their steps: logs, `odb/...` series, Prometheus metrics."""
+"""What runs of `pretrain()` write of their steps: logs and `odb/...` series."""
 
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
 
 import pytest
@@ -36,19 +35,12 @@ def _log(megatron: Megatron) -> RunLog:
     return read_run(str(megatron.folder / f"log{megatron._num_runs}"))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def data_parallel(
     megatron: Megatron, data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[RunLog, Scalars, str, int]:
-    """Two replicas, the second of which has the writers: log, series, metrics file, port."""
-    pytest.importorskip("prometheus_client", reason="pip install 'odb-megatron[metrics]'")
-    folder, port = tmp_path_factory.mktemp("metrics"), _free_port()
+) -> tuple[RunLog, Scalars]:
+    """Two replicas, the second of which has the writers: log and series."""
+    folder = tmp_path_factory.mktemp("metrics")
     megatron.train(
         *(
             "--odb",
@@ -60,16 +52,12 @@ def data_parallel(
             24,
         ),
         *(*data_flags, "--tensorboard-dir", folder / "events", "--tensorboard-log-interval", 2),
-        *("--odb-metrics-port", port, "--odb-metrics-file", folder / "odb.prom"),
     )
-    text = (folder / "odb.prom").read_text()
-    return _log(megatron), _scalars(folder / "events"), text, port
+    return _log(megatron), _scalars(folder / "events")
 
 
-def test_the_log_has_each_replica(
-    data_parallel: tuple[RunLog, Scalars, str, int], chats: ChatFile
-) -> None:
-    run, *_ = data_parallel
+def test_the_log_has_each_replica(data_parallel: tuple[RunLog, Scalars], chats: ChatFile) -> None:
+    run, _ = data_parallel
     assert run.notes == ()
     (header,) = run.headers
     assert (header.batches, header.num_replicas, header.token_budget) == ("odb", 2, 96)
@@ -90,8 +78,8 @@ def test_the_log_has_each_replica(
             assert record.queue_steps >= 0
 
 
-def test_the_last_rank_writes_series(data_parallel: tuple[RunLog, Scalars, str, int]) -> None:
-    run, scalars, *_ = data_parallel
+def test_the_last_rank_writes_series(data_parallel: tuple[RunLog, Scalars]) -> None:
+    run, scalars = data_parallel
     written = {name for name in scalars if name.startswith("odb/")}
     assert written >= {
         f"odb/{name}"
@@ -106,22 +94,6 @@ def test_the_last_rank_writes_series(data_parallel: tuple[RunLog, Scalars, str, 
             else:
                 assert found[step.iteration] == pytest.approx(value, rel=1e-6)
     assert len(run.steps) >= 2
-
-
-def test_the_metrics_file_has_the_last_step(
-    data_parallel: tuple[RunLog, Scalars, str, int],
-) -> None:
-    run, _, text, port = data_parallel
-    values = {
-        found[1]: float(found[2]) for found in re.finditer(r"^(odb_\w+) (\S+)$", text, re.MULTILINE)
-    }
-    last = run.steps[-1].records[0]
-    assert values["odb_iteration"] == last.iteration
-    assert values["odb_micro_batches"] == last.num_micro_batches
-    assert values["odb_run_steps_total"] == len(run.steps)
-    assert values["odb_run_tokens_total"] == sum(step.first.tokens for step in run.steps)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", port))  # the server has ended with the run
 
 
 def test_a_rank_that_does_not_lead_writes_series(

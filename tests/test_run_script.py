@@ -199,6 +199,22 @@ def test_with_odb_replaces_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse.__self__ is pretrain.__self__  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    "patch", sorted((ROOT / "patches").glob("*/*.patch")), ids=lambda patch: patch.parent.name
+)
+def test_a_patch_inserts_what_there_is(patch: Path, tmp_path: Path) -> None:
+    lines = [line for line in patch.read_text().splitlines() if line[:1] in " +"][1:]
+    kept = [line[1:] for line in lines if line[0] == " "]
+    assert len(lines) - len(kept) == 5
+    assert "\n-" not in patch.read_text().replace("\n--- ", "")
+    code = "\n".join(line[1:] for line in lines if line[0] == "+")
+    compile(f"if True:\n{code}", str(patch), "exec")
+    assert "from odb_megatron.megatron.host_script import with_odb" in code
+    (tmp_path / "pretrain_gpt.py").write_text("\n".join(kept) + "\n")
+    subprocess.run(["git", "apply", "--verbose", str(patch)], cwd=tmp_path, check=True)
+    assert code in (tmp_path / "pretrain_gpt.py").read_text()
+
+
 def test_with_odb_leaves_what_was_replaced_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a patched script that `odb_megatron.run` runs."""
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--odb"])

@@ -117,7 +117,7 @@ class Job:
                 environment, command = process.environ(), process.cmdline()
             except psutil.Error:
                 continue
-            trains = "odb_megatron.testing.run_script" in command and "RANK" in environment
+            trains = "odb_megatron.cpu" in command and "RANK" in environment
             if environment.get("SLURM_JOB_ID") == self.number and trains:
                 found[int(environment["RANK"])] = process
         return [found[rank] for rank in sorted(found)]
@@ -165,7 +165,7 @@ def cluster(data_flags: tuple[str, ...], tokenizer_folder: Path) -> Iterator[Clu
         "PATH": _PATH,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "ODB_PYTHON": sys.executable,
-        "ODB_SCRIPT": "-m odb_megatron.testing.run_script examples/pretrain_gpt_odb.py",
+        "ODB_SCRIPT": "-m odb_megatron.cpu examples/pretrain_gpt_odb.py",
         "ODB_CACHE": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",
     }

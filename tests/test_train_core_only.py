@@ -54,8 +54,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def train(data: list[str], *flags: str, code: int = 0) -> tuple[list[Step], str]:
     """Run the example; return its steps, and all that it printed."""
     command = [
-        *(sys.executable, "-m", "odb_megatron", "launch", "--device", "cpu"),
-        *("--nproc-per-node", "2", "--", str(ROOT / "examples" / "train_core_only.py"), *data),
+        *(sys.executable, "-m", "odb_megatron.elastic", "--standalone", "--nproc-per-node=2"),
+        *("-m", "odb_megatron.cpu", str(ROOT / "examples" / "train_core_only.py"), *data),
         *("--seq-length", "64", "--train-samples", str(NUM_RECORDS), "--hidden-size", "32"),
         *("--global-batch-size", str(BATCH), "--num-attention-heads", "2", *flags),
     ]

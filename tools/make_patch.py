@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-PATCHES = Path(__file__).resolve().parents[1] / "odb_megatron" / "patching" / "patches"
+PATCHES = Path(__file__).resolve().parents[1] / "patches"
 SCRIPT = "pretrain_gpt.py"
 
 ABOUT = "    # --odb switches on online dynamic batching; without it {} as imported.\n"

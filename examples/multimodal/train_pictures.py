@@ -22,7 +22,7 @@ from typing import Any
 
 from odb_megatron.data.patches import IMAGE_TOKEN
 from odb_megatron.data.tokenizer import train_bpe
-from odb_megatron.launch import main as launch
+from odb_megatron.elastic import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_MADE = 320
@@ -61,7 +61,7 @@ TRAIN_FLAGS = shlex.split("""
     --log-interval 4 --eval-interval 1000 --eval-iters 0 --split 100,0,0 --num-workers 0
     --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm
     --no-masked-softmax-fusion --no-bias-swiglu-fusion
-    --distributed-backend gloo --tokenizer-type HuggingFaceTokenizer
+    --tokenizer-type HuggingFaceTokenizer
 """)
 
 
@@ -87,8 +87,7 @@ def main() -> int:
     script += ["--tokenizer-model", str(tokenizer)]
     if not {flag.partition("=")[0] for flag in flags} & {"--odb-epochs", "--train-samples"}:
         script += ["--odb-epochs", str(EPOCHS[options.pictures])]
-    device = ["--device", options.device, "--nproc-per-node", str(options.nproc_per_node)]
-    return launch([*device, "--", *script, *flags])
+    return launch([*script, *flags], num_processes=options.nproc_per_node, device=options.device)
 
 
 def made_pictures(folder: Path, num: int = NUM_MADE) -> tuple[Path, Path, list[str]]:

@@ -54,6 +54,8 @@ class BridgeRun(OdbRun):
         except ValueError as error:
             raise UnusableError(in_bridge_words(str(error))) from error
         refuse(cfg, args, config)
+        if config.dry_run:
+            cfg.logger.tensorboard_dir = cfg.logger.wandb_project = None
         self._reads_recipe = not has_data(self._dataset.odb) and args.data_path is None
         self._reads_recipe = self._reads_recipe and args.train_data_path is None
         self._context: Any = None

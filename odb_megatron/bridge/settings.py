@@ -61,9 +61,7 @@ class OdbSettings:
     on_peer_failure: str | None = None
     log_dir: str | None = None
     log_ids: bool | None = None
-    metrics_port: int | None = None
-    metrics_host: str | None = None
-    metrics_file: str | None = None
+    dry_run: bool | None = None
     data_path: Any = None
     train_data_path: Any = None
     valid_data_path: Any = None

@@ -174,23 +174,12 @@ def _add_report_arguments(group: argparse._ArgumentGroup) -> None:
         help="Write the ids of the samples into the log as well.",
     )
     group.add_argument(
-        "--odb-metrics-port",
-        type=int,
+        "--odb-dry-run",
+        action="store_true",
         default=None,
-        help="Serve the odb_* metrics of rank 0 to Prometheus on this port, for as long as the "
-        "run lasts. Needs the package prometheus_client. Default: no server.",
-    )
-    group.add_argument(
-        "--odb-metrics-host",
-        default=None,
-        help="Address that --odb-metrics-port listens on. There is no password: name an address "
-        "that others reach only where they may read the metrics. Default 127.0.0.1.",
-    )
-    group.add_argument(
-        "--odb-metrics-file",
-        default=None,
-        help="Write the same metrics after each step to this file, atomically, for the textfile "
-        "collector of node_exporter, which wants a name that ends in .prom.",
+        help="Check the flags and this machine, read and plan three steps by the run's own "
+        "loaders, print what was found, and end with exit code 0, or 2 where something does not "
+        "fit. Nothing is trained, and no checkpoint, log or series written.",
     )
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from odb_megatron.comm.watchdog import OnPeerFailure
@@ -21,7 +21,7 @@ from odb_megatron.plan.cost import CostPrices
 from odb_megatron.plan.padding import OverlongPolicy, SizeRule, budget_length, size_rule
 from odb_megatron.plan.record import Sync
 
-__all__ = ["STALL_WARN_S", "MetricsTarget", "OdbConfig"]
+__all__ = ["STALL_WARN_S", "OdbConfig"]
 
 _PLANNING_FLAGS = {
     "odb_token_budget": "--odb-token-budget",
@@ -34,6 +34,7 @@ _PLANNING_FLAGS = {
     "odb_resume_strict": "--odb-resume-strict",
     "odb_plan_ahead": "--odb-plan-ahead",
     "odb_warmup_worst_case": "--odb-warmup-worst-case",
+    "odb_dry_run": "--odb-dry-run",
     "odb_timeout_s": "--odb-timeout-s",
     "odb_stall_warn_s": "--odb-stall-warn-s",
     "odb_on_peer_failure": "--odb-on-peer-failure",
@@ -41,25 +42,6 @@ _PLANNING_FLAGS = {
 
 
 STALL_WARN_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsTarget:
-    """Where metrics go for Prometheus.
-
-    Attributes:
-        port: of the server; None for none.
-        host: address that it listens on.
-        file: written after each step; None for none.
-    """
-
-    port: int | None = None
-    host: str = "127.0.0.1"
-    file: str | None = None
-
-    def __bool__(self) -> bool:
-        """Whether they go anywhere."""
-        return self.port is not None or self.file is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +65,14 @@ class OdbConfig:
         resume_strict: whether a resume refuses data files that have changed.
         epochs: passes over the data, or None when the run length is given in Megatron's terms.
         attention: attention backend's name.
-        log_dir: folder of the step logs, or None.
+        log_dir: folder of the step logs; None for none, and in a dry run.
         log_ids: whether they name the samples.
-        metrics: where metrics go besides Megatron's writers.
         context: `--seq-length`.
         plan_ahead: most finished steps that wait for the trainer.
         warmup_worst_case: whether the worst micro-batches are run before the first step.
         timeout_s: seconds that the trainer waits for an exchange, and a worker has for a fetch.
         stall_warn_s: seconds before a peer that does not come is named in a warning.
+        dry_run: whether to end when the first steps were read and planned.
         on_peer_failure: what becomes of this process when another rank is gone.
     """
 
@@ -112,12 +94,12 @@ class OdbConfig:
     attention: str
     log_dir: str | None
     log_ids: bool
-    metrics: MetricsTarget
     context: int
     plan_ahead: int
     warmup_worst_case: bool
     timeout_s: float
     stall_warn_s: float
+    dry_run: bool
     on_peer_failure: OnPeerFailure
 
     @classmethod
@@ -161,8 +143,7 @@ class OdbConfig:
         cost = _taken(_cost, args, problems)
         template_args = _taken(_template_args, args, problems)
         logs_ids = _taken(_logs_ids, args, problems)
-        metrics = _taken(_metrics_target, args, problems)
-        if problems or buckets is None or metrics is None:
+        if problems or buckets is None:
             raise ValueError("\n".join(problems))
         minutes = getattr(args, "distributed_timeout_minutes", 10)  # Megatron's own default
         return cls(
@@ -182,14 +163,14 @@ class OdbConfig:
             resume_strict=args.odb_resume_strict is not False,
             epochs=args.odb_epochs,
             attention=args.odb_attention,
-            log_dir=args.odb_log_dir,
+            log_dir=None if args.odb_dry_run else args.odb_log_dir,
             log_ids=bool(logs_ids),
-            metrics=metrics,
             context=args.seq_length,
             plan_ahead=plan_ahead,
             warmup_worst_case=bool(args.odb_warmup_worst_case),
             timeout_s=args.odb_timeout_s or 60.0 * minutes,
             stall_warn_s=args.odb_stall_warn_s or STALL_WARN_S,
+            dry_run=bool(args.odb_dry_run),
             on_peer_failure=OnPeerFailure(args.odb_on_peer_failure or OnPeerFailure.EXIT.value),
         )
 
@@ -304,19 +285,6 @@ def _logs_ids(args: argparse.Namespace) -> bool:
             "it"
         )
     return bool(args.odb_log_ids)
-
-
-def _metrics_target(args: argparse.Namespace) -> MetricsTarget:
-    port, host = args.odb_metrics_port, args.odb_metrics_host
-    if port is None and host is not None:
-        raise ValueError(
-            "--odb-metrics-host would do nothing without --odb-metrics-port: add "
-            "--odb-metrics-port PORT, or drop it"
-        )
-    if port is not None and not 0 < port < 1 << 16:
-        raise ValueError(f"--odb-metrics-port must be from 1 to 65535, got {port}")
-    target = MetricsTarget(port=port, file=args.odb_metrics_file)
-    return target if host is None else replace(target, host=host)
 
 
 def _template_args(args: argparse.Namespace) -> dict[str, Any]:

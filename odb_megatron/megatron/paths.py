@@ -1,4 +1,4 @@
-"""Refuses data, folders and ports that a run cannot use, before Megatron starts.
+"""Refuses data and folders that a run cannot use, before Megatron starts.
 
 Must not open a data file: what it holds shows when its samples are counted.
 """
@@ -9,14 +9,12 @@ import argparse
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.records import require_data
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.setup import dataset_config, odb_config
 from odb_megatron.megatron.usage import usage_errors
-from odb_megatron.report.prometheus import require_metrics
 
 __all__ = ["require_paths"]
 
@@ -38,10 +36,8 @@ def require_paths(args: argparse.Namespace, *, has_datasets: bool = False) -> No
             for path in _data_paths(args):
                 if is_source or not config.enabled:  # the padded baseline reads on every rank
                     require_data(path)
-        if config.log_dir is not None and is_source:
-            _require_folder(config.log_dir)
-        if config.metrics and args.rank == 0:
-            require_metrics(**asdict(config.metrics))
+        if args.odb_log_dir is not None and is_source:
+            _require_folder(args.odb_log_dir)
 
 
 def _data_paths(args: argparse.Namespace) -> Iterator[str]:

@@ -106,7 +106,8 @@ def build_streams(
         else stream_from_dataset(dataset, num_samples=length, order=order)
         for dataset, length, order in zip(built, lengths, orders, strict=True)
     ]
-    shows = config.log_dir is not None and mpu.get_data_parallel_rank() == 0 and reads_data
+    is_asked = config.dry_run or config.log_dir is not None
+    shows = is_asked and mpu.get_data_parallel_rank() == 0 and reads_data
     if shows and renderer is not None and isinstance(streams[0], SampleStream):
         _show_first(streams[0], renderer)
     return streams

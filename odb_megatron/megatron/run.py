@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,12 +19,13 @@ from typing import Any
 
 import torch
 
+from odb_megatron import doctor
 from odb_megatron.comm.blocks import SourceGroup
 from odb_megatron.data.feed import StepFeed, StepHeader
 from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.elastic import leave_reason
+from odb_megatron.elastic import USAGE_ERROR, leave_reason
 from odb_megatron.megatron.attention.registry import AttentionBackend
 from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
 from odb_megatron.megatron.counters import StepCalculator
@@ -45,13 +47,14 @@ from odb_megatron.megatron.providers import (
     build_streams,
     source_group,
 )
-from odb_megatron.megatron.recorder import logged_loss
+from odb_megatron.megatron.recorder import gather_counts, logged_loss
 from odb_megatron.megatron.replica_data import ReplicaData, require_agreement
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.run_report import Evaluated, RunReport
 from odb_megatron.megatron.series_writers import megatron_writers
 from odb_megatron.megatron.setup import choose_backend, odb_config, total_samples
 from odb_megatron.megatron.topology import has_state_layers, padding_multiple
+from odb_megatron.megatron.usage import usage_errors
 from odb_megatron.megatron.warmup import warm_up
 from odb_megatron.plan.record import ReplicaFailedError
 
@@ -62,6 +65,9 @@ _CLEAN_CLOSE_S = 60.0
 
 INTERRUPTED = 130
 """Exit code after SIGINT, as shells have it."""
+
+_DRY_STEPS = 3
+"""Steps that `--odb-dry-run` reads."""
 
 _CLOSE_S = 2.0
 """The same after an error, which others may not know of: this process must end for them to."""
@@ -109,6 +115,7 @@ class OdbRun:
         self._saved: str | None = None  # data state of the loaded checkpoint
         self._tokens_before = 0
         self._is_warming_up = False
+        self._unfit = ""  # what of this machine fails, in a dry run
         self._place = replica_ranks(args, rank=args.rank)
         self.forward_step = self._make_forward_step()
         self.datasets_provider = self._make_provider()
@@ -236,9 +243,12 @@ class OdbRun:
         if self._calculator is not None:
             self._calculator.remove()
         ended = self._close_data(clean=clean)
-        self._report.finish(self._own_feed, together=clean and ended)
+        with usage_errors() if self.config.dry_run else nullcontext():
+            self._report.finish(self._own_feed, together=clean and ended)
         if self._peers is not None:
             self._peers.close(clean=clean)
+        if self.config.dry_run:
+            self._end_dry_run(error)
         if isinstance(error, KeyboardInterrupt):
             print(f"odb: rank {self._args.rank} was interrupted", file=sys.stderr, flush=True)
             raise SystemExit(INTERRUPTED) from None
@@ -247,12 +257,14 @@ class OdbRun:
 
     def _tell_failure(self, error: BaseException) -> None:
         """Tell the launcher, and the other ranks, unless one of them is the cause."""
-        text = f"{type(error).__name__}: {error}"
+        dry = self.config.dry_run
+        text = str(error) if dry else f"{type(error).__name__}: {error}"
         is_told = isinstance(error, ReplicaFailedError)
         loss = "" if self._peers is None or is_told else self._peers.loss_behind(error)
         if isinstance(error, Exception):
             known = not loss or loss in text
-            leave_reason(text if known else f"{loss} ({text})", is_told=is_told or bool(loss))
+            reason, is_told = text if known else f"{loss} ({text})", is_told or bool(loss)
+            leave_reason(reason, is_told=is_told, code=USAGE_ERROR if dry else 1)
         if self._peers is not None and not loss and not is_told:
             self._peers.tell_failure(text)
 
@@ -355,6 +367,9 @@ class OdbRun:
                     self._padded = self._build_streams(sizes)
             if not self.config.enabled:
                 return tuple(build_padded(self._args, self._padded))
+            if self.config.dry_run:
+                self._read_first_steps(self._replica)
+                raise SystemExit(0)
             return self._replica.iterators(vp_stage or 0)
 
         provider.is_distributed = True  # type: ignore[attr-defined]  # every rank builds its data
@@ -420,6 +435,64 @@ class OdbRun:
         if replica.train is not None and replica.train.num_steps == 0:
             steps = 0  # the end of iterables shows only in their state
         args.train_iters = args.iteration + steps
+
+    def _read_first_steps(self, replica: ReplicaData) -> None:
+        """Read and plan the first steps, and look at the machine; every rank calls it."""
+        args, (train, *_), longest = self._args, replica.iterators(0), 0
+        for number in range(_DRY_STEPS):
+            if self._report.recorder is not None:
+                self._report.recorder.start_clock()
+            header = None if train is None else next(train, None)
+            if train is None or not isinstance(header, StepHeader):
+                break
+            self._report.begin_step(header)
+            for _ in range(header.totals.num_micro_batches):
+                self._report.on_batch(next(train))
+            args.consumed_train_samples += header.totals.num_consumed
+            if self._report.recorder is not None:
+                values = {"iteration": args.iteration + number + 1, "loss_dict": {}}
+                record = self._report.end_step(
+                    values | {"grad_norm": None, "learning_rate": None},
+                    memory=memory_use(),
+                    delivered=replica.train.delivered if replica.train else None,
+                    reports=0,
+                )
+                longest = max(longest, *(n for lengths in record.lengths for n in lengths), 0)
+        if self._groups:
+            longest = max(own for (own,) in gather_counts(self._groups[-1], [longest]))
+        if args.rank == 0:
+            print(f"odb: the longest sample of these steps has {longest} tokens", flush=True)
+        if int(os.environ.get("LOCAL_RANK", args.rank)) == 0:
+            self._check_machine()
+
+    def _check_machine(self) -> None:
+        args = self._args
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", min(args.world_size, 8)))
+        size = len(self._place.ranks)
+        load = doctor.Load(
+            ranks=here,
+            readers=max(1, here // size),
+            num_workers=args.num_workers or 0,
+            replicas=args.data_parallel_size,
+            uses_nccl=args.distributed_backend == "nccl",
+        )
+        found = doctor.check_run(load, num_nodes=-(-args.world_size // here))
+        told = [one for one in found if one.status in (doctor.WARNING, doctor.FAILURE)]
+        if told:
+            print(f"odb: this machine, rank {args.rank}:\n{doctor.render(told)}", flush=True)
+        self._unfit = "; ".join(
+            f"{one.subject}: {one.seen}, expected {one.expected}: {one.way_out}"
+            for one in told
+            if one.status == doctor.FAILURE
+        )
+
+    def _end_dry_run(self, error: BaseException | None) -> None:
+        """End with exit code 2 where something does not fit."""
+        with usage_errors():
+            if isinstance(error, (ValueError, ReplicaFailedError)):
+                raise ValueError(str(error)) from error
+            if self._unfit:
+                raise ValueError(self._unfit)
 
     @property
     def _train_feed(self) -> StepFeed | None:

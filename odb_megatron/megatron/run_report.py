@@ -39,8 +39,8 @@ from odb_megatron.megatron.warmup import WarmUp
 from odb_megatron.plan.cost import CostModel, CostPrices
 from odb_megatron.plan.record import OPEN_TOTAL
 from odb_megatron.report.live import LiveReport, SourceTotals
-from odb_megatron.report.prometheus import Metrics
 from odb_megatron.report.step_log import LogHeader, StepLog, write_run
+from odb_megatron.report.step_record import StepRecord
 
 __all__ = ["Evaluated", "RunReport", "source_totals", "start_lines"]
 
@@ -94,8 +94,7 @@ class RunReport:
         self._cost: CostModel | None = None
         self._live: LiveReport | None = None
         self._log: StepLog | None = None
-        self._metrics: Metrics | None = None
-        self._find_writers = writers
+        self._find_writers = None if config.dry_run else writers
         self._writers: SeriesWriters | None = None
         self.is_open = False
         self._memory: MemoryUse | None = None
@@ -129,18 +128,17 @@ class RunReport:
         if args.rank == 0:
             if isinstance(stream, SampleStream) and stream.repeats():
                 print(f"odb: {stream.repeats()}", flush=True)
+            title = "odb" if config.enabled else "padded baseline"
             self._live = LiveReport(
                 total_samples=_told_total(args),
                 consumed_before=args.consumed_train_samples,
                 global_batch_size=args.global_batch_size,
                 sequence_length=args.seq_length,
-                title="odb" if config.enabled else "padded baseline",
+                title="odb dry run" if config.dry_run else title,
             )
         if config.log_dir is not None:
             run, *_ = (own for (own,) in gather_counts(group, [secrets.randbits(62)]))
             self._log = StepLog(config.log_dir, header=self._header(run, group))
-        if config.metrics and args.rank == 0:
-            self._metrics = Metrics(**asdict(config.metrics))
 
     def goes_on(self) -> None:
         """The run is a resumed one: counts of sources are of what follows."""
@@ -195,8 +193,8 @@ class RunReport:
         memory: MemoryUse,
         delivered: Delivered | None,
         reports: int,
-    ) -> None:
-        """Record the step and show it; see `StepRecorder.end_step`."""
+    ) -> StepRecord:
+        """Record the step, show and return it; see `StepRecorder.end_step`."""
         assert self.recorder is not None
         self._memory = memory
         record = self.recorder.end_step(
@@ -210,12 +208,11 @@ class RunReport:
             self._log.write(record)
         if self._live is not None:
             self._live.step(record)
-        if self._metrics is not None:
-            self._metrics.step(record)
         if self._writers is None and self._find_writers is not None:  # padded baseline
             self._writers = self._find_writers()
         if self._writers is not None:
             self._writers.step(record)
+        return record
 
     def evaluated(self, step: Evaluated) -> None:
         """Count a step, or a padded micro-batch, of an evaluation."""
@@ -243,8 +240,6 @@ class RunReport:
         finally:
             if self._log is not None:
                 self._log.close()
-            if self._metrics is not None:
-                self._metrics.close()
         left_out = sum(source.bad_records + source.overlong for source in sources)
         if together and left_out and not any(source.samples for source in sources):
             raise ValueError(

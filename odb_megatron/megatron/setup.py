@@ -148,6 +148,9 @@ def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None
     messages = _messages(lambda: refuse_unsupported(args, config), lambda: refuse_converted(args))
     if messages:
         raise ValueError("\n".join(messages))
+    if config.dry_run:
+        args.tensorboard_dir = args.wandb_project = None
+        args.log_progress = False
 
 
 def _messages(*checks: Callable[[], object]) -> list[str]:
@@ -250,6 +253,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             formatter._expand_help(action)
         except (KeyError, TypeError, ValueError):
             action.help = (action.help or "").replace("%", "%%")
+    if device_type() == "cpu":
+        parser.set_defaults(distributed_backend="gloo")
     raise_usage_errors(parser)
     return add_odb_arguments(parser)
 

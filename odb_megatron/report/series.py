@@ -1,4 +1,4 @@
-"""The `odb/...` series of a step: what TensorBoard, W&B and Prometheus are told of it.
+"""The `odb/...` series of a step: what TensorBoard and W&B are told of it.
 
 Pure: no writer, no clock. A series that a rank cannot know is left out, not zero.
 """
@@ -17,7 +17,7 @@ class Series:
     """One series.
 
     Attributes:
-        name: behind `odb/`; for Prometheus behind `odb_`, with underscores.
+        name: behind `odb/`.
         text: what it is. "(all)" is said of sums over replicas; the others are of the replica of
             the rank that writes.
     """

@@ -1,7 +1,6 @@
-"""Runs a script or a module as `__main__` under the CPU device layer.
+"""Runs a script or a module as `__main__` with Megatron on the CPU, for tests and demos.
 
-`python -m odb_megatron.testing.run_script SCRIPT [ARGS...]`, or `-m MODULE` for SCRIPT. Must
-not interpret the script's arguments and must not catch what the script raises.
+`torchrun --nproc-per-node 2 -m odb_megatron.cpu SCRIPT [ARGS...]`, or `-m MODULE` for SCRIPT.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from odb_megatron.elastic import reason_left
 from odb_megatron.testing import cpu_device
 
 __all__ = ["main"]
@@ -32,8 +32,7 @@ def main(argv: Sequence[str]) -> None:
     is_module = argv[:1] == ["-m"]
     named = argv[1:] if is_module else argv
     if not named:
-        usage = "usage: python -m odb_megatron.testing.run_script (SCRIPT | -m MODULE) [ARGS...]"
-        raise SystemExit(usage)
+        raise SystemExit("usage: python -m odb_megatron.cpu (SCRIPT | -m MODULE) [ARGS...]")
     script = Path(named[0])
     if not is_module and not script.is_file():
         raise SystemExit(f"no such script: {script}")
@@ -44,10 +43,11 @@ def main(argv: Sequence[str]) -> None:
     except RuntimeError as error:
         raise SystemExit(f"odb_megatron: {error}") from error
     sys.argv = [str(script), *named[1:]]
-    if is_module:
-        runpy.run_module(named[0], run_name="__main__", alter_sys=True)
-        return
-    runpy.run_path(str(script), run_name="__main__")
+    with reason_left():
+        if is_module:
+            runpy.run_module(named[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(script), run_name="__main__")
 
 
 if __name__ == "__main__":

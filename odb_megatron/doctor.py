@@ -1,0 +1,474 @@
+"""`odb-megatron doctor`: what of this machine would fail or slow a run. A dry run asks it too.
+
+What is looked at is passed to the checks, which are functions of it. Torch and Megatron need not be
+installed: a process of its own imports torch, which takes seconds and may be broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import fcntl
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from odb_megatron import __version__
+from odb_megatron.megatron.attention.registry import BACKENDS
+from odb_megatron.megatron.compat import MAX_VERSION, MIN_VERSION, check_version
+from odb_megatron.output_files import check_output, write_output
+
+__all__ = ["FAILURE", "NOT_APPLICABLE", "OK", "WARNING", "Finding", "Host", "Load", "Megatron"]
+__all__ += ["as_json", "check_host", "check_network", "check_packages", "check_run", "check_torch"]
+__all__ += ["main", "render"]
+
+OK, WARNING, FAILURE, NOT_APPLICABLE = "ok", "warning", "failure", "not applicable"
+_STATUSES = (OK, WARNING, FAILURE, NOT_APPLICABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found; with a warning or a failure also what was expected, and the hint."""
+
+    subject: str
+    status: str
+    seen: str
+    expected: str = ""
+    way_out: str = ""
+
+
+def _judged(
+    subject: str, seen: str, expected: str, hint: str, *, fails: bool = False, warns: bool = False
+) -> Finding:
+    if not fails and not warns:
+        return Finding(subject, OK, seen)
+    return Finding(subject, FAILURE if fails else WARNING, seen, expected, hint)
+
+
+def render(findings: Sequence[Finding]) -> str:
+    """Return the findings as lines for a terminal."""
+    width = max((len(finding.subject) for finding in findings), default=0)
+    lines: list[str] = []
+    wrap = partial(textwrap.wrap, width=100, break_long_words=False, break_on_hyphens=False)
+    for finding in findings:
+        status = "n/a" if finding.status == NOT_APPLICABLE else finding.status
+        head, pad = f"{status:<8} {finding.subject:<{width}}  ", " " * (width + 11)
+        lines += wrap(finding.seen, initial_indent=head, subsequent_indent=pad)
+        if finding.expected:
+            text = f"expected: {finding.expected}; way out: {finding.way_out}"
+            lines += wrap(text, initial_indent=pad, subsequent_indent=pad)
+    return "\n".join(lines)
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return the findings as plain values."""
+    counts = Counter(finding.status for finding in findings)
+    return {
+        "command": [],  # of versions that checked one
+        "exit_code": int(counts[FAILURE] > 0),
+        "counts": {status: counts[status] for status in _STATUSES},
+        "checks": [asdict(finding) for finding in findings],
+    }
+
+
+# --- packages --------------------------------------------------------------------------------
+
+_NEEDED = ("numpy", "tqdm", "torch")
+_SHOWN = (
+    *("transformers", "tokenizers", "psutil", "transformer-engine", "flash-attn", "flash-attn-3"),
+    *("flash-attn-4", "nvidia-modelopt", "megatron-bridge"),
+)
+_PIP = "pip install 'odb-megatron[megatron]' on Python 3.12 or later"
+
+
+@dataclass(frozen=True, slots=True)
+class Megatron:
+    """The Megatron that Python finds.
+
+    Attributes:
+        version: empty where there is none.
+        folder: of `megatron.core`.
+        foreign: file of an unrelated package `megatron`, which hides it.
+        has_training: whether there is `megatron.training`.
+    """
+
+    version: str = ""
+    folder: str = ""
+    foreign: str = ""
+    has_training: bool = True
+
+
+def find_megatron() -> Megatron:
+    """Find Megatron as a launched process would, the current folder first; it is not imported."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec("megatron")
+        core = importlib.util.find_spec("megatron.core") if spec else None
+        training = importlib.util.find_spec("megatron.training") if spec else None
+    finally:
+        sys.path.pop(0)
+    if core is None or not core.origin:
+        return Megatron(foreign=(spec.origin or "") if spec else "")
+    folder = Path(core.origin).parent
+    info = (folder / "package_info.py").read_text(encoding="utf-8")  # it runs git when imported
+    parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)", info, re.MULTILINE))
+    version = ".".join(parts.get(name, "0") for name in ("MAJOR", "MINOR", "PATCH"))
+    version += parts.get("PRE_RELEASE", "")
+    return Megatron(version=version, folder=str(folder), has_training=training is not None)
+
+
+def check_packages(
+    versions: Mapping[str, str], megatron: Megatron, *, python: tuple[int, ...]
+) -> Iterator[Finding]:
+    """Check what is installed.
+
+    Args:
+        versions: of installed distributions, by name.
+        megatron: see `Megatron`.
+        python: this one's version.
+    """
+    expected = "3.12 or later: megatron.training, which pretrain scripts need, is for those"
+    text, hint = ".".join(map(str, python)), "make an environment with Python 3.12"
+    yield _judged("python", text, expected, hint, warns=python[:2] < (3, 12))
+    yield Finding("odb-megatron", OK, __version__)
+    for name in (*_NEEDED, *_SHOWN):
+        if name in versions or name in _NEEDED:
+            seen, is_absent = versions.get(name, "not installed"), name not in versions
+            hint = _PIP if name == "torch" else f"pip install {name}"
+            yield _judged(name, seen, "needed to train", hint, fails=is_absent)
+        else:
+            yield Finding(name, NOT_APPLICABLE, "not installed")
+    checkout = f"{_PIP}, or put a Megatron-LM checkout on PYTHONPATH"
+    if not megatron.version:
+        seen, hint = "not installed", checkout
+        if megatron.foreign:
+            seen, hint = f"{megatron.foreign} is another package", f"pip uninstall megatron; {hint}"
+        yield Finding("megatron-core", FAILURE, seen, "NVIDIA's, needed to train", hint)
+        return
+    low, high = (".".join(map(str, bound)) for bound in (MIN_VERSION, MAX_VERSION))
+    try:
+        is_old, is_new = False, check_version(megatron.version)[:2] > MAX_VERSION
+    except ValueError:
+        is_old, is_new = True, False
+    seen, hint = f"{megatron.version} in {megatron.folder}", f"pip install 'megatron-core>={low}'"
+    expected = f"{low} to {high}"
+    yield _judged("megatron-core", seen, expected, hint, fails=is_old, warns=is_new)
+    if not megatron.has_training:
+        expected = "needed by pretrain scripts"
+        yield Finding("megatron.training", FAILURE, "not there", expected, checkout)
+    if "psutil" not in versions:
+        expected = "Megatron needs it to save torch_dist checkpoints, its default format"
+        yield Finding("checkpoints", WARNING, "no psutil", expected, "pip install psutil")
+
+
+# --- devices, collectives, attention ---------------------------------------------------------
+
+_MARK = "odb-torch: "
+
+
+def look_at_torch() -> None:
+    """Print what torch sees here, in a process of its own; nothing is allocated on a device."""
+    import torch
+    import torch.distributed as dist
+
+    gloo = "" if dist.is_available() and dist.is_gloo_available() else "torch has none"
+    if not gloo:
+        try:
+            store: Any = dist.HashStore()  # type: ignore[attr-defined]
+            limit = datetime.timedelta(seconds=20)
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=limit)
+            dist.all_reduce(torch.ones(1))
+            dist.destroy_process_group()
+        except RuntimeError as error:
+            gloo = str(error).splitlines()[0]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = {
+        "version": f"torch {torch.__version__} for CUDA {torch.version.cuda or '-'}",
+        "devices": [torch.cuda.get_device_name(at) for at in range(count)],
+        "has_nccl": dist.is_available() and dist.is_nccl_available(),
+        "gloo_error": gloo,
+        "attention": {name: backend.available() or "" for name, backend in BACKENDS.items()},
+    }
+    print(f"{_MARK}{json.dumps(found)}", flush=True)
+
+
+def _torch_facts() -> dict[str, Any]:
+    code = "from odb_megatron.doctor import look_at_torch; look_at_torch()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith(_MARK):
+            return dict(json.loads(line.removeprefix(_MARK)))
+    said = done.stderr.strip().splitlines() or ["it said nothing"]
+    return {"error": f"{said[-1]} (exit code {done.returncode})"}
+
+
+def check_torch(found: Mapping[str, Any], *, driver: str, visible: str | None) -> Iterator[Finding]:
+    """Check devices, collectives and attention backends.
+
+    Args:
+        found: see `look_at_torch`; `error` where torch cannot be imported.
+        driver: version of the NVIDIA driver; empty for none.
+        visible: CUDA_VISIBLE_DEVICES; None where it is not set.
+    """
+    if "error" in found:
+        hint = "install torch anew, the build for this machine's driver (pytorch.org)"
+        yield Finding("torch", FAILURE, found["error"], "that 'import torch' works", hint)
+        return
+    devices, build = found["devices"], f"{found['version']}; driver {driver or '-'}"
+    is_hidden = visible is not None and visible.strip() in ("", "-1")
+    if not devices and not driver:
+        yield Finding("CUDA", NOT_APPLICABLE, f"no NVIDIA driver here; {build}")
+    else:
+        seen = ", ".join(f"{count} × {name}" for name, count in Counter(devices).items())
+        seen = seen or (f"CUDA_VISIBLE_DEVICES is {visible!r}" if is_hidden else "torch sees none")
+        hint = "see nvidia-smi; the driver must be as new as torch's build for CUDA (pytorch.org), "
+        hint = "unset CUDA_VISIBLE_DEVICES" if is_hidden else hint + "a container needs --gpus all"
+        has_failed, expected = not devices and not is_hidden, "the devices of the run"
+        seen = f"{seen}; {build}"
+        yield _judged("CUDA", seen, expected, hint, fails=has_failed, warns=not devices)
+    seen, hint = "there" if found["has_nccl"] else "none", "install torch's CUDA build for Linux"
+    has_failed = bool(devices) and not found["has_nccl"]
+    yield _judged("NCCL", seen, "needed on GPUs", hint, fails=has_failed)
+    seen, expected = found["gloo_error"], "plans go over gloo, on GPUs too"
+    hint = "GLOO_SOCKET_IFNAME with an interface that is up, or a host name that resolves to one"
+    works = "a group of one process works"
+    yield _judged("gloo", seen or works, expected, hint, fails=bool(seen))
+    device = "cuda" if devices else "cpu"
+    able = [name for name, why in found["attention"].items() if not why]
+    has_failed = not any(device in BACKENDS[name].auto_devices for name in able)
+    seen = ", ".join(f"{name}: {why or 'ok'}" for name, why in found["attention"].items())
+    expected = f"a backend that --odb-attention auto may choose on {device}"
+    hint = "pip install 'odb-megatron[te]' or 'odb-megatron[flash]', or torch 2.11"
+    yield _judged("attention", seen, expected, hint, fails=has_failed)
+
+
+# --- limits of the machine -------------------------------------------------------------------
+
+_MIB = 1 << 20
+_UNLIMITED = resource.RLIM_INFINITY
+
+# Four segments of 9.6 MB are in reports of NCCL's failures in containers of 64 MiB
+# (NVIDIA/nccl#342, #1518); its manual has --shm-size=1g for 8 ranks.
+_NCCL_MIN, _NCCL_ENOUGH = 40 * _MIB, 128 * _MIB
+_WORKER = _MIB  # samples go through pipes: semaphores, 0.02 MB measured
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a run asks of one machine: ranks on it, those that read, data-loader workers of each."""
+
+    ranks: int = 1
+    readers: int = 1
+    num_workers: int = 0
+    replicas: int = 1  # of the whole run
+    uses_nccl: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Limits of this machine; -1 for none.
+
+    Attributes:
+        shared_free: bytes of /dev/shm.
+        open_files: soft and hard limit of a process.
+        locked_memory: soft limit in bytes.
+        num_cores: that this process may use.
+        infiniband: names of adapters.
+    """
+
+    shared_free: int
+    open_files: tuple[int, int]
+    locked_memory: int
+    num_cores: int
+    infiniband: tuple[str, ...] = ()
+
+
+def find_host() -> Host:
+    """Look at this machine."""
+    adapters, shared = Path("/sys/class/infiniband"), Path("/dev/shm")
+    status = os.statvfs(shared) if shared.is_dir() else None
+    return Host(
+        shared_free=status.f_bavail * status.f_frsize if status else 0,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        num_cores=len(os.sched_getaffinity(0)),
+        infiniband=tuple(sorted(os.listdir(adapters))) if adapters.is_dir() else (),
+    )
+
+
+def check_host(host: Host, load: Load | None) -> Iterator[Finding]:
+    """Check limits, against what a run needs where it is known."""
+    run = load or Load(ranks=8)
+    workers = run.readers * run.num_workers
+    nccl = run.ranks if run.uses_nccl and run.ranks > 1 else 0
+    free, need = host.shared_free, workers * _WORKER + nccl * _NCCL_ENOUGH
+    seen = f"{free / _MIB:.0f} MiB free in /dev/shm"
+    expected = f"{need / _MIB:.0f} MiB ({workers} workers, NCCL of {nccl} ranks)"
+    hint = "start the container with --shm-size=1g or more (Kubernetes: an emptyDir of medium "
+    hint += "Memory on /dev/shm), or mount -o remount,size=1g /dev/shm"
+    is_short = bool(load) and free < workers * _WORKER + nccl * _NCCL_MIN
+    is_small = free < (need if load else 65 * _MIB)  # a container has 64 by default
+    yield _judged("shared memory", seen, expected, hint, fails=is_short, warns=is_small)
+    soft, hard = (sys.maxsize if one == _UNLIMITED else one for one in host.open_files)
+    # Pipes of two loaders' workers: 5 each, measured with torch 2.13; 8 gloo groups.
+    need = 256 + 10 * run.num_workers + 16 * (run.replicas - 1)
+    seen = f"ulimit -n is {'unlimited' if soft == sys.maxsize else soft}"
+    expected = f"about {need} for {run.num_workers} workers and {run.replicas} replicas"
+    hint = f"ulimit -n {min(hard, 2 * need)} in the job script"
+    hint = hint if hard >= need else "raise the hard limit (limits.conf, slurmd's LimitNOFILE)"
+    yield _judged("open files", seen, expected, hint, fails=2 * soft < need, warns=soft < need)
+    if host.infiniband:
+        is_limited, seen = host.locked_memory != _UNLIMITED, f"ulimit -l is {host.locked_memory}"
+        hint = "ulimit -l unlimited (container: --ulimit memlock=-1; slurmd: LimitMEMLOCK)"
+        expected = f"unlimited: NCCL registers its buffers with {', '.join(host.infiniband)}"
+        yield _judged("locked memory", seen, expected, hint, warns=is_limited)
+    else:
+        yield Finding("locked memory", NOT_APPLICABLE, "no InfiniBand or RoCE adapter here")
+    seen = f"{host.num_cores} that this process may use"
+    expected = f"one for each of {run.ranks} ranks and {workers} workers"
+    hint = "fewer --num-workers, or ask the scheduler for more (--cpus-per-task)"
+    is_small = bool(load) and run.ranks + workers > host.num_cores
+    yield _judged("cores", seen, expected, hint, warns=is_small)
+
+
+# --- network ---------------------------------------------------------------------------------
+
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def find_interfaces() -> dict[str, str]:
+    """Return the IPv4 addresses of network interfaces, by name; empty for none."""
+    found = dict.fromkeys((name for _, name in socket.if_nameindex()), "")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:
+        for name in found:
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):
+                reply = fcntl.ioctl(channel.fileno(), _SIOCGIFADDR, request)
+                found[name] = socket.inet_ntoa(reply[20:24])
+    return found
+
+
+def check_network(
+    interfaces: Mapping[str, str],
+    environment: Mapping[str, str],
+    *,
+    resolved: str,
+    num_nodes: int | None,
+) -> Iterator[Finding]:
+    """Check which interfaces gloo and NCCL take.
+
+    Args:
+        interfaces: IPv4 addresses, by name.
+        environment: of the run.
+        resolved: what the host's name resolves to, where gloo then listens; empty for nothing.
+        num_nodes: of the run; None where it is not known.
+    """
+    outside = [name for name, at in interfaces.items() if at and not at.startswith("127.")]
+    named = ", ".join(f"{name} {interfaces[name]}" for name in outside) or "none but loopback"
+    host = f"the host's name resolves to {resolved or 'nothing'}"
+    yield Finding("interfaces", OK, f"{named}; {host}")
+    gloo, nccl = environment.get(_GLOO, ""), environment.get(_NCCL, "")
+    is_wrong = any(name not in interfaces for name in gloo.split(",") if name)
+    is_alone = num_nodes == 1 or (num_nodes is None and len(outside) < 2)
+    is_sure = len(outside) == 1 and interfaces[outside[0]] == resolved
+    leads_nowhere = num_nodes is not None and (not resolved or resolved.startswith("127."))
+    is_open = not (gloo or is_alone or is_sure)
+    seen, fails = f"{gloo or 'not set'}; {host}", is_wrong or (is_open and leads_nowhere)
+    expected = f"the network that all nodes share, of {', '.join(sorted(interfaces))}"
+    hint = f"export {_GLOO}={outside[0] if outside else 'NAME'}, or what all nodes share"
+    yield _judged(_GLOO, seen, expected, hint, fails=fails, warns=is_open)
+    if not nccl:
+        yield Finding(_NCCL, NOT_APPLICABLE, "not set")
+        return
+    chosen = [name for name in interfaces if nccl_takes(nccl, name)]
+    seen = f"{nccl}: {', '.join(chosen) or 'fits no interface here'}"
+    hint = f"export {_NCCL} with what every node has (=name exactly, ^name all but), or unset"
+    yield _judged(_NCCL, seen, f"a prefix of {', '.join(outside)}", hint, fails=not chosen)
+
+
+def nccl_takes(rule: str, name: str) -> bool:
+    """Whether NCCL's rule holds: prefixes with commas; `^` turns it round, `=` wants all of it."""
+    is_turned, rule = rule.startswith("^"), rule.removeprefix("^")
+    is_exact, rule = rule.startswith("="), rule.removeprefix("=")
+    parts = [part.partition(":")[0] for part in rule.split(",")]
+    fits = any(name == part if is_exact else name.startswith(part) for part in parts)
+    return fits != is_turned
+
+
+# --- the command, and the dry run ------------------------------------------------------------
+
+
+def check_run(load: Load | None, *, num_nodes: int | None) -> list[Finding]:
+    """Check limits and network of this machine, for a run where its load is known."""
+    resolved = ""
+    with contextlib.suppress(OSError):
+        resolved = socket.gethostbyname(socket.gethostname())
+    network = check_network(find_interfaces(), os.environ, resolved=resolved, num_nodes=num_nodes)
+    return [*check_host(find_host(), load), *network]
+
+
+def check_machine() -> list[Finding]:
+    """Check everything of this machine."""
+    versions = {}
+    for name in (*_NEEDED, *_SHOWN):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    found = list(check_packages(versions, find_megatron(), python=sys.version_info[:3]))
+    if "torch" in versions:
+        torch = _torch_facts()
+        driver = Path("/proc/driver/nvidia/version")
+        version = driver.read_text(errors="replace").split("\n")[0] if driver.is_file() else ""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        found += check_torch(torch, driver=" ".join(version.split()), visible=visible)
+    return found + check_run(None, num_nodes=None)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check this machine, print what was found; return 1 where there is a failure, else 0.
+
+    Raises:
+        SystemExit: arguments that cannot be used (2), or `--help` (0).
+    """
+    parser = argparse.ArgumentParser(
+        prog="odb-megatron doctor",
+        description="Look at this machine for what would fail or slow a run. Exit code: 0 all "
+        "well, or warnings only; 1 a failure; 2 arguments that cannot be used.",
+        epilog="--odb-dry-run behind a training command checks its flags and reads its data.",
+        allow_abbrev=False,
+    )
+    out = {"metavar": "FILE", "help": "write what was found; - for standard output"}
+    parser.add_argument("--json", **out)  # type: ignore[arg-type]
+    options = parser.parse_args(list(argv))
+    try:
+        if options.json not in (None, "-"):
+            check_output("--json", options.json)
+        findings = check_machine()
+        report = as_json(findings)
+        counts = [f"{count} {status}" for status, count in report["counts"].items() if count]
+        lines = f"{render(findings)}\n\ndoctor: {', '.join(counts)}"
+        print(lines, file=sys.stderr if options.json == "-" else sys.stdout)
+        if options.json == "-":
+            print(json.dumps(report, indent=1))
+        elif options.json:
+            write_output("--json", options.json, json.dumps(report, indent=1) + "\n")
+    except ValueError as error:
+        parser.error(str(error))
+    return int(report["exit_code"])
