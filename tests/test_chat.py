@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from odb_megatron.data.chat import ChatRenderer
+from odb_megatron.data.chat import CHATML_TEMPLATE, ChatRenderer
 from odb_megatron.data.chat_record import (
     ChatFormatError,
     ChatRecord,
@@ -354,7 +354,18 @@ def test_what_could_be_learnt_wrongly_is_never_skipped(record: dict[str, Any], e
         ),
         ({"instruction": "i", "instances": []}, "instances is empty; expected at least one"),
         ({"instruction": "i", "instances": [{}]}, r"instances\[0\].output is null or missing"),
-        ({"prompt": [USER], "completion": "c"}, "prompt is of type list; expected text"),
+        ({"prompt": [USER], "completion": 3}, "completion is of type int; expected text"),
+        ({"question": "q", "context": "c", "answer": "a"}, "has question and context; which of"),
+        ({"messages": [USER, ANSWER], "enable_thinking": False}, "enable_thinking beside its mess"),
+        ({"messages": [{**USER, "images": ["x.png"]}, ANSWER]}, "has images, and this model reads"),
+        (
+            {
+                "messages": [
+                    {**ANSWER, "function_call": {"name": "f"}, "tool_calls": [{"name": "g"}]}
+                ]
+            },
+            "has function_call and tool_calls; keep one",
+        ),
         ({"text": " \n"}, "the text is empty; expected at least one character"),
     ],
 )
@@ -601,7 +612,7 @@ def test_calls_and_tools_reach_a_template_that_prints_them(folder: Path, tokeniz
             "prints message 3 in several places",
             False,
         ),
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "does not print every message", True),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "does not print the content", True),
         (
             "{{ raise_exception('one turn') if messages | length == 4 }}" + PLAIN_CHATML,
             r"was not found in two plain turns: .*\(one turn\)",
@@ -642,7 +653,7 @@ def test_a_part_of_a_text(folder: Path) -> None:
     parts = "{% for m in messages %}{{ '<|im_start|>' + m.content.split('##')[-1] + '<|im_end|>' }}"
     renderer = ChatRenderer(_with_template(folder, parts + "{% endfor %}"))
     renderer.render(CHAT)
-    with pytest.raises(ValueError, match="prints a part of a message's text alone"):
+    with pytest.raises(ValueError, match="does not print the content of a message"):
         renderer.render(_chat(("user", "q"), ("assistant", "a ## b")))
 
 
@@ -799,3 +810,133 @@ def test_real_conversations(tokenizer: Any, renderers: dict[str, ChatRenderer]) 
         assert both[0].tolist() == ids.tolist()
         assert both[1].tolist() == weights.tolist()
     assert num_calls == 211
+
+
+HEADED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}"
+    "{% endfor %}"
+)
+
+
+def test_a_template_that_always_asks_for_an_answer(folder: Path, tokenizer: Any) -> None:
+    """The next header is no part of a turn."""
+    asking = _with_template(folder, HEADED + "{{ '<|im_start|>assistant\n' }}")
+    ids, weights = ChatRenderer(asking).render(CHAT)
+    learnt = tokenizer.decode(ids[weights > 0])
+    assert learnt == "hello there<|im_end|>four 😀\n<|im_end|>"
+
+
+def test_an_end_that_only_the_last_turn_shows(folder: Path) -> None:
+    once = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}{{ eos_token }}"
+    )
+    loaded = _with_template(folder, once)
+    loaded.add_tokens(["<|user|>", "<|assistant|>"], special_tokens=True)
+    turns = [("user", "q"), ("assistant", "one"), ("user", "r"), ("assistant", "two")]
+    ids, weights = ChatRenderer(loaded).render(_chat(*turns))
+    assert loaded.decode(ids[weights > 0]) == "onetwo<|endoftext|>"
+
+
+def test_what_python_prints_is_not_trained(folder: Path, tokenizer: Any) -> None:
+    """Parts of a content, where a template that drops reasoning knows texts alone."""
+    source = CHATML_TEMPLATE.replace(
+        "message['content'] + '<|im_end|>' }}{% endgen",
+        "(message.content.split('</think>')[-1] if message.content is string else message.content)"
+        " ~ '<|im_end|>' }}{% endgen",
+    )
+    answer = "<think>\nR\n</think>\n\nHo."
+    turns = [("user", "q"), ("assistant", answer), ("user", "r"), ("assistant", "Hm")]
+    ids, _ = ChatRenderer(_with_template(folder, source)).render(_chat(*turns))
+    assert "'type'" not in tokenizer.decode(ids)
+    with pytest.raises(
+        ValueError, match="does not print the content of a message of the role assi"
+    ):
+        ChatRenderer(_with_template(folder, source)).render(_chat(*turns[:2]))
+
+
+CALLS = PLAIN_CHATML.replace("m['content'] +", "(m.content or '') + CALLS +")
+
+
+@pytest.mark.parametrize(
+    ("printed", "error"),
+    [
+        (
+            "(m.tool_calls[0].function.name | upper if m.tool_calls else '')",
+            "does not print the too",
+        ),
+        (
+            "(m.tool_calls[0].function | tojson(ensure_ascii=True) if m.tool_calls else '')",
+            "was not found in the rendered text|does not print the tool call",
+        ),
+    ],
+)
+def test_calls_that_are_not_all_found(folder: Path, printed: str, error: str) -> None:
+    calls = [{"name": "f", "arguments": {"x": one}} for one in ("Paris", "Oslo")]
+    turns = [USER, {"role": "assistant", "content": None, "tool_calls": calls}]
+    source = CALLS.replace("CALLS", printed) + "{# tools #}"
+    for record in (
+        {"messages": turns},
+        {"messages": [*turns[:1], {**turns[1], "tool_calls": calls[:1]}]},
+    ):
+        with pytest.raises(ValueError, match=error) as caught:
+            ChatRenderer(_with_template(folder, source)).render(parse_record(record))
+        assert not isinstance(caught.value, ChatFormatError)
+
+
+def test_an_id_behind_the_arguments_belongs_to_the_call(folder: Path, tokenizer: Any) -> None:
+    printed = (
+        "('f' + (m.tool_calls[0].function.arguments | tojson) + m.tool_calls[0].id "
+        "if m.tool_calls else '')"
+    )
+    call = {"id": "call1", "function": {"name": "f", "arguments": {"x": "Paris"}}}
+    turns = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, USER, ANSWER]
+    source = CALLS.replace("CALLS", printed)
+    ids, weights = ChatRenderer(_with_template(folder, source)).render(
+        parse_record({"messages": turns})
+    )
+    assert tokenizer.decode(ids[weights > 0]) == 'f{"x": "Paris"}call1<|im_end|>a<|im_end|>'
+
+
+def test_short_reasoning_that_stands_elsewhere_is_not_taken_for_printed(folder: Path) -> None:
+    turns = [{"role": "user", "content": "2+2?"}, {**ANSWER, "thinking": "2+2"}]
+    with pytest.raises(ValueError, match="does not print the reasoning of some turns"):
+        ChatRenderer(_with_template(folder, PLAIN_CHATML)).render(parse_record({"messages": turns}))
+
+
+def test_template_arguments_that_are_not_read(folder: Path) -> None:
+    record = {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thnking": False}}
+    with pytest.raises(ValueError, match="gives the chat template 'enable_thnking', which it does"):
+        ChatRenderer(_with_template(folder, PLAIN_CHATML)).render(parse_record(record))
+    renderer = ChatRenderer(_with_template(folder, PLAIN_CHATML), template_arguments={"mood": 1})
+    with pytest.raises(ChatFormatError, match="does not read mood"):
+        renderer.render(CHAT)
+
+
+def test_named_templates_for_tools(folder: Path, tokenizer: Any) -> None:
+    """One that cannot be rendered without tools."""
+    named = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + CALLS.replace(
+        "CALLS", "(m.tool_calls | tojson if m.tool_calls else '')"
+    )
+    loaded = _with_template(folder, None)
+    loaded.chat_template = {"default": PLAIN_CHATML, "tool_use": named}
+    tools = [{"name": "F", "parameters": {}}]
+    ids, weights = ChatRenderer(loaded).render(
+        parse_record({"messages": [USER, ANSWER], "tools": tools})
+    )
+    assert tokenizer.decode(ids).startswith("F<|im_start|>user")
+    assert tokenizer.decode(ids[weights > 0]) == "a<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("record", "error"),
+    [
+        ({"conversations": [USER, ANSWER], "kto_tag": False}, "is preference data .column kto_tag"),
+        ({"prompt": "p", "completion": "c", "label": 0}, "is preference data .column label"),
+        ({"messages": [USER, {**ANSWER, "lossWeight": 0}]}, "the key 'lossWeight', which sounds"),
+    ],
+)
+def test_what_is_refused_whatever_becomes_of_bad_records(
+    record: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(ChatFormatError, match=error):
+        parse_record(record)

@@ -400,7 +400,7 @@ def test_ranks_that_open_a_file_at_once(tmp_path: Path, monkeypatch: pytest.Monk
         ("d/nothing", r"no data at 'd/nothing': .* The folder d holds a.csv, a.parquet"),
         ("d:nothing", "d:nothing cannot be read by datasets"),
         ("d/a.parquet", "d/a.parquet cannot be read by datasets .Arrow.*: Parquet magic bytes"),
-        ("d/*", "it matches files of 2 kinds, d/a.csv, d/a.parquet"),
+        ("d/*", "it holds files of 2 kinds, d/a.csv, d/a.parquet"),
     ],
 )
 def test_what_is_no_data(

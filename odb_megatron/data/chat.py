@@ -56,7 +56,9 @@ MAX_TEXT_CHARS = 8 << 20
 # the run; this is the date that Llama's fall back to where no clock is offered.
 _TEMPLATE_DATE = datetime(2024, 7, 26)
 _GENERATION = r"\{%[-+]?\s*generation\s*[-+]?%\}"
-_RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_SHORT = 200  # characters of a text that may stand elsewhere by chance
+_RESERVED = ("messages", "tools", "add_generation_prompt")
 
 _Ids = npt.NDArray[np.int64]
 _Weights = npt.NDArray[np.float32]
@@ -87,7 +89,7 @@ class ChatTemplate:
     @property
     def is_marked(self) -> bool:
         """Whether `{% generation %}` shows where the assistant speaks."""
-        return _is_found(_GENERATION, self.source)
+        return _is_found(_GENERATION, _COMMENT.sub("", self.source))
 
     def mentions(self, words: str) -> bool:
         """Whether it reads one of these variables, given as a regular expression."""
@@ -203,7 +205,8 @@ class ChatRenderer:
         _check_text(text)
         ids, weights = self._encode(text, spans)
         if not weights.any():
-            raise ChatFormatError(
+            is_marked = self.template(has_tools=bool(record.tools)).is_marked
+            raise (ChatFormatError if is_marked else ValueError)(
                 "no token of the rendered conversation carries loss; check that the chat template "
                 "prints the assistant's text, and put {% generation %} and {% endgeneration %} "
                 "around it and its end marker"
@@ -214,6 +217,17 @@ class ChatRenderer:
         """Return the template of conversations with tools or without."""
         if has_tools not in self._templates:
             self._templates[has_tools] = self._choose(has_tools=has_tools)
+            unread = [
+                name
+                for name in self._template_arguments
+                if not self._templates[has_tools].mentions(re.escape(name))
+            ]
+            if unread:
+                del self._templates[has_tools]
+                raise ChatFormatError(
+                    f"the chat template does not read {', '.join(unread)}, which the template "
+                    "arguments give: correct the name, or drop it"
+                )
         return self._templates[has_tools]
 
     def digest(self) -> str:
@@ -266,11 +280,14 @@ class ChatRenderer:
         """Return the rendered text and what of it carries loss."""
         template = self.template(has_tools=bool(conversation.tools))
         messages, tools = _for_template(conversation, template)
-        arguments = {
-            **self._variables,
-            **_checked_arguments(conversation.template_arguments),
-            "tools": tools,
-        }
+        own = _checked_arguments(conversation.template_arguments)
+        for name in own:
+            if not template.mentions(re.escape(name)):
+                raise ValueError(
+                    f"the record gives the chat template {name!r}, which it does not read: take it "
+                    "out, or use the template of the model it is for"
+                )
+        arguments = {**self._variables, **own, "tools": tools}
         # Where tools were put into a message before the first, it has no weight.
         added = len(messages) - len(conversation.messages)
         weights = [0.0] * added + list(conversation.weights)
@@ -280,7 +297,7 @@ class ChatRenderer:
             frame = self._frame(template, arguments)
             spans = _found_turns(rendering, weights, frame)
             is_open = spans and spans[-1].end == len(text.rstrip()) and not frame.last_end
-            if is_open and weights[-1] and frame.end:
+            if is_open and weights[-1] and frame.end and "tool_calls" not in messages[-1]:
                 # The model stops with the next role's token, which nothing follows here.
                 text = text[: spans[-1].end] + frame.end
                 spans[-1] = replace(spans[-1], end=len(text))
@@ -292,11 +309,15 @@ class ChatRenderer:
         return text, [_Span(*mark, weights[i]) for mark, i in zip(marks, owners, strict=True)]
 
     def _frame(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> _Frame:
-        arguments = {**arguments, "tools": None}
-        key = template.source, json.dumps(arguments, default=str)
+        key = template.source, json.dumps({**arguments, "tools": None}, default=str)
         if key not in self._frames:
             try:
-                frame = _probe(template, arguments, self._control)
+                try:
+                    frame = _probe(template, {**arguments, "tools": None}, self._control)
+                except ValueError:
+                    if not arguments["tools"]:
+                        raise
+                    frame = _probe(template, arguments, self._control)  # one for tools alone
             except ValueError as error:
                 raise ChatFormatError(
                     f"where the assistant speaks was not found in two plain turns: {error}"
@@ -506,6 +527,8 @@ def _rendered(
         except ValueError as error:
             refusal = refusal or error
             continue
+        if best is not None and "[{'type': 'text'" in rendering.text:
+            continue  # it prints Python's own form of what it does not know
         lost = _left_out(rendering)
         if best is None or len(lost) < len(best[0]):
             best = lost, rendering
@@ -568,36 +591,64 @@ def _with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]
 def _left_out(rendering: _Rendering) -> list[tuple[str, bool]]:
     """Return what the text does not hold, in words, and whether that is an error.
 
-    So it is where a template that tells roles apart does not know one.
+    So it is in the last answer, and where a template that tells roles apart does not know one.
     """
     template, messages, text = rendering.template, rendering.messages, rendering.text
     lost: list[tuple[str, bool]] = []
     at = 0
-    for message in messages:
+    for number, message in enumerate(messages):
         role, content = message["role"], message.get("content") or ""
         shown = content if isinstance(content, str) else "".join(part["text"] for part in content)
         for part in _tags(template.source).split(shown):
             core = part.strip()
             place = text.find(core, at)
             at = max(place, at) if role != "system" else at  # some print it in the last turn
-            if (
-                place < 0
-                and core not in text
-                and json.dumps(core, ensure_ascii=False)[1:-1] not in text
-            ):
-                matters = template.mentions("assistant") and not template.mentions(role)
+            if place < 0 and not _is_in(text, core):
+                is_unknown = template.mentions("assistant") and not template.mentions(role)
+                is_answer = message is messages[-1] and role == "assistant"
+                matters = is_unknown or (is_answer and "tool_calls" not in message)
                 lost.append((f"the content of a message of the role {role}", matters))
-        if message.get("reasoning_content", "").strip() not in text:
+        reasoning = message.get("reasoning_content", "").strip()
+        if reasoning not in text or (
+            0 < len(reasoning) < _SHORT and not _is_printed(rendering, number)
+        ):
             is_dropped = message is not messages[-1] and template.mentions("|".join(REASONING_KEYS))
             lost.append(("the reasoning of some turns", not is_dropped))
         for call in message.get("tool_calls", ()):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             is_repr = isinstance(arguments, Mapping) and arguments and repr(arguments) in text
             is_twice = isinstance(arguments, str) and json.dumps(arguments) in text
-            if name not in text[at:] or is_repr or (is_twice and arguments.startswith("{")):
+            is_whole = all(_is_in(text, leaf) for leaf in _leaves(arguments))
+            is_text = is_twice and arguments.startswith("{")
+            if name not in text[at:] or not is_whole or is_repr or is_text:
                 lost.append((f"the tool call {name}", True))
     names = [tool["function"]["name"] for tool in rendering.arguments.get("tools") or ()]
     return lost + [(f"the tool {name}", True) for name in names if name not in text]
+
+
+def _is_in(text: str, said: str) -> bool:
+    """Whether a text holds another, as it is or as it stands in JSON."""
+    forms = (json.dumps(said, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True))
+    return said in text or any(form in text for form in forms)
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Return the texts in the arguments of a tool call that is an object."""
+    if isinstance(value, (Mapping, list)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from [one.strip()] if isinstance(one, str) else _leaves(one)
+
+
+def _is_printed(rendering: _Rendering, number: int) -> bool:
+    """Whether a message's reasoning is printed beside its content, which may hold its words too."""
+    opening, _ = _mark_pair(number)
+    message = {key: rendering.messages[number].get(key) for key in ("content", "reasoning_content")}
+    marker = _Marker(number, _tags(rendering.template.source), calls=False, outer=False)
+    with contextlib.suppress(ValueError):  # else it cannot be told
+        marked = _render_marked(rendering)
+        wanted = json.dumps(marker.message({k: v for k, v in message.items() if v}))
+        return marked.text.count(opening) >= wanted.count(json.dumps(opening)[1:-1])
+    return True
 
 
 @lru_cache(maxsize=64)
@@ -658,7 +709,8 @@ class _Frame:
     """What a template puts around what the assistant says.
 
     Attributes:
-        prompt: what it puts before an answer that it asks for; empty where it asks for none.
+        prompt: what it puts before every answer, of all that it puts before one that it asks for;
+            empty where it asks for none.
         end, last_end: what ends a turn in the middle and at the end of a conversation.
         control: finds control tokens.
     """
@@ -683,6 +735,7 @@ class _Marker:
         number: of the message.
         tags: where a template may split a text; each piece gets marks.
         calls: whether the strings of tool calls get any.
+        ids: whether their ids do: not where a template looks at them.
         outer: whether tags at a text's edges are between its marks.
     """
 
@@ -690,6 +743,7 @@ class _Marker:
     tags: re.Pattern[str]
     calls: bool
     outer: bool
+    ids: bool = False
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         marked = dict(message)
@@ -699,6 +753,9 @@ class _Marker:
             marked["tool_calls"] = [
                 {**call, "function": self._call(call["function"])} for call in message["tool_calls"]
             ]
+            if self.ids:
+                for call in marked["tool_calls"]:
+                    call |= {"id": self._mark(call["id"])} if "id" in call else {}
         return marked
 
     def _call(self, function: Mapping[str, Any]) -> dict[str, Any]:
@@ -745,8 +802,10 @@ def _render_marked(rendering: _Rendering) -> _Rendering:
             "U+F0000 to U+FFFFD, by which its turns are told apart: split or clean the record"
         )
     tags = _tags(rendering.template.source)
-    for calls, outer in itertools.product((True, False), repeat=2):
-        marked = [_Marker(i, tags, calls, outer).message(m) for i, m in enumerate(messages)]
+    has_ids = any("id" in call for m in messages for call in m.get("tool_calls", ()))
+    forms = [(True, True)] * has_ids + [(True, False), (False, False)]
+    for (calls, ids), outer in itertools.product(forms, (True, False)):
+        marked = [_Marker(i, tags, calls, outer, ids).message(m) for i, m in enumerate(messages)]
         try:
             found = _render(rendering.template, rendering.arguments, marked)
         except ValueError:
@@ -836,14 +895,22 @@ def _probe(
     if (cut := prompt.rfind("<")) > prompt.rfind(">"):
         prompt = prompt[:cut]  # it had ended inside a control token
     middle, last = text[runs[1].end : runs[2].start], text[runs[3].end :]
+    first_head = text[: runs[0].start]  # of the user, behind what begins a conversation
+    own = middle[: len(middle) - _alike(middle[::-1], first_head[::-1])]  # the turn's own end
     common = middle[: _alike(middle, last)]
     if found := control.search(common):
         at = found.end()
-        while found := control.match(common, at):
+        while (found := control.match(common, at)) and (
+            found.end() <= len(own) or common[found.end() :].strip() == last[len(common) :] == ""
+        ):
             at = found.end()
         return _Frame(prompt, common[:at], common[:at], control)
+    if last.strip() and heads[1].rstrip().endswith(last.strip()):
+        raise ValueError("the chat template asks for an answer at the end of every conversation")
     ends = [control.search(one) for one in (middle, last)]
     end, last_end = (one.string[: one.end()] if one else "" for one in ends)
+    if last_end and not own and end not in heads[1]:
+        end = ""  # it is the next turn's beginning, and where a turn ends only the last one shows
     return _Frame(prompt, end, last_end, control)
 
 
@@ -855,6 +922,15 @@ def _found_turns(rendering: _Rendering, weights: Sequence[float], frame: _Frame)
     """
     marked = _render_marked(rendering)
     runs = _runs(marked.text)
+    found = {run.message for run in runs}
+    for number, message in enumerate(rendering.messages):
+        is_said = "tool_calls" in message or str(message.get("content") or "").strip()
+        if weights[number] and is_said and number not in found:
+            raise ValueError(
+                f"what message {number + 1} says was not found in the rendered text, so it could "
+                "not be learnt: mark it in the chat template by {% generation %} and "
+                "{% endgeneration %}"
+            )
     spans = []
     for at, run in enumerate(runs):
         number, start = run.message, run.start

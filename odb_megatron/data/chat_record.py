@@ -31,11 +31,12 @@ _ROLES = {
 }
 _LOSS_KEYS = ("weight", "loss_weight", "loss", "loss_mask", "train", "trainable")
 _SOUNDS_LIKE_LOSS = re.compile(
-    r"(?:^|_)(?:loss(?:es)?|weights?|masks?|masked|train|trainable|learn)(?:$|_)"
+    r"(?:^|_)(?:loss(?:es)?|weights?|masks?|masked|train|trainable|learn|learnable|supervised?)(?:$|_)"
 )
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
-_PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_output")
+_PREFERENCE = re.compile(r"(?:^|_)(?:chosen|rejected|preferred|desirable|undesirable|kto)(?:$|_)")
+_TEMPLATE_KEYS = ("enable_thinking", "reasoning_effort")
 
 
 class ChatFormatError(ValueError):
@@ -129,8 +130,14 @@ def parse_record(record: Mapping[str, Any]) -> ChatRecord:
             for (message, own), factor in zip(messages, given, strict=True)
         ),
         tools=_tools(row),
-        template_arguments=_object(row.get("chat_template_kwargs", {}), "chat_template_kwargs"),
+        template_arguments=_template_arguments(row),
     )
+
+
+def _template_arguments(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    value, path = row.get("chat_template_kwargs", {}), "chat_template_kwargs"
+    given = _object(_json(value, path) if isinstance(value, str) else value, path)
+    return {**given, "documents": row["documents"]} if row.get("documents") else given
 
 
 def template_arguments(text: str) -> dict[str, Any]:
@@ -152,8 +159,9 @@ def template_arguments(text: str) -> dict[str, Any]:
 
 
 def _check_columns(row: Mapping[str, Any]) -> None:
-    pairs = [name for name in _PREFERENCES if name in row]
-    if isinstance(row.get("label"), bool):  # KTO
+    pairs = [name for name in row if _is_preference(str(name))]
+    label = row.get("label")
+    if isinstance(label, bool) or (label in (0, 1) and "completion" in row):  # KTO
         pairs.append("label")
     if pairs:
         raise ChatFormatError(
@@ -161,17 +169,33 @@ def _check_columns(row: Mapping[str, Any]) -> None:
             "to be learnt; this trains on one answer: keep prompt and chosen answer as messages"
         )
     _check_loss_keys(row, "the record")
-    media = [name for name in _MEDIA if row.get(name)]
+    _check_media(row, "the record")
+    arguments = [name for name in _TEMPLATE_KEYS if name in row]
+    if arguments:
+        raise ValueError(
+            f"the record has {', '.join(arguments)} beside its messages; the chat template gets "
+            "what is in chat_template_kwargs: put it there"
+        )
+
+
+def _check_media(item: Mapping[str, Any], path: str) -> None:
+    media = [name for name in _MEDIA if item.get(name)]
     if media:
         raise ValueError(
-            f"the record has {', '.join(media)}, and this model reads text alone: take a "
+            f"{path} has {', '.join(media)}, and this model reads text alone: take a "
             "multimodal script (docs/multimodal.md), or leave such records out"
         )
 
 
 @lru_cache(maxsize=1024)
+def _is_preference(key: str) -> bool:
+    return _PREFERENCE.search(key.lower()) is not None
+
+
+@lru_cache(maxsize=1024)
 def _sounds_like_loss(key: str) -> bool:
-    return key not in _LOSS_KEYS and _SOUNDS_LIKE_LOSS.search(key.lower()) is not None
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()
+    return key not in _LOSS_KEYS and _SOUNDS_LIKE_LOSS.search(words) is not None
 
 
 def _check_loss_keys(item: Mapping[str, Any], path: str) -> None:
@@ -194,9 +218,10 @@ def _is_plain(row: Mapping[str, Any], name: str) -> bool:
 
 def _turns(row: Mapping[str, Any]) -> list[tuple[dict[str, Any], float]]:
     """Return each message with its own weight."""
-    for name in ("messages", "conversations"):
-        if name in row:
-            return _messages(row[name], name)
+    chats = [name for name in ("messages", "conversations") if name in row]
+    for name in sorted(chats, key=lambda one: not row[one]):
+        value = row[name]
+        return _messages(_json(value, name) if _is_json(value) else value, name)
     if "instruction" in row and "instances" in row:
         instances = _list(row["instances"], "instances")
         if not instances:
@@ -210,11 +235,19 @@ def _turns(row: Mapping[str, Any]) -> list[tuple[dict[str, Any], float]]:
         turns = _history(row.get("history", []))
         answer = (row[response], response)
         return turns + _instruction(row, (row.get(context) or "", context), answer)
-    prompt = next((name for name in _PROMPTS if name in row and name != response), None)
-    if response and prompt:
-        if isinstance(row[prompt], list) and isinstance(row[response], list):  # TRL's
+    prompts = [name for name in _PROMPTS if name in row]
+    if response and prompts:
+        prompt, *more = prompts + ["context"] * bool(row.get("context"))
+        if more := [name for name in more if row[name]]:
+            raise ValueError(
+                f"the record has {prompt} and {', '.join(more)}; which of them the question is, "
+                "and in which order, is not known: put them into one column"
+            )
+        if isinstance(row[prompt], list):  # TRL's
             before = [(message, 0.0) for message, _ in _messages(row[prompt], prompt)]
-            return before + _messages(row[response], response)
+            if isinstance(row[response], list):
+                return before + _messages(row[response], response)
+            return before + _pair("", _text(row[response], response))[1:]
         return _pair(_text(row[prompt], prompt), _text(row[response], response))
     raise ValueError(_unknown_columns(row))
 
@@ -269,15 +302,19 @@ def _message(value: Any, path: str) -> tuple[dict[str, Any], float]:
             f"{path}.{role_key} is {given!r}; known roles: {', '.join(sorted(_ROLES))}"
         )
     weight = _weight(item, path)
+    _check_media(item, path)
     if role != "assistant" and any(key in item for key in _LOSS_KEYS) and weight:
         weight = _refuse_learning(role, path)
     content = item.pop(content_key, None)
+    item = {key: part for key, part in item.items() if part != "" or key not in REASONING_KEYS}
     message = {key: part for key, part in item.items() if key not in _LOSS_KEYS}
     if given == "function_call":
         text = _text(content, f"{path}.{content_key}")
         found = _json(text, f"{path}.{content_key}")
         message["tool_calls"], content = found if isinstance(found, list) else [found], None
     elif "function_call" in message:  # OpenAI's older single call
+        if message.get("tool_calls"):
+            raise ValueError(f"{path} has function_call and tool_calls; keep one of them")
         message["tool_calls"] = [message.pop("function_call")]
     if role == "assistant":
         calls = _list(message.pop("tool_calls", []), f"{path}.tool_calls")
@@ -304,6 +341,10 @@ def _content(value: Any, path: str) -> str:
                 f"{path}[{i}] is a part of type {kind!r}, and this model reads text alone: take a "
                 "multimodal script (docs/multimodal.md), or leave such records out"
             )
+        if said := [key for key in part if key in _LOSS_KEYS or _sounds_like_loss(str(key))]:
+            raise ValueError(
+                f"{path}[{i}] has {said[0]}; weights are of whole messages: split the message"
+            )
         texts.append(_text(part.get("text"), f"{path}[{i}].text"))
     return "".join(texts)
 
@@ -313,7 +354,7 @@ def _reasoning(message: Mapping[str, Any], path: str) -> dict[str, str]:
     texts = {_text(message[key], f"{path}.{key}") for key in REASONING_KEYS if key in message}
     if len(texts) > 1:
         raise ValueError(f"{path} has different texts of reasoning; keep one of {REASONING_KEYS}")
-    return dict.fromkeys(REASONING_KEYS, texts.pop()) if any(texts) else {}
+    return dict.fromkeys(REASONING_KEYS, texts.pop()) if texts else {}
 
 
 def _call(value: Any, path: str) -> dict[str, Any]:
@@ -446,6 +487,10 @@ def _expect(kind: type | tuple[type, ...], name: str) -> Callable[[Any, str], An
 _text: Callable[[Any, str], str] = _expect(str, "text")
 _list: Callable[[Any, str], list[Any]] = _expect(list, "a list")
 _object: Callable[[Any, str], Mapping[str, Any]] = _expect(Mapping, "an object")
+
+
+def _is_json(value: Any) -> bool:
+    return isinstance(value, str) and value.lstrip()[:1] == "["
 
 
 def _json(value: str, path: str) -> Any:

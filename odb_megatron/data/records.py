@@ -512,12 +512,14 @@ def _load(path: str, cache: str | None) -> Any:
     kinds = {"json" if "json" in ending else ending for ending in endings.values()}
     if kinds and kinds <= {"csv", "tsv"}:
         options["keep_default_na"] = False  # "None" and "NA" are texts
+    if len(kinds) > 1:
+        raise ValueError(
+            f"it holds files of {len(kinds)} kinds, {', '.join([*endings][:_MAX_LISTED])}"
+        )
     if is_folder or not files:
         return datasets.load_dataset(place, config, split=split, **options)
-    if len(kinds) != 1:
-        raise ValueError(
-            f"it matches files of {len(kinds)} kinds, {', '.join(files[:_MAX_LISTED])}"
-        )
+    if not kinds:
+        raise ValueError(f"it matches no data files: {', '.join(files[:_MAX_LISTED])}")
     if kinds == {"tsv"}:
         options["sep"] = "\t"
     kind = kinds.pop().replace("tsv", "csv")

@@ -86,7 +86,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     data.add_argument("--tokenizer", metavar="T", help="folder or tokenizer.json, for text")
     data.add_argument(
-        "--template-args", metavar="JSON", help="of its chat template, as --odb-template-args"
+        "--template-args",
+        "--odb-template-args",
+        metavar="JSON",
+        help="of its chat template, as --odb-template-args",
     )
     data.add_argument(
         "--show",
