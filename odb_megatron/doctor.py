@@ -31,7 +31,7 @@ from typing import Any
 from odb_megatron import __version__
 from odb_megatron.megatron.attention.registry import BACKENDS
 from odb_megatron.megatron.compat import MAX_VERSION, MIN_VERSION, check_version
-from odb_megatron.output_files import check_output, write_output
+from odb_megatron.output_files import check_output, write_json
 
 __all__ = ["FAILURE", "NOT_APPLICABLE", "OK", "WARNING", "Finding", "Host", "Load", "Megatron"]
 __all__ += ["as_json", "check_host", "check_network", "check_packages", "check_run", "check_torch"]
@@ -465,10 +465,7 @@ def main(argv: Sequence[str]) -> int:
         counts = [f"{count} {status}" for status, count in report["counts"].items() if count]
         lines = f"{render(findings)}\n\ndoctor: {', '.join(counts)}"
         print(lines, file=sys.stderr if options.json == "-" else sys.stdout)
-        if options.json == "-":
-            print(json.dumps(report, indent=1))
-        elif options.json:
-            write_output("--json", options.json, json.dumps(report, indent=1) + "\n")
+        write_json(options.json, report)
     except ValueError as error:
         parser.error(str(error))
     return int(report["exit_code"])

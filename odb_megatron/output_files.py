@@ -5,10 +5,12 @@ Must not leave anything behind: a file that was not there is not there afterward
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
-__all__ = ["check_output", "write_output"]
+__all__ = ["check_output", "write_json", "write_output"]
 
 
 def check_output(flag: str, value: str) -> None:
@@ -56,3 +58,16 @@ def write_output(flag: str, value: str, text: str) -> None:
         raise
     except OSError as error:
         raise ValueError(f"{flag} {value} could not be written: {error.strerror}") from error
+
+
+def write_json(value: str | None, report: dict[str, Any]) -> None:
+    """Write what `--json` asks for: nothing, to standard output for `-`, or to a file.
+
+    Raises:
+        ValueError: as `write_output`.
+    """
+    text = json.dumps(report, indent=1) + "\n"
+    if value == "-":
+        print(text, end="")
+    elif value:
+        write_output("--json", value, text)

@@ -6,7 +6,6 @@ No model runs; the time of a step is a cost model's. docs/simulator.md says what
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_megatron import __version__
-from odb_megatron.output_files import check_output, write_output
+from odb_megatron.output_files import check_output, write_json
 from odb_megatron.plan.blocks import BLOCK
 from odb_megatron.simulation.lengths import FORMS, SampleLengths, read_lengths
 from odb_megatron.simulation.schedules import (
@@ -60,10 +59,7 @@ def main(argv: Sequence[str]) -> int:
             check_output("--json", options.json)
         report, text = simulate(options)
         print(text, file=table)
-        if options.json == "-":
-            print(json.dumps(report, indent=1))
-        elif options.json:
-            write_output("--json", options.json, json.dumps(report, indent=1) + "\n")
+        write_json(options.json, report)
     except ValueError as error:
         parser.error(str(error))
     return 0
