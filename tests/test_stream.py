@@ -272,7 +272,7 @@ def test_a_bad_record_comes_out_of_a_worker_with_file_and_line(
 def test_a_chat_template_error_comes_out_of_a_worker_without_its_traceback(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"question": "hi", "answer": "yo"}\n')
-    renderer = ChatRenderer(Letters("{{ messages | length }}{{ messages[0].content }}"))
+    renderer = ChatRenderer(Letters("{{ messages[0].content"))
     source = ChatSource(str(path), rules=rules(), renderer=renderer)
     stream = SampleStream([SourcePart(source=source, order=PassOrder(np.arange(1), seed=3))])
     error = _failure(_reader(stream, num_workers=1))
