@@ -149,7 +149,7 @@ class Cluster:
         options = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--parsable")
         submit = ("sbatch", *options, f"--output={folder}/%x-%j.log", ROOT / "launch" / script)
         extra = {"ODB_CHECKPOINTS": str(folder / "checkpoints")}
-        logs = ("--odb-log-dir", str(folder / "steps"), "--odb-log-ids")
+        logs = ("--odb-log-dir", str(folder / "steps"))
         cluster = Cluster(environment=self.environment | extra, data_flags=self.data_flags)
         number = cluster.run(*submit, *FLAGS, *self.data_flags, *logs, *flags).strip()
         return Job(number=number, folder=folder, cluster=self)

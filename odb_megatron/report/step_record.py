@@ -23,7 +23,7 @@ class StepRecord:
         learning_rate: learning rate of the step.
         consumed_samples: samples consumed after the step (all).
         samples: samples trained (all).
-        left_out: samples skipped, by `--odb-overlong` or `--odb-bad-record` (all).
+        left_out: samples skipped, by `--odb-overlong` or `--odb-max-bad-records` (all).
         tokens: tokens before padding (all).
         computed_tokens: tokens the model ran, padding included (all).
         loss_tokens: positions that carried loss (all).
@@ -38,7 +38,7 @@ class StepRecord:
         wait_s: seconds this replica's trainer waited for the step; 0 for the padded baseline.
         step_s: wall-clock seconds since the previous step ended, evaluation and saving excluded.
         lengths: tokens of this replica's samples, per micro-batch; an empty one is idle.
-        ids: the same samples as "source:record@epoch"; empty without `--odb-log-ids`.
+        ids: the same samples as "source:record@epoch"; empty in a dry run.
         collectives: broadcasts inside this replica that brought the step to its ranks.
         bytes_delivered: bytes of one copy of what they brought.
         reports: point-to-point transfers of the loss to this replica's source rank.
