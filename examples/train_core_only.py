@@ -161,7 +161,7 @@ def build_model(args: argparse.Namespace, config: OdbConfig) -> DistributedDataP
         finalize_model_grads_func=finalize_model_grads,
     )
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    backend = registry.select(config.attention, device_type=device_type)
+    backend = registry.select("auto", device_type=device_type)
     model = GPTModel(
         config=transformer,
         transformer_layer_spec=layer_spec(transformer, backend=backend),

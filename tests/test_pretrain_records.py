@@ -55,7 +55,9 @@ def test_a_bad_record_ends_every_replica(megatron: Megatron, bad: BadFile) -> No
     errors = [replica.error for replica in run.replicas]
     _assert_failed_together(errors, "BadRecordError")
     own = [error for error in errors if error.startswith("BadRecordError")]
-    named = rf"BadRecordError: {re.escape(bad.path)}:({'|'.join(map(str, bad.lines))}): .*skip"
+    named = (
+        rf"BadRecordError: {re.escape(bad.path)}:({'|'.join(map(str, bad.lines))}): .*bad-records N"
+    )
     assert all(re.match(named, error) for error in own)
     assert all(replica.seconds < 60 for replica in run.replicas)  # not for Megatron's timeout
     assert f"{bad.path}:{bad.lines[0]}: " in errors[1]
