@@ -219,8 +219,8 @@ odb_note_first_failure() {
     local line noted=
     while IFS= read -r line || [[ -n $line ]]; do
         printf '%s\n' "$line" >&2
-        # Else that of a task which could not be started would be 2, as for flags.
-        if [[ -z $noted && $line =~ execve\(\): ]]; then noted=execve; echo 127 >"$1"; fi
+        # Slurm's code for a task that could not be started is 2, ours for flags.
+        if [[ $line =~ error:\ execve\(\): ]]; then noted=execve; echo 127 >"$1"; fi
         if [[ -z $noted && $line =~ ^srun:\ error:\ .*:\ tasks?\ [-0-9,]+:\ (.*) ]]; then
             noted=${BASH_REMATCH[1]}
             case $noted in
