@@ -10,7 +10,7 @@ from megatron_world import ChatFile, Megatron
 from parallel_runs import TP
 
 from odb_megatron.report.cost_fit import fit_cost
-from odb_megatron.report.series import series_of
+from odb_megatron.report.live import series_of
 from odb_megatron.report.steps import RunLog, read_run
 
 pytest_plugins = ["megatron_fixtures"]
