@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from odb_megatron.report.run_log import read_steps
-from odb_megatron.report.step_record import StepRecord
+from odb_megatron.report.steps import StepRecord, read_run
 
 __all__ = [
     "EXAMPLE_SCRIPT",
@@ -54,6 +53,11 @@ def launcher(num_processes: int) -> list[str]:
     """Return what runs a script in processes on the CPU."""
     elastic = ["-m", "odb_megatron.elastic", "--standalone", f"--nproc-per-node={num_processes}"]
     return [sys.executable, *elastic, "-m", "odb_megatron.cpu"]
+
+
+def read_steps(folder: str, replica: int) -> tuple[StepRecord, ...]:
+    """Return the records of one replica, in order."""
+    return tuple(step.records[replica] for step in read_run(folder).steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.plan.cost import COST_UNIT, CostModel
 from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.record import StepTotals
-from odb_megatron.report.step_record import StepRecord
+from odb_megatron.report.steps import StepRecord
 
 __all__ = ["Clock", "CudaClock", "Gathers", "StepRecorder", "WallClock", "gather_counts"]
 __all__ += ["logged_loss"]

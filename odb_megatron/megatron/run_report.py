@@ -37,8 +37,7 @@ from odb_megatron.megatron.topology import padding_multiple, sync_of
 from odb_megatron.plan.cost import CostModel, CostPrices
 from odb_megatron.plan.record import OPEN_TOTAL
 from odb_megatron.report.live import LiveReport, SourceTotals
-from odb_megatron.report.step_log import LogHeader, StepLog, write_run
-from odb_megatron.report.step_record import StepRecord
+from odb_megatron.report.steps import LogHeader, StepLog, StepRecord, write_run
 
 __all__ = ["Evaluated", "RunReport", "source_totals", "start_lines"]
 
