@@ -51,7 +51,7 @@ from odb_megatron.megatron.providers import build_loader, source_group
 from odb_megatron.megatron.replica_data import ReplicaData
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.topology import padding_multiple
-from odb_megatron.megatron.usage import usage_errors
+from odb_megatron.errors import usage_errors
 from odb_megatron.megatron.validation import refuse_unsupported
 
 LEFT_OUT = ("epochs", "log_dir", "dry_run")

@@ -24,11 +24,11 @@ def pretrain_images(
     Raises:
         SystemExit: flags that cannot be used (2), `--help`, or Megatron's own exits.
     """
+    from odb_megatron.errors import usage_errors
     from odb_megatron.megatron.compat_pretrain import pretrain_gpt
     from odb_megatron.megatron.multimodal.arguments import add_image_arguments, refuse_unsupported
     from odb_megatron.megatron.multimodal.run import ImageRun
     from odb_megatron.megatron.setup import read_args
-    from odb_megatron.megatron.usage import usage_errors
 
     with usage_errors():
         args = read_args({"tokenizer_type": "HuggingFaceTokenizer"}, add_image_arguments)
