@@ -78,8 +78,7 @@ _REFUSALS = (
     ),
     _Refusal(
         _is_on("trust_remote_code"),
-        "--odb runs no code that comes with a tokenizer: drop --trust-remote-code (name the "
-        "folder's tokenizer.json where the folder cannot be loaded without)",
+        "--odb runs no code that comes with a tokenizer: drop --trust-remote-code",
     ),
     _Refusal(
         _is_on("mock_data"), "--odb trains on real samples: drop --mock-data, give --data-path"
