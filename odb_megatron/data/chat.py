@@ -239,7 +239,8 @@ class ChatRenderer:
         ids, offsets = self.tokenizer.encode(text)
         if offsets is None:  # tokenize the pieces between the edges of the spans one by one
             edges = sorted({0, len(text), *(edge for one in spans for edge in one[:2])})
-            found, learnt = [], []
+            found: list[int] = []
+            learnt: list[float] = []
             for start, end in itertools.pairwise(edges):
                 piece = self.tokenizer.encode(text[start:end])[0]
                 own = [one.weight for one in spans if one.start <= start < one.end] or [0.0]
@@ -699,8 +700,8 @@ def _render_marked(rendering: _Rendering) -> _Rendering:
         printed = found.text
         for name, count in Counter(names).items():
             # Gemma's and gpt-oss's print a call's name once more before what the tool answers.
-            *calls, again = printed.split(name, count)
-            printed = name.join([*calls, again.replace(name, _MARK.sub("", name))])
+            *own, again = printed.split(name, count)
+            printed = name.join([*own, again.replace(name, _MARK.sub("", name))])
         return replace(found, text=printed)
     raise ValueError(
         "the chat template prints other things around a message depending on its text, so the "
