@@ -43,10 +43,9 @@ from odb_megatron.data.megatron_dataset import (
 from odb_megatron.data.order import build_order
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.tokenizer import load_tokenizer
-from odb_megatron.megatron.arguments import add_odb_arguments
 from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.attention.spec import layer_spec
-from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.forward_step import packed_batch
 from odb_megatron.megatron.providers import build_loader, source_group
 from odb_megatron.megatron.replica_data import ReplicaData
@@ -55,10 +54,7 @@ from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.megatron.usage import usage_errors
 from odb_megatron.megatron.validation import refuse_unsupported
 
-LEFT_OUT = (
-    *("epochs", "log_dir", "resume_strict", "warmup_worst_case", "stall_warn_s", "on_peer_failure"),
-    *("log_ids", "dry_run"),
-)
+LEFT_OUT = ("epochs", "log_dir", "dry_run")
 """Flags of ODB's for what this loop does not have."""
 
 
@@ -101,7 +97,7 @@ def parse_args() -> argparse.Namespace:
         parser.add_argument(f"--{name}-model-parallel-size", type=int, default=1)
     args = add_odb_arguments(parser).parse_args()
     for name in LEFT_OUT:
-        if getattr(args, f"odb_{name}") is not None:
+        if getattr(args, f"odb_{name}") not in (None, False):
             parser.error(f"this loop does not have --odb-{name.replace('_', '-')}: drop it")
     args.odb = True
     fixed = {
@@ -164,7 +160,7 @@ def build_model(args: argparse.Namespace, config: OdbConfig) -> DistributedDataP
         finalize_model_grads_func=finalize_model_grads,
     )
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    backend = registry.select(config.attention, device_type=device_type)
+    backend = registry.select("auto", device_type=device_type)
     model = GPTModel(
         config=transformer,
         transformer_layer_spec=layer_spec(transformer, backend=backend),
@@ -207,7 +203,7 @@ def build_data(args: argparse.Namespace, config: OdbConfig, renderer: ChatRender
         loader = build_loader(args, config, stream, split=Split.train, group=group)
         return [loader, None, None]
 
-    replica = ReplicaData(args, place, plan_ahead=config.plan_ahead)
+    replica = ReplicaData(args, place)
     replica.build(make_loaders)
     return replica
 

@@ -254,7 +254,7 @@ def check_torch(found: Mapping[str, Any], *, driver: str, visible: str | None) -
     able = [name for name, why in found["attention"].items() if not why]
     has_failed = not any(device in BACKENDS[name].auto_devices for name in able)
     seen = ", ".join(f"{name}: {why or 'ok'}" for name, why in found["attention"].items())
-    expected = f"a backend that --odb-attention auto may choose on {device}"
+    expected = f"a backend that --attention-backend auto may choose on {device}"
     hint = "pip install 'odb-megatron[te]' or 'odb-megatron[flash]', or torch 2.11"
     yield _judged("attention", seen, expected, hint, fails=has_failed)
 

@@ -36,7 +36,7 @@ def _low_precision(args: argparse.Namespace) -> list[str]:
     if getattr(args, "transformer_impl", "local") != "transformer_engine":
         messages.append(
             "--fp8-format is of Transformer Engine's layers: use --transformer-impl "
-            "transformer_engine (with --odb-attention te or auto), or --bf16 alone"
+            "transformer_engine, or --bf16 alone"
         )
     if getattr(args, "fp8_recipe", "delayed") == "custom":
         messages.append(
@@ -62,7 +62,7 @@ def _graphs(args: argparse.Namespace, config: OdbConfig) -> list[str]:
     if getattr(args, "enable_cuda_graph", False) or getattr(args, "external_cuda_graph", False):
         return [
             "--enable-cuda-graph and --external-cuda-graph are --cuda-graph-impl by older names: "
-            "use --cuda-graph-impl local or transformer_engine, with --odb-pad-to-budget"
+            "use --cuda-graph-impl local or transformer_engine, with --odb-pad-to budget"
         ]
     kind = getattr(args, "cuda_graph_impl", None) or "none"
     if kind == "none":
@@ -70,7 +70,7 @@ def _graphs(args: argparse.Namespace, config: OdbConfig) -> list[str]:
     if kind not in ("local", "transformer_engine"):
         return [
             f"--cuda-graph-impl {kind} replays a whole step, and --odb makes steps of varying "
-            "micro-batch counts: use local or transformer_engine with --odb-pad-to-budget, or none"
+            "micro-batch counts: use local or transformer_engine with --odb-pad-to budget, or none"
         ]
     modules = graphed_modules(args)
     if any(module.startswith("full_iteration") for module in modules):
@@ -78,10 +78,10 @@ def _graphs(args: argparse.Namespace, config: OdbConfig) -> list[str]:
             "--cuda-graph-scope full_iteration replays a whole step, and --odb makes steps of "
             "varying micro-batch counts: use attn, mlp or no scope"
         ]
-    if not config.pad_to_budget:
+    if not config.pads_to_budget:
         return [
             "--odb makes micro-batches of varying size, which CUDA graphs cannot replay: add "
-            "--odb-pad-to-budget, or use --cuda-graph-impl none"
+            "--odb-pad-to budget, or use --cuda-graph-impl none"
         ]
     has_attention = not modules or "attn" in modules
     if kind == "transformer_engine":

@@ -16,10 +16,9 @@ import torch
 from odb_megatron.data.image_chat import ImageRules
 from odb_megatron.data.megatron_dataset import SampleDatasetConfig, count_epoch
 from odb_megatron.data.preprocess import SampleRules
-from odb_megatron.megatron.arguments import add_odb_arguments
 from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.attention.needs import need_of
-from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.modelopt.checkpoint import refuse_converted
 from odb_megatron.megatron.usage import raise_usage_errors, usage_errors
 from odb_megatron.megatron.validation import refuse_flags, refuse_unsupported
@@ -184,7 +183,7 @@ def choose_backend(args: argparse.Namespace) -> registry.AttentionBackend:
     device = device_type()
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     need = need_of(args, capability=capability)
-    return registry.select(args.odb_attention, device_type=device, need=need)
+    return registry.select(args.attention_backend.name, device_type=device, need=need)
 
 
 def odb_config(args: argparse.Namespace) -> OdbConfig:

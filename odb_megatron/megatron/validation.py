@@ -225,20 +225,12 @@ _REFUSALS_ALWAYS = (
         lambda args: (
             getattr(args, "transformer_impl", "local") not in ("local", "transformer_engine")
         ),
-        "the kernels of --odb-attention work in Megatron's local layers and in Transformer "
+        "the attention kernels work in Megatron's local layers and in Transformer "
         "Engine's: use --transformer-impl local or transformer_engine",
     ),
     _Refusal(
-        lambda args: (
-            getattr(getattr(args, "attention_backend", None), "name", "auto") != "auto"
-            or bool(getattr(args, "use_flash_attn", False))
-        ),
-        "--odb-attention chooses the attention kernel: drop --attention-backend and "
-        "--use-flash-attn",
-    ),
-    _Refusal(
         lambda args: getattr(args, "spec", None) is not None,
-        "--odb-attention needs layers of its own choice: drop --spec",
+        "packed samples need layers of ODB's choice: drop --spec",
     ),
 )
 """What the script cannot do with or without `--odb`: its layers and data are the same."""
@@ -352,11 +344,10 @@ def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]
             f"micro-batches: {group} is below the {stages} pipeline stages, which the interleaved "
             "schedule refuses; raise it, or drop it"
         )
-    fixed = "--odb-pad-to-budget" if config.pad_to_budget else "--odb-shape-buckets"
-    if (config.pad_to_budget or config.shape_buckets) and config.overlong is OverlongPolicy.SOLO:
+    if config.pad_to and config.overlong is OverlongPolicy.SOLO:
         messages.append(
-            f"--odb-overlong solo makes micro-batches above the budget, which {fixed} "
-            f"cannot pad to one shape: use error, truncate or drop, or drop {fixed}"
+            "--odb-overlong solo makes micro-batches above the budget, which --odb-pad-to cannot "
+            "pad to one of its shapes: use error, truncate or drop, or drop --odb-pad-to"
         )
     if config.token_budget < args.seq_length and config.overlong is OverlongPolicy.ERROR:
         messages.append(
