@@ -42,7 +42,7 @@ from odb_megatron.data.megatron_dataset import (
 )
 from odb_megatron.data.order import build_order
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder
+from odb_megatron.data.tokenizer import load_tokenizer
 from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.attention.spec import layer_spec
 from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
@@ -64,7 +64,7 @@ def main() -> None:
     start_processes(args)
     with usage_errors():
         config = OdbConfig.from_args(args)
-        tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_model, args.tokenizer_cache))
+        tokenizer = load_tokenizer(args.tokenizer_model)
         args.padded_vocab_size = -(-len(tokenizer) // 128) * 128
         refuse_unsupported(args, config)
     model = build_model(args, config)
@@ -83,8 +83,7 @@ def parse_args() -> argparse.Namespace:
     """Parse the command line; names are Megatron's, so the package's functions read them."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--data-path", required=True, help="JSON or JSONL chat or text file")
-    parser.add_argument("--tokenizer-model", required=True, help="HF folder or tokenizer.json")
-    parser.add_argument("--tokenizer-cache", default=".cache", help="for a bare tokenizer.json")
+    parser.add_argument("--tokenizer-model", required=True, help="HF folder")
     parser.add_argument("--train-samples", type=int, default=256)
     parser.add_argument("--global-batch-size", type=int, default=16)
     parser.add_argument("--seq-length", type=int, default=2048)

@@ -30,7 +30,7 @@ def flag_of(name: str) -> str:
     return _FLAGS.get(name) or "--" + name.replace("_", "-")
 
 
-_host = {"name": flag_of}
+_host: dict[str, Callable[[str], str]] = {"name": flag_of}
 
 
 def name_settings(name: Callable[[str], str]) -> None:

@@ -82,17 +82,14 @@ NEEDS = (
     ),
 )
 
-_UNUSED = (
-    "samples never share positions or attention, and loss follows the data, so it does nothing"
-)
+_UNUSED = "it does nothing: samples never share positions or attention; loss follows the data"
 _VERSION = "not in this version"
 _FORMS = "both form the micro-batches"
 
 _OFF = {
     "sft": "two packings of the same data, and it evaluates a mean of means; chat files are read "
     "without it",
-    "trust_remote_code": "no code is run that comes with a tokenizer; name the folder's "
-    "tokenizer.json where the folder cannot be loaded without",
+    "trust_remote_code": "no code is run that comes with a tokenizer",
     "mock_data": "real samples are trained: give {data_path}",
     "fim_data": "samples are not cut for fill-in-the-middle",
     "reset_position_ids": _UNUSED,
