@@ -203,7 +203,7 @@ def _flag_texts(args: argparse.Namespace, *, enabled: bool) -> Iterator[str]:
     for name, values, why, applies, _ in NEEDS:
         value = getattr(args, name, None)
         if value is not None and value not in values and applies(args):
-            wanted = "" if values == (True,) else f" {' or '.join(map(str, values))}"
+            wanted = "" if values[0] is True else f" {' or '.join(map(str, values))}"
             yield f"{{odb}} needs {{{name}}}{wanted}: {why}"
     yield from off_texts(args, _OFF)
     yield from _layer_texts(args)
