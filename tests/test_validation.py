@@ -100,7 +100,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"eval_micro_batch_size": 4}, "--eval-micro-batch-size"),
     ({"sft": True}, "--sft"),
     ({"transformer_impl": "inference_optimized"}, "--transformer-impl local"),
-    ({"use_flash_attn": True}, "--odb-attention chooses"),
+    ({"use_flash_attn": True}, "use --attention-backend flash"),
     ({"dataloader_type": "external"}, "--dataloader-type single or cyclic"),
     ({"dataloader_type": "batch"}, "--dataloader-type single or cyclic"),
     ({"cuda_graph_impl": "local"}, "add --odb-pad-to-budget"),
@@ -127,7 +127,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking"),
     (
         {"spec": ["a.module", "a_spec"]},
-        "--odb-attention needs layers of its own choice: drop --spec",
+        "local layers of --spec may not take packed samples of --odb",
     ),
     ({"use_megatron_fsdp": True}, "--use-distributed-optimizer"),
     ({"use_torch_fsdp2": True}, "--use-distributed-optimizer"),
@@ -304,7 +304,7 @@ def test_the_names_are_megatrons(megatron: Megatron, data_flags: tuple[str, ...]
         (("--rampup-batch-size", 4, 4, 100), "--rampup-batch-size"),
         (("--odb-token-budget", 32), "--odb-token-budget 32 is below --seq-length 64"),
         (("--odb-epochs", 1), "--odb-epochs, --train-samples and --train-iters each give"),
-        (("--odb-attention", "flash"), "flash"),
+        (("--attention-backend", "flash"), "there is no CUDA device"),
     ],
 )
 def test_nothing_trains(

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 
-from odb_megatron.megatron.attention.needs import graphed_modules
 from odb_megatron.megatron.compat import knows_sample_index
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.topology import has_state_layers, padding_multiple
 from odb_megatron.plan.padding import budget_length
 
-__all__ = ["kernel_messages"]
+__all__ = ["graphed_modules", "kernel_messages"]
 
 
 def kernel_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:
@@ -35,8 +34,8 @@ def _low_precision(args: argparse.Namespace) -> list[str]:
         return messages
     if getattr(args, "transformer_impl", "local") != "transformer_engine":
         messages.append(
-            "--fp8-format is of Transformer Engine's layers: use --transformer-impl "
-            "transformer_engine (with --odb-attention te or auto), or --bf16 alone"
+            "--odb has --fp8-format in Transformer Engine's layers: use --transformer-impl "
+            "transformer_engine or --bf16 alone"
         )
     if getattr(args, "fp8_recipe", "delayed") == "custom":
         messages.append(
@@ -94,6 +93,20 @@ def _graphs(args: argparse.Namespace, config: OdbConfig) -> list[str]:
             "--no-rope-fusion, or leave attention out with --cuda-graph-modules mlp"
         ]
     return []
+
+
+def graphed_modules(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the parts of a layer that are put into CUDA graphs; empty for whole layers.
+
+    0.17 has `cuda_graph_scope`, 0.18 and later `cuda_graph_modules`; enums or names.
+    """
+    found = getattr(args, "cuda_graph_modules", None)
+    if found is None:
+        found = getattr(args, "cuda_graph_scope", None)
+    found = found or ()
+    found = found.split(",") if isinstance(found, str) else found
+    names = [getattr(each, "name", each) for each in found]
+    return tuple(name for name in names if name != "full")
 
 
 def _transformer_engine_graphs(

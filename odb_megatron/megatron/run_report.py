@@ -18,7 +18,7 @@ from odb_megatron.data.feed import Delivered, StepFeed, StepHeader
 from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.megatron.attention.registry import AttentionBackend
+from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.compat import describe_megatron
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.cost_model import cost_model
@@ -82,7 +82,7 @@ class RunReport:
         args: argparse.Namespace,
         config: OdbConfig,
         *,
-        backend: AttentionBackend,
+        backend: Attention,
         lines: Sequence[str] | None = None,
         writers: Callable[[], SeriesWriters] | None = None,
     ) -> None:

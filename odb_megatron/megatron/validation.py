@@ -226,20 +226,20 @@ _REFUSALS_ALWAYS = (
         lambda args: (
             getattr(args, "transformer_impl", "local") not in ("local", "transformer_engine")
         ),
-        "the kernels of --odb-attention work in Megatron's local layers and in Transformer "
-        "Engine's: use --transformer-impl local or transformer_engine",
+        "--odb packs samples in Megatron's local layers and in Transformer Engine's: use "
+        "--transformer-impl local or transformer_engine",
+    ),
+    _Refusal(
+        lambda args: bool(getattr(args, "use_flash_attn", False)),
+        "--odb goes by --attention-backend: use --attention-backend flash for --use-flash-attn",
     ),
     _Refusal(
         lambda args: (
-            getattr(getattr(args, "attention_backend", None), "name", "auto") != "auto"
-            or bool(getattr(args, "use_flash_attn", False))
+            getattr(args, "spec", None) is not None
+            and getattr(args, "transformer_impl", "local") == "local"
         ),
-        "--odb-attention chooses the attention kernel: drop --attention-backend and "
-        "--use-flash-attn",
-    ),
-    _Refusal(
-        lambda args: getattr(args, "spec", None) is not None,
-        "--odb-attention needs layers of its own choice: drop --spec",
+        "local layers of --spec may not take packed samples of --odb: drop it, or use "
+        "--transformer-impl transformer_engine",
     ),
 )
 """What the script cannot do with or without `--odb`: its layers and data are the same."""
