@@ -14,11 +14,11 @@ from odb_megatron.plan.padding import padded_length
 
 TE = {"transformer_impl": "transformer_engine", "fp8": "hybrid"}
 MLP = {"cuda_graph_modules": ["mlp"]}
-GRAPHS = {"cuda_graph_impl": "transformer_engine", "odb_pad_to_budget": True}
+GRAPHS = {"cuda_graph_impl": "transformer_engine", "odb_pad_to": ["budget"]}
 
 
 def _args(**values: Any) -> argparse.Namespace:
-    from odb_megatron.megatron.arguments import add_odb_arguments
+    from odb_megatron.megatron.config import add_odb_arguments
 
     args = add_odb_arguments(argparse.ArgumentParser()).parse_args(["--odb"])
     defaults = {"seq_length": 128, "global_batch_size": 8, "apply_rope_fusion": True}
@@ -39,12 +39,12 @@ def _messages(**values: Any) -> list[str]:
         TE,
         {**TE, "fp8_recipe": "mxfp8"},
         {"cuda_graph_impl": "none"},
-        {"cuda_graph_impl": "local", "odb_pad_to_budget": True},
+        {"cuda_graph_impl": "local", "odb_pad_to": ["budget"]},
         {**GRAPHS, **MLP},
         {**GRAPHS, "cuda_graph_scope": "mlp"},
         {**GRAPHS, **MLP, "seq_length": 96, "odb_token_budget": 96},
         {
-            **{"cuda_graph_impl": "local", "odb_pad_to_budget": True, **MLP},
+            **{"cuda_graph_impl": "local", "odb_pad_to": ["budget"], **MLP},
             "apply_rope_fusion": False,
         },
     ],
@@ -59,8 +59,8 @@ def test_what_fits(values: dict[str, Any]) -> None:
         ({"fp4": "e2m1"}, "no FP4 in this version: use --fp8-format or --bf16"),
         ({"fp8": "e4m3"}, "use --transformer-impl transformer_engine"),
         ({**TE, "fp8_recipe": "custom"}, "--fp8-recipe custom does not say"),
-        ({"cuda_graph_impl": "local"}, "add --odb-pad-to-budget"),
-        ({"cuda_graph_impl": "transformer_engine", **MLP}, "add --odb-pad-to-budget"),
+        ({"cuda_graph_impl": "local"}, "add --odb-pad-to budget"),
+        ({"cuda_graph_impl": "transformer_engine", **MLP}, "add --odb-pad-to budget"),
         ({"cuda_graph_impl": "full_iteration"}, "replays a whole step"),
         (
             {**GRAPHS, "cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},

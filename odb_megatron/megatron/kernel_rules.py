@@ -1,7 +1,7 @@
 """Which of Megatron's flags on low precision, CUDA graphs and layers fit packed micro-batches.
 
 A function of arguments and of Megatron's version; must not look for packages or devices (that is
-`attention.registry`).
+`attention`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _graphs(args: argparse.Namespace, config: OdbConfig) -> list[str]:
     if getattr(args, "enable_cuda_graph", False) or getattr(args, "external_cuda_graph", False):
         return [
             "--enable-cuda-graph and --external-cuda-graph are --cuda-graph-impl by older names: "
-            "use --cuda-graph-impl local or transformer_engine, with --odb-pad-to-budget"
+            "use --cuda-graph-impl local or transformer_engine, with --odb-pad-to budget"
         ]
     kind = getattr(args, "cuda_graph_impl", None) or "none"
     if kind == "none":
@@ -69,7 +69,7 @@ def _graphs(args: argparse.Namespace, config: OdbConfig) -> list[str]:
     if kind not in ("local", "transformer_engine"):
         return [
             f"--cuda-graph-impl {kind} replays a whole step, and --odb makes steps of varying "
-            "micro-batch counts: use local or transformer_engine with --odb-pad-to-budget, or none"
+            "micro-batch counts: use local or transformer_engine with --odb-pad-to budget, or none"
         ]
     modules = graphed_modules(args)
     if any(module.startswith("full_iteration") for module in modules):
@@ -77,10 +77,10 @@ def _graphs(args: argparse.Namespace, config: OdbConfig) -> list[str]:
             "--cuda-graph-scope full_iteration replays a whole step, and --odb makes steps of "
             "varying micro-batch counts: use attn, mlp or no scope"
         ]
-    if not config.pad_to_budget:
+    if not config.pads_to_budget:
         return [
             "--odb makes micro-batches of varying size, which CUDA graphs cannot replay: add "
-            "--odb-pad-to-budget, or use --cuda-graph-impl none"
+            "--odb-pad-to budget, or use --cuda-graph-impl none"
         ]
     has_attention = not modules or "attn" in modules
     if kind == "transformer_engine":

@@ -10,7 +10,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -54,7 +54,6 @@ from odb_megatron.megatron.series_writers import megatron_writers
 from odb_megatron.megatron.setup import choose_backend, odb_config, total_samples
 from odb_megatron.megatron.topology import has_state_layers, padding_multiple
 from odb_megatron.megatron.usage import usage_errors
-from odb_megatron.megatron.warmup import warm_up
 from odb_megatron.plan.record import ReplicaFailedError
 
 __all__ = ["OdbRun"]
@@ -113,7 +112,6 @@ class OdbRun:
         self._checkpoint: DataCheckpoint | None = None
         self._saved: str | None = None  # data state of the loaded checkpoint
         self._tokens_before = 0
-        self._is_warming_up = False
         self._unfit = ""  # what of this machine fails, in a dry run
         self._place = replica_ranks(args, rank=args.rank)
         self.forward_step = self._make_forward_step()
@@ -130,7 +128,6 @@ class OdbRun:
             packed=self.config.enabled,
             has_experts=self._args.num_experts is not None,
             micro_batch_length=self.config.micro_batch_length(padding_multiple(self._args)),
-            tells_first_step=self.config.warmup_worst_case,
         )
 
     def _make_report(self) -> RunReport:
@@ -164,7 +161,6 @@ class OdbRun:
         return ReplicaData(
             self._args,
             self._place,
-            plan_ahead=self.config.plan_ahead,
             deadlines=self._peers.deadlines if self._peers else None,
         )
 
@@ -178,7 +174,7 @@ class OdbRun:
         if self._loader is None or not args.iteration or args.finetune or args.skip_train:
             return
         group = self._groups[0]
-        found = restore(args, self.config, self._loader, group=group, text=self._saved)
+        found = restore(args, self._loader, group=group, text=self._saved)
         if found is not None:
             self._tokens_before = found.tokens_so_far
             self._report.goes_on()
@@ -191,12 +187,12 @@ class OdbRun:
         Padded ones are cut to their longest sample. Pipeline stages learn the length of each
         micro-batch from each other (`variable_seq_lengths`), for which Megatron demands the
         alltoall token dispatcher, also of dense models (transformer_config.py, 0.16.1 to 0.19.2).
-        With `--odb-pad-to-budget` all have one length.
+        With `--odb-pad-to budget` all have one length.
 
         Args:
             model_config: from `megatron.training.argument_utils.gpt_config_from_args`.
         """
-        if self._args.pipeline_model_parallel_size > 1 and not self.config.pad_to_budget:
+        if self._args.pipeline_model_parallel_size > 1 and not self.config.pads_to_budget:
             transformer = model_config.transformer
             transformer.variable_seq_lengths = self._args.variable_seq_lengths = True
             if transformer.num_moe_experts is None:  # in args as well: scripts build more from them
@@ -295,22 +291,6 @@ class OdbRun:
             self._args.train_iters = done
         elif done >= self._args.train_iters:
             self._args.train_iters = done + 1
-
-    def on_first_step(self, train_step: Mapping[str, Any]) -> None:
-        """Run the worst micro-batches."""
-        self._is_warming_up = True
-        try:
-            took = warm_up(train_step, self._args, self.config, self._place)
-        except RuntimeError as error:  # of a collective, where another rank is out of memory
-            loss = "" if self._peers is None else self._peers.loss_behind(error)
-            if not loss:
-                raise
-            raise RuntimeError(f"the worst case could not be run to its end: {loss}") from error
-        finally:
-            self._is_warming_up = False
-        assert self._replica is not None, "it gives the data that is about to be trained on"
-        group = self._groups[-1] if self._groups else None  # on source ranks
-        self._report.warmed_up(took, replica=self._replica, group=group)
 
     def wants_backward(self) -> bool:
         return self._report.times_backward
@@ -544,8 +524,6 @@ class OdbRun:
         return {**values, "loss_dict": {**values["loss_dict"], "lm loss": found}}, own
 
     def _on_batch(self, item: Any) -> None:
-        if self._is_warming_up:
-            return
         if torch.is_grad_enabled():
             self._report.on_batch(item)
         elif not self.config.enabled:

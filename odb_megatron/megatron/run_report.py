@@ -31,16 +31,13 @@ from odb_megatron.megatron.recorder import (
     WallClock,
     gather_counts,
 )
-from odb_megatron.megatron.replica_data import ReplicaData
 from odb_megatron.megatron.series_writers import SeriesWriters
 from odb_megatron.megatron.setup import total_samples
 from odb_megatron.megatron.topology import padding_multiple, sync_of
-from odb_megatron.megatron.warmup import WarmUp
 from odb_megatron.plan.cost import CostModel, CostPrices
 from odb_megatron.plan.record import OPEN_TOTAL
 from odb_megatron.report.live import LiveReport, SourceTotals
-from odb_megatron.report.step_log import LogHeader, StepLog, write_run
-from odb_megatron.report.step_record import StepRecord
+from odb_megatron.report.steps import LogHeader, StepLog, StepRecord, write_run
 
 __all__ = ["Evaluated", "RunReport", "source_totals", "start_lines"]
 
@@ -143,23 +140,6 @@ class RunReport:
     def goes_on(self) -> None:
         """The run is a resumed one: counts of sources are of what follows."""
         self._goes_on = True
-
-    def warmed_up(self, warm_up: WarmUp, *, replica: ReplicaData, group: Gathers | None) -> None:
-        """Print what the worst micro-batches took, at most on any source rank or last stage.
-
-        Args:
-            warm_up: on this rank.
-            replica: brings the last pipeline stage's to its source rank.
-            group: of the source ranks, for the main thread; None on other ranks.
-        """
-        own = warm_up.numbers()
-        numbers = list(map(max, own, replica.report(own)))
-        replica.num_reported()  # these are of no step
-        if group is not None:
-            gathered = gather_counts(group, [int(number) for number in numbers])
-            numbers = list(map(max, *gathered, numbers))
-        if self._args.rank == 0:
-            print(f"odb: {warm_up.with_numbers(numbers)}", flush=True)
 
     def begin_step(self, header: StepHeader) -> None:
         """A training step starts."""

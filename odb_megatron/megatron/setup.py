@@ -9,7 +9,6 @@ import argparse
 import math
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +16,8 @@ import torch
 from odb_megatron.data.image_chat import ImageRules
 from odb_megatron.data.megatron_dataset import SampleDatasetConfig, count_epoch
 from odb_megatron.data.preprocess import SampleRules
-from odb_megatron.data.tokenizer import tokenizer_folder
-from odb_megatron.megatron.arguments import add_odb_arguments
 from odb_megatron.megatron.attention import Attention, select
-from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.modelopt.checkpoint import refuse_converted
 from odb_megatron.megatron.usage import raise_usage_errors, usage_errors
 from odb_megatron.megatron.validation import refuse_flags, refuse_unsupported
@@ -68,9 +65,9 @@ def read_args(
 ) -> argparse.Namespace:
     """Parse `sys.argv`, validate, and set Megatron's global variables.
 
-    Follows `megatron.training.arguments.parse_and_validate_args` (0.19.2), with three steps of its
-    own in between: `--odb-epochs` becomes `--train-samples`, a bare `tokenizer.json` becomes a
-    folder that Megatron's HuggingFaceTokenizer opens, and what cannot work is refused.
+    Follows `megatron.training.arguments.parse_and_validate_args` (0.19.2), with two steps of its
+    own in between: `--odb-epochs` becomes `--train-samples` and what cannot
+    work is refused.
 
     Args:
         args_defaults: as upstream.
@@ -278,12 +275,13 @@ def _resolve_tokenizer(args: argparse.Namespace) -> None:
         return
     if model.startswith((".", "/", "~")) and not os.path.exists(model):
         raise ValueError(
-            f"--tokenizer-model {model} does not exist: give a Hugging Face tokenizer folder or a "
-            "tokenizer.json"
+            f"--tokenizer-model {model} does not exist: give a Hugging Face tokenizer folder"
         )
     if os.path.isfile(model):
-        cache = args.data_cache_path or Path(model).resolve().parent
-        args.tokenizer_model = str(tokenizer_folder(model, Path(cache)))
+        raise ValueError(
+            f"--tokenizer-model {model} is a file: give its folder, which has a "
+            "tokenizer_config.json too"
+        )
 
 
 def _resolve_epochs(args: argparse.Namespace) -> None:

@@ -78,8 +78,7 @@ _REFUSALS = (
     ),
     _Refusal(
         _is_on("trust_remote_code"),
-        "--odb runs no code that comes with a tokenizer: drop --trust-remote-code (name the "
-        "folder's tokenizer.json where the folder cannot be loaded without)",
+        "--odb runs no code that comes with a tokenizer: drop --trust-remote-code",
     ),
     _Refusal(
         _is_on("mock_data"), "--odb trains on real samples: drop --mock-data, give --data-path"
@@ -230,10 +229,6 @@ _REFUSALS_ALWAYS = (
         "--transformer-impl local or transformer_engine",
     ),
     _Refusal(
-        lambda args: bool(getattr(args, "use_flash_attn", False)),
-        "--odb goes by --attention-backend: use --attention-backend flash for --use-flash-attn",
-    ),
-    _Refusal(
         lambda args: (
             getattr(args, "spec", None) is not None
             and getattr(args, "transformer_impl", "local") == "local"
@@ -353,11 +348,10 @@ def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]
             f"micro-batches: {group} is below the {stages} pipeline stages, which the interleaved "
             "schedule refuses; raise it, or drop it"
         )
-    fixed = "--odb-pad-to-budget" if config.pad_to_budget else "--odb-shape-buckets"
-    if (config.pad_to_budget or config.shape_buckets) and config.overlong is OverlongPolicy.SOLO:
+    if config.pad_to and config.overlong is OverlongPolicy.SOLO:
         messages.append(
-            f"--odb-overlong solo makes micro-batches above the budget, which {fixed} "
-            f"cannot pad to one shape: use error, truncate or drop, or drop {fixed}"
+            "--odb-overlong solo makes micro-batches above the budget, which --odb-pad-to cannot "
+            "pad to one of its shapes: use error, truncate or drop, or drop --odb-pad-to"
         )
     if config.token_budget < args.seq_length and config.overlong is OverlongPolicy.ERROR:
         messages.append(

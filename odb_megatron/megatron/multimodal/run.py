@@ -48,7 +48,6 @@ class ImageRun(OdbRun):
         return ReplicaData(
             self._args,
             self._place,
-            plan_ahead=self.config.plan_ahead,
             deadlines=self._peers.deadlines if self._peers else None,
             has_images=True,
         )
