@@ -241,10 +241,10 @@ def _merged() -> Iterator[None]:
 
     def one_sample(**values: Any) -> Any:
         whole = {
-            name: value[[0, -1]] if name.startswith("cu_seqlens") else value
+            name: value[[0, -1]] if name in ("cu_seqlens_q", "cu_seqlens_kv") else value
             for name, value in values.items()
         }
-        length = int(whole["cu_seqlens_q_padded"][-1])
+        length = int(whole["cu_seqlens_q"][-1])
         return original(**{**whole, "max_seqlen_q": length, "max_seqlen_kv": length})
 
     forward_step.packed_seq_params = one_sample
@@ -430,9 +430,8 @@ class _Noted:
 def _replaced_names(training: Any) -> dict[str, Any]:
     from megatron.core import num_microbatches_calculator
     from megatron.core.datasets import utils
+    from megatron.core.models.backends import LocalSpecProvider
     from megatron.training import checkpointing
-
-    from odb_megatron.megatron.compat_pretrain import prediction_module
 
     names = (
         "get_forward_backward_func",
@@ -443,7 +442,7 @@ def _replaced_names(training: Any) -> dict[str, Any]:
     return {name: getattr(training, name) for name in names} | {
         "compile_helpers": utils.compile_helpers,
         "check_checkpoint_args": checkpointing.check_checkpoint_args,
-        "GPTModel": getattr(prediction_module(), "GPTModel", None),
+        "core_attention": LocalSpecProvider.core_attention,
         "micro-batch calculator": num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,
     }
 

@@ -76,8 +76,20 @@ def _bounds() -> tuple[str, ...]:
 
 
 def packed_seq_params(**values: Any) -> Any:
-    """Build PackedSeqParams from the fields this Megatron knows; unknown ones must be None."""
+    """Build PackedSeqParams of samples without padding between them.
+
+    Raises:
+        ValueError: a field that this Megatron does not have.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     known = {field.name for field in dataclasses.fields(PackedSeqParams)}
-    return PackedSeqParams(**{name: value for name, value in values.items() if name in known})
+    unknown = values.keys() - known
+    if unknown:
+        raise ValueError(
+            f"PackedSeqParams of this Megatron has no {', '.join(sorted(unknown))}: use "
+            "megatron-core 0.17 or later"
+        )
+    if "pad_between_seqs" in known:  # 0.19 and later: Transformer Engine then does not look
+        values["pad_between_seqs"] = False
+    return PackedSeqParams(**values)

@@ -18,7 +18,7 @@ from odb_megatron.data.feed import Delivered, StepFeed, StepHeader
 from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.megatron.attention.registry import AttentionBackend
+from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.compat import describe_megatron
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.device_memory import MemoryUse
@@ -78,7 +78,7 @@ class RunReport:
         args: argparse.Namespace,
         config: OdbConfig,
         *,
-        backend: AttentionBackend,
+        backend: Attention,
         lines: Sequence[str] | None = None,
         writers: Callable[[], SeriesWriters] | None = None,
     ) -> None:

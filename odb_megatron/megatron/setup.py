@@ -17,8 +17,7 @@ from odb_megatron.data.image_chat import ImageRules
 from odb_megatron.data.megatron_dataset import SampleDatasetConfig, count_epoch
 from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.errors import raise_usage_errors, usage_errors
-from odb_megatron.megatron.attention import registry
-from odb_megatron.megatron.attention.needs import need_of
+from odb_megatron.megatron.attention import Attention, select
 from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.modelopt.checkpoint import refuse_converted
 from odb_megatron.megatron.validation import NEEDS, refuse_flags, refuse_unsupported, set_needs
@@ -177,16 +176,15 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def choose_backend(args: argparse.Namespace) -> registry.AttentionBackend:
-    """Return the attention backend of validated arguments.
+def choose_backend(args: argparse.Namespace) -> Attention:
+    """Return the attention of validated arguments.
 
     Raises:
-        ValueError: see `registry.select`.
+        ValueError: see `attention.select`.
     """
     device = device_type()
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    need = need_of(args, capability=capability)
-    return registry.select(args.attention_backend.name, device_type=device, need=need)
+    return select(args, device_type=device, capability=capability)
 
 
 def odb_config(args: argparse.Namespace) -> OdbConfig:

@@ -15,12 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from odb_megatron.errors import SettingError
-from odb_megatron.megatron.attention.needs import graphed_modules
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.topology import count_multiple, padding_multiple, routers
 from odb_megatron.plan.padding import OverlongPolicy, budget_length
 
-__all__ = ["NEEDS", "off_texts", "refuse_flags", "refuse_unsupported", "set_needs"]
+__all__ = [
+    "NEEDS",
+    "graphed_modules",
+    "off_texts",
+    "refuse_flags",
+    "refuse_unsupported",
+    "set_needs",
+]
 
 
 def _always(_args: argparse.Namespace) -> bool:
@@ -193,11 +199,14 @@ def _flag_texts(args: argparse.Namespace, *, enabled: bool) -> Iterator[str]:
     """Yield what is refused of single flags; layers and kernels are the baseline's, too."""
     if getattr(args, "transformer_impl", "local") not in ("local", "transformer_engine"):
         yield (
-            "attention kernels of ODB work in Megatron's local layers and in Transformer Engine's: "
-            "use {transformer_impl} local or transformer_engine"
+            "{odb} packs samples in Megatron's local layers and in Transformer Engine's: use "
+            "{transformer_impl} local or transformer_engine"
         )
-    if getattr(args, "spec", None) is not None:
-        yield "packed samples need layers of ODB's choice: drop {spec}"
+    if getattr(args, "spec", None) and getattr(args, "transformer_impl", "local") == "local":
+        yield (
+            "local layers of {spec} may not take packed samples of {odb}: drop it, or use "
+            "{transformer_impl} transformer_engine"
+        )
     if not enabled:
         return
     for name, values, why, applies, _ in NEEDS:
@@ -264,6 +273,20 @@ def _weight_texts(args: argparse.Namespace, config: OdbConfig) -> Iterator[str]:
             "{odb_loss_per} {loss_per} and {experimental_attention_variant}, whose own loss would "
             "not be weighed: drop one of them"
         )
+
+
+def graphed_modules(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the parts of a layer that are put into CUDA graphs; empty for whole layers.
+
+    0.17 has `cuda_graph_scope`, 0.18 and later `cuda_graph_modules`; enums or names.
+    """
+    found = getattr(args, "cuda_graph_modules", None)
+    if found is None:
+        found = getattr(args, "cuda_graph_scope", None)
+    found = found or ()
+    found = found.split(",") if isinstance(found, str) else found
+    names = [getattr(each, "name", each) for each in found]
+    return tuple(name for name in names if name != "full")
 
 
 def _graph_texts(
