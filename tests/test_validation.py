@@ -90,7 +90,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"transformer_impl": "inference_optimized"}, "use --transformer-impl local or transf"),
     (
         {"spec": ["a.module", "a_spec"]},
-        "local layers of --spec may not take packed samples of --odb",
+        "local layers of --spec may not take packed samples",
     ),
     ({**EXPERTS, "moe_router_load_balancing_type": "quantile_balancing"}, "use aux_loss, seq_"),
     ({**EXPERTS, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "use aux_loss, "),

@@ -21,7 +21,7 @@ from odb_megatron.plan.padding import OverlongPolicy, budget_length
 
 __all__ = [
     "NEEDS",
-    "graphed_modules",
+    "_graphed_modules",
     "off_texts",
     "refuse_flags",
     "refuse_unsupported",
@@ -275,7 +275,7 @@ def _weight_texts(args: argparse.Namespace, config: OdbConfig) -> Iterator[str]:
         )
 
 
-def graphed_modules(args: argparse.Namespace) -> tuple[str, ...]:
+def _graphed_modules(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the parts of a layer that are put into CUDA graphs; empty for whole layers.
 
     0.17 has `cuda_graph_scope`, 0.18 and later `cuda_graph_modules`; enums or names.
@@ -293,7 +293,7 @@ def _graph_texts(
     args: argparse.Namespace, config: OdbConfig, values: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield which CUDA graphs do not fit packed micro-batches."""
-    kind, modules = getattr(args, "cuda_graph_impl", None) or "none", graphed_modules(args)
+    kind, modules = getattr(args, "cuda_graph_impl", None) or "none", _graphed_modules(args)
     has_attention = not modules or "attn" in modules
     rope = getattr(args, "position_embedding_type", "rope") in ("rope", "yarn")
     if kind == "none":
