@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.multimodal.arguments import patch_tokens
 from odb_megatron.plan.cost import CostModel, ModelShape
 
 __all__ = ["cost_model"]
@@ -15,10 +14,11 @@ _OVERHEAD_SHARE = 0.05
 
 
 def cost_model(args: argparse.Namespace, config: OdbConfig) -> CostModel:
-    """Return the cost model; that of the model's shape has a vision tower's cost in it.
+    """Return the cost model.
 
     Args:
-        args: Megatron's arguments, the padded vocabulary's size among them.
+        args: Megatron's, the padded vocabulary's size among them; a script whose model has a vision
+            tower sets `odb_patch_tokens`, what a patch costs beside a token.
         config: ODB's.
     """
     if config.cost is not None:
@@ -36,5 +36,5 @@ def cost_model(args: argparse.Namespace, config: OdbConfig) -> CostModel:
     return CostModel.from_ratios(
         quadratic=shape.quadratic_ratio,
         fixed_tokens=_OVERHEAD_SHARE * config.token_budget,
-        patch_tokens=patch_tokens(args, shape),
+        patch_tokens=getattr(args, "odb_patch_tokens", 0.0),
     )
