@@ -1,8 +1,8 @@
 """A GPT with a small vision tower after Qwen2-VL's, to start from: patches in, visual tokens out.
 
 The tower is the same on all tensor-parallel ranks. It runs in every micro-batch, also in one
-without images: gradient hooks wait for each weight. Shapes: P patches, C values of a patch, H hidden
-size, N heads, D channels of a head, V visual tokens, I images.
+without images: gradient hooks wait for each weight. Shapes: P patches, C values of a patch,
+H hidden size, N heads, D channels of a head, V visual tokens, I images.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _rotated(x_PND: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:
     return (x_PND.float() * cos_PD[:, None] + turned * sin_PD[:, None]).to(x_PND.dtype)
 
 
-class ImageGPT(GPTModel):
+class ImageGPT(GPTModel):  # type: ignore[misc]
     """A GPT with a vision tower in its first stage.
 
     Args:
