@@ -24,7 +24,6 @@ from odb_megatron.data.preprocess import (
     count_scale,
 )
 from odb_megatron.errors import SettingError
-from odb_megatron.megatron.multimodal.arguments import patch_tokens
 from odb_megatron.megatron.topology import sync_of
 from odb_megatron.plan.cost import CostModel, CostPrices, ModelShape
 from odb_megatron.plan.padding import OverlongPolicy, SizeRule, budget_length, size_rule
@@ -339,10 +338,11 @@ class OdbConfig:
         )
 
     def cost_model(self, args: argparse.Namespace) -> CostModel:
-        """Return the cost model; that of the model's shape has a vision tower's cost in it.
+        """Return the cost model.
 
         Args:
-            args: Megatron's arguments, the padded vocabulary's size among them.
+            args: Megatron's, the padded vocabulary's size among them; a script whose model has a
+                vision tower sets `odb_patch_tokens`, what a patch costs beside a token.
         """
         if self.cost is not None:
             return self.cost.model()
@@ -359,7 +359,7 @@ class OdbConfig:
         return CostModel.from_ratios(
             quadratic=shape.quadratic_ratio,
             fixed_tokens=_OVERHEAD_SHARE * self.token_budget,
-            patch_tokens=patch_tokens(args, shape),
+            patch_tokens=getattr(args, "odb_patch_tokens", 0.0),
         )
 
     def describe(self) -> str:

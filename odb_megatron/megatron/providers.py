@@ -29,7 +29,7 @@ from odb_megatron.data.sources import MapSource
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.multimodal.arguments import image_rules
+from odb_megatron.megatron.images import image_rules
 from odb_megatron.megatron.setup import dataset_config, total_samples
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig

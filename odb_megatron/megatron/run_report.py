@@ -22,7 +22,7 @@ from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.compat import describe_megatron
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.device_memory import MemoryUse
-from odb_megatron.megatron.multimodal.arguments import image_flags
+from odb_megatron.megatron.images import image_flags
 from odb_megatron.megatron.recorder import (
     CudaClock,
     Gathers,
