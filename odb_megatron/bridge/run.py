@@ -14,7 +14,7 @@ from importlib import metadata
 from types import TracebackType
 from typing import Any
 
-from odb_megatron.bridge.arguments import BridgeArgs, transformer_of
+from odb_megatron.bridge.arguments import BridgeArgs
 from odb_megatron.bridge.batches import Batches, TrainBatches
 from odb_megatron.bridge.hooks import BridgeHooks
 from odb_megatron.bridge.settings import described, in_bridge_words
@@ -28,7 +28,6 @@ from odb_megatron.megatron.run import OdbRun
 from odb_megatron.megatron.run_report import RunReport, start_lines
 from odb_megatron.megatron.series_writers import SeriesWriters
 from odb_megatron.megatron.setup import odb_config
-from odb_megatron.megatron.topology import padding_multiple
 
 __all__ = ["BridgeRun"]
 
@@ -62,7 +61,6 @@ class BridgeRun(OdbRun):
         self._built: Sequence[Any] = ()
         self._is_restored = self._has_begun = self._has_ended = False
         super().__init__(args, datasets=self._recipe_datasets if self._reads_recipe else None)
-        self._prepare_transformer(transformer_of(cfg.model))
 
     def __enter__(self) -> BridgeRun:
         super().__enter__()
@@ -140,8 +138,7 @@ class BridgeRun(OdbRun):
         )
 
     def _make_hooks(self) -> Hooks:
-        length = self.config.micro_batch_length(padding_multiple(self._args))
-        return BridgeHooks(self, state=self._state, micro_batch_length=length)
+        return BridgeHooks(self, state=self._state, plans_shapes=self._plans_shapes)
 
     def _make_report(self) -> RunReport:
         args, config = self._args, self.config
@@ -179,13 +176,6 @@ class BridgeRun(OdbRun):
 
     def _go_on(self) -> None:
         """Bridge restores the data, after they were built."""
-
-    def _prepare_transformer(self, transformer: Any) -> None:
-        """Bridge builds the model after this."""
-        if self._args.pipeline_model_parallel_size > 1 and not self.config.pads_to_budget:
-            transformer.variable_seq_lengths = True
-            if transformer.num_moe_experts is None:
-                transformer.moe_token_dispatcher_type = "alltoall"
 
     def _require_state(self) -> None:
         args = self._args

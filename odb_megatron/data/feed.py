@@ -90,10 +90,12 @@ class StepHeader:
     Attributes:
         totals: the step, over all replicas.
         micro_batches: this replica's stream positions per micro-batch.
+        lengths: tokens of each of them, padding and all context-parallel parts included.
     """
 
     totals: StepTotals
     micro_batches: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +161,7 @@ class _RankSteps:
         if found is None:
             return None
         metadata, items, progress = found
+        lengths = tuple(int(item.cu_seqlens_padded[-1]) for item in items)
         part = self._part
         items = [
             slice_micro_batch(item, size=part.size, rank=part.rank)
@@ -170,7 +173,9 @@ class _RankSteps:
             items = list(map(_pinned, items))
         counts = [now - then for now, then in zip(self._counts(), before, strict=True)]
         return _Step(
-            header=StepHeader(totals=metadata.totals, micro_batches=metadata.positions),
+            header=StepHeader(
+                totals=metadata.totals, micro_batches=metadata.positions, lengths=lengths
+            ),
             micro_batches=tuple(items),
             delivered=Delivered(
                 plan_s=metadata.plan_us / 1e6, collectives=counts[0], bytes_delivered=counts[1]

@@ -235,8 +235,8 @@ def _built_by(model_class: Callable[..., Any] | None) -> Iterator[None]:
 def _keep_what_is_sent(transformer: Any) -> None:
     """Leave a stage's output in memory, which 0.17 frees while it is still being sent.
 
-    That is in its interleaved schedule with overlapped sends, which needs one length for all
-    micro-batches; 0.18.2 waits (schedules.py 1592, 1719).
+    That is in its interleaved schedule with overlapped sends, where no shapes are sent before them;
+    0.18.2 waits (schedules.py 1592, 1719).
     """
     overlaps = transformer.overlap_p2p_comm and not transformer.variable_seq_lengths
     is_interleaved = transformer.virtual_pipeline_model_parallel_size is not None

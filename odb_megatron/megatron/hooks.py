@@ -4,7 +4,7 @@ Each replacement wraps the original and is undone by `Hooks.remove`. Must not pl
 
 | name | why |
 |---|---|
-| `get_forward_backward_func` | the schedule runs the plan's M, taken from the step's header |
+| `get_forward_backward_func` | the schedule runs the plan's M and shapes, from the step's header |
 | `config.finalize_model_grads_func`, within a schedule | ends the last micro-batch's time |
 | `training_log` | tells a listener what Megatron logs; router losses per micro-batch |
 | `save_checkpoint` | the data's state goes into the arguments that are saved |
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -86,7 +86,7 @@ class Hooks:
         listener: the run.
         packed: whether iterators carry step headers (ODB on).
         has_experts: whether the model is a mixture of experts.
-        micro_batch_length: tokens of every micro-batch; 0 where they differ.
+        plans_shapes: whether pipeline stages take each other's shapes from step headers.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Hooks:
         *,
         packed: bool,
         has_experts: bool = False,
-        micro_batch_length: int = 0,
+        plans_shapes: bool = False,
     ) -> None:
         self._listener = listener
         self._packed = packed
-        self._length = micro_batch_length
+        self._plans_shapes = plans_shapes
         self._count = 1
         self._totals: StepTotals | None = None
         self._logged = LoggedFlops()
@@ -162,16 +162,16 @@ class Hooks:
                 assert isinstance(header, StepHeader), f"expected a step header, got {header!r}"
                 self._listener.on_header(header, training=training)
                 arguments["num_microbatches"] = header.totals.num_micro_batches
-                if self._length:  # what pipeline stages send each other
-                    arguments["seq_length"] = self._length
                 if training:
                     self._count, self._totals = header.totals.num_micro_batches, header.totals
                     self._logged.add(header.totals)
                     if self._router_fixes is not None:
                         self._router_fixes.begin_step(header.totals)
-                if not training or not self._listener.wants_backward():
-                    return schedule(**arguments)
-                with self._told_of_backward(arguments["model"]):
+                with ExitStack() as within:
+                    if self._plans_shapes:
+                        within.enter_context(_planned_shapes(arguments, header.lengths))
+                    if training and self._listener.wants_backward():
+                        within.enter_context(self._told_of_backward(arguments["model"]))
                     return schedule(**arguments)
 
             return forward_backward_by_plan
@@ -304,6 +304,12 @@ class Hooks:
                 megatron_args.seq_length = length
 
         return compute_throughputs_and_append_to_progress_log
+
+
+def _planned_shapes(arguments: dict[str, Any], lengths: Sequence[int]) -> Any:
+    from odb_megatron.megatron.pipeline import planned_shapes
+
+    return planned_shapes(arguments, lengths)
 
 
 def _training_module() -> Any:

@@ -127,8 +127,13 @@ class OdbRun:
             self,
             packed=self.config.enabled,
             has_experts=self._args.num_experts is not None,
-            micro_batch_length=self.config.micro_batch_length(padding_multiple(self._args)),
+            plans_shapes=self._plans_shapes,
         )
+
+    @property
+    def _plans_shapes(self) -> bool:
+        """Whether pipeline stages take each other's shapes from step headers."""
+        return self.config.enabled and self._args.pipeline_model_parallel_size > 1
 
     def _make_report(self) -> RunReport:
         return RunReport(
@@ -182,17 +187,16 @@ class OdbRun:
     # --- the host's calls -----------------------------------------------------------------------
 
     def prepare_model(self, model_config: Any) -> None:
-        """Put what micro-batches of varied size need into the configuration.
+        """Let pipeline stages tell each other shapes, where no step header has them.
 
-        Padded ones are cut to their longest sample. Pipeline stages learn the length of each
-        micro-batch from each other (`variable_seq_lengths`), for which Megatron demands the
-        alltoall token dispatcher, also of dense models (transformer_config.py, 0.16.1 to 0.19.2).
-        With `--odb-pad-to budget` all have one length.
+        Batches of the padded baseline are cut to their longest sample. Megatron demands the
+        alltoall token dispatcher for it, also of dense models (transformer_config.py, 0.16.1 to
+        0.19.2).
 
         Args:
             model_config: from `megatron.training.argument_utils.gpt_config_from_args`.
         """
-        if self._args.pipeline_model_parallel_size > 1 and not self.config.pads_to_budget:
+        if self._args.pipeline_model_parallel_size > 1 and not self._plans_shapes:
             transformer = model_config.transformer
             transformer.variable_seq_lengths = self._args.variable_seq_lengths = True
             if transformer.num_moe_experts is None:  # in args as well: scripts build more from them

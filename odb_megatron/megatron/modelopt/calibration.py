@@ -78,6 +78,8 @@ class CalibrationLoop:
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        from odb_megatron.megatron.pipeline import planned_shapes
+
         if self.result is not None:
             raise RuntimeError(
                 "the calibration samples have been used up by the first pass, and this ModelOpt "
@@ -94,17 +96,19 @@ class CalibrationLoop:
             batches = [next(self._items) for _ in range(totals.num_micro_batches)]
             used = [item for item in batches if not item.is_idle]
             if used:
-                with torch.no_grad():
-                    found = schedule(
-                        forward_step_func=_forward_step,
-                        data_iterator=iter(used),
-                        model=self._models,
-                        num_microbatches=len(used),
-                        seq_length=self._seq_length,
-                        micro_batch_size=1,
-                        decoder_seq_length=None,
-                        forward_only=True,
-                    )
+                arguments: dict[str, Any] = {
+                    "forward_step_func": _forward_step,
+                    "data_iterator": iter(used),
+                    "model": self._models,
+                    "num_microbatches": len(used),
+                    "seq_length": self._seq_length,
+                    "micro_batch_size": 1,
+                    "forward_only": True,
+                }
+                pairs = zip(header.lengths, batches, strict=True)
+                lengths = [length for length, item in pairs if not item.is_idle]
+                with torch.no_grad(), planned_shapes(arguments, lengths):
+                    found = schedule(**arguments)
                 reports += [report["lm loss"] for report in found]
             steps, samples = steps + 1, samples + totals.num_samples
             tokens, run = tokens + totals.num_tokens, run + len(used)

@@ -74,6 +74,11 @@ class ModelOptRun(OdbRun):
         self._undo = ExitStack()
         super().__init__(args, datasets=datasets)
 
+    @property
+    def _plans_shapes(self) -> bool:
+        """A student's stages send what the teacher sends as well."""
+        return super()._plans_shapes and not self._teacher_given
+
     def _loss(self) -> LossOf | None:
         if not self._teacher_given:
             return None
