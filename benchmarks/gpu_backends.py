@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_model import ModelSize, attention_config, parameter_dtype
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from odb_megatron.data.thd import MicroBatchLayout
 from odb_megatron.megatron.attention.registry import BACKENDS, AttentionBackend
 from odb_megatron.megatron.attention.spec import layer_spec
-from odb_megatron.megatron.compat import packed_seq_params
-from odb_megatron.megatron.recorder import Clock
+from odb_megatron.megatron.run_report import Clock
 
 __all__ = ["REFERENCE", "BackendCheck", "check_backends"]
 
@@ -219,7 +219,7 @@ def _forward(attention: Any, inputs: Sequence[torch.Tensor], parameters: Any) ->
 
 def _packed_parameters(where: MicroBatchLayout, device: torch.device) -> Any:
     cu_seqlens, padded = where.cu_seqlens.to(device), where.cu_seqlens_padded.to(device)
-    return packed_seq_params(
+    return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,

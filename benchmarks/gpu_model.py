@@ -37,7 +37,7 @@ from odb_megatron.data.thd import MicroBatch
 from odb_megatron.megatron.attention.registry import AttentionBackend
 from odb_megatron.megatron.attention.spec import layer_spec
 from odb_megatron.megatron.forward_step import Batch, packed_batch, padded_batch
-from odb_megatron.megatron.recorder import Clock, CudaClock, WallClock
+from odb_megatron.megatron.run_report import Clock, CudaClock, WallClock
 from odb_megatron.plan.cost import ModelShape
 
 __all__ = [

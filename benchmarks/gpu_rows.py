@@ -38,7 +38,7 @@ from gpu_report import backend_line, cost_checks, cost_json, peak_flops, row_tex
 
 from odb_megatron.megatron.attention import registry
 from odb_megatron.megatron.attention.needs import Need
-from odb_megatron.megatron.compat import megatron_version
+from odb_megatron.megatron.versions import megatron_version
 from odb_megatron.plan.cost import COST_UNIT, CostModel
 from odb_megatron.simulation.schedules import Setting, Stream
 

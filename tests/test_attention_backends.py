@@ -92,7 +92,7 @@ def test_on_the_gpu(name: str) -> None:
 
 
 def _packed(where: Any, **changes: Any) -> Any:
-    from odb_megatron.megatron.compat import packed_seq_params
+    from megatron.core.packed_seq_params import PackedSeqParams
 
     values = {
         "qkv_format": "thd",
@@ -103,7 +103,7 @@ def _packed(where: Any, **changes: Any) -> Any:
         "max_seqlen_q": where.max_seqlen,
         "max_seqlen_kv": where.max_seqlen,
     }
-    return packed_seq_params(**values | changes)
+    return PackedSeqParams(**values | changes)
 
 
 @pytest.mark.parametrize("name", ["flash", "flash3", "flash4"])

@@ -38,7 +38,7 @@ from odb_megatron.data.step_wire import (
     payload_bytes,
 )
 from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder, train_bpe
-from odb_megatron.megatron.data_checkpoint import DataState
+from odb_megatron.megatron.checkpoint import DataState
 from odb_megatron.plan.padding import SizeRule
 from odb_megatron.plan.record import StepTotals
 
@@ -481,7 +481,7 @@ def test_random_indices(tmp_path_factory: pytest.TempPathFactory, data: st.DataO
 
 
 HOSTILE: list[Any] = [None, True, -7, 1 << 62, 10**4000, 1.5, "x", [], {}, [[]], [None] * 3]
-STATE = DataState(data={"sources": []}, consumed=8, num_bad=1, tokens_so_far=90, sources=[{"a": 1}])
+STATE = DataState(data={"sources": []}, consumed=8, num_bad=1, sources=[{"a": 1}])
 STATE_VALUES: dict[str, Any] = json.loads(STATE.to_text())
 
 

@@ -88,16 +88,6 @@ def test_an_end_before_that(
     assert run.losses == whole.losses[:num_steps]
 
 
-def test_full_validation_begins_each_pass_anew(
-    megatron: Megatron, data_flags: tuple[str, ...]
-) -> None:
-    flags = ("--full-validation", "--eval-interval", 2, "--exit-interval", 4)
-    found = [megatron.train(*_flags(ahead, *flags), *data_flags) for ahead in (0, 2)]
-    assert found[0].evaluations == found[1].evaluations
-    assert len(found[0].evaluations) >= 2
-    _rested(found[1])
-
-
 def test_replicas_of_several_ranks_end_together(
     megatron: Megatron, data_flags: tuple[str, ...], whole: Run
 ) -> None:

@@ -28,7 +28,6 @@ from odb_megatron.megatron.attention.te import TECoreAttention, without_padding
 from odb_megatron.plan.padding import SizeRule
 from odb_megatron.testing.attention_cases import CASES
 from odb_megatron.testing.backend_checks import _build, _causal
-from odb_megatron.megatron.compat import packed_seq_params
 
 shape = dict(num_layers=1, hidden_size=64, num_attention_heads=4,
              transformer_impl="transformer_engine")
@@ -44,7 +43,7 @@ found["local"] = local.self_attention.submodules.core_attention.__name__
 
 case = CASES["padded to a multiple"]
 where = case.layout()
-given = packed_seq_params(
+given = PackedSeqParams(
     qkv_format="thd", cu_seqlens_q=where.cu_seqlens, cu_seqlens_kv=where.cu_seqlens,
     cu_seqlens_q_padded=where.cu_seqlens_padded, cu_seqlens_kv_padded=where.cu_seqlens_padded,
     max_seqlen_q=where.max_seqlen, max_seqlen_kv=where.max_seqlen,

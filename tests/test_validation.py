@@ -12,8 +12,7 @@ from unittest import mock
 import pytest
 from megatron_world import Megatron
 
-from odb_megatron.megatron import validation
-from odb_megatron.megatron.compat import megatron_version
+from odb_megatron.megatron.versions import megatron_version
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.validation import _REFUSALS, _REFUSALS_ALWAYS, refuse_unsupported
 
@@ -99,6 +98,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"micro_batch_size": 2, "eval_micro_batch_size": 2}, "--micro-batch-size 1"),
     ({"eval_micro_batch_size": 4}, "--eval-micro-batch-size"),
     ({"sft": True}, "--sft"),
+    ({"full_validation": True}, "--eval-iters"),
     ({"transformer_impl": "inference_optimized"}, "--transformer-impl local"),
     ({"use_flash_attn": True}, "--odb-attention chooses"),
     ({"dataloader_type": "external"}, "--dataloader-type single or cyclic"),
@@ -224,18 +224,6 @@ def test_refused_by_name(values: dict[str, Any], text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_full_validation_of_the_padded_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = OdbConfig.from_args(argparse.Namespace(**GOOD))
-    padded = replace(config, enabled=False)
-    args = argparse.Namespace(**{**GOOD, "odb": False, "full_validation": True})
-    monkeypatch.setattr(validation, "repeats_full_validation", lambda: True)
-    refuse_unsupported(args, padded)
-    monkeypatch.setattr(validation, "repeats_full_validation", lambda: False)
-    _check(full_validation=True)
-    with pytest.raises(ValueError, match="evaluates the whole of a validation set once"):
-        refuse_unsupported(args, padded)
-
-
 def test_weights_of_the_padded_baseline() -> None:
     """Router losses are weighed by a step's sum of weights, which only a plan knows beforehand."""
     weighed = {**GOOD, "odb_loss_per": "token", "num_experts": 4}
@@ -245,10 +233,9 @@ def test_weights_of_the_padded_baseline() -> None:
         refuse_unsupported(argparse.Namespace(**weighed), replace(config, enabled=False))
 
 
-def test_every_row_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_is_covered() -> None:
     """Each refusal applies to one of the cases above."""
-    monkeypatch.setattr(validation, "repeats_full_validation", lambda: False)
-    cases = [*(bad for bad, _ in BAD), {"odb": False, "full_validation": True}]
+    cases = [bad for bad, _ in BAD]
     for refusal in (*_REFUSALS, *_REFUSALS_ALWAYS):
         assert any(refusal.applies(argparse.Namespace(**{**GOOD, **bad})) for bad in cases)
 

@@ -1,7 +1,6 @@
 """Batch, loss and forward step for `megatron.training.pretrain()`, packed and padded.
 
-Must not plan: what a micro-batch holds was decided by the data loader. Follows pretrain_gpt.py of
-Megatron-LM core_v0.19 (`get_batch`, `loss_func`, `forward_step`).
+Follows pretrain_gpt.py of Megatron-LM core_v0.19 (`get_batch`, `loss_func`, `forward_step`).
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from odb_megatron.data.context_parallel import padding_mask
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, sample_index
-from odb_megatron.megatron.compat import packed_seq_params
-from odb_megatron.megatron.compat_metrics import seqlen_stats_updater
 from odb_megatron.plan.padding import padded_length
 
 __all__ = [
@@ -110,7 +108,7 @@ def packed_batch(item: MicroBatchLayout, *, has_state_layers: bool = False) -> B
     return Batch(
         **tensors,
         cu_seqlens=cu_seqlens,
-        packed_seq_params=packed_seq_params(
+        packed_seq_params=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
@@ -184,8 +182,8 @@ def make_forward_step(
     """
     from megatron.core.utils import StragglerDetector
     from megatron.training import get_timers
+    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
-    update_seqlen_stats = seqlen_stats_updater()
     stimer = StragglerDetector()
 
     def forward_step(
@@ -204,7 +202,7 @@ def make_forward_step(
         if _is_first_chunk(model):
             on_batch(item)
             if batch.cu_seqlens is not None and torch.is_grad_enabled():
-                update_seqlen_stats(batch.cu_seqlens)
+                update_seqlen_stats_from_cu_seqlens(batch.cu_seqlens)
         options = dict(batch.model_inputs)
         if router_mask is not None:
             mask = router_mask.build(item, is_first_stage=_attribute(model, "pre_process"))

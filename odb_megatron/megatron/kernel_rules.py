@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 
 from odb_megatron.megatron.attention.needs import graphed_modules
-from odb_megatron.megatron.compat import knows_sample_index
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.topology import has_state_layers, padding_multiple
+from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.plan.padding import budget_length
 
 __all__ = ["kernel_messages"]
@@ -24,7 +23,7 @@ def kernel_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:
         args: validated; what is absent is off.
         config: with `--odb`.
     """
-    return _low_precision(args) + _graphs(args, config) + _state_layers(args)
+    return _low_precision(args) + _graphs(args, config)
 
 
 def _low_precision(args: argparse.Namespace) -> list[str]:
@@ -44,18 +43,6 @@ def _low_precision(args: argparse.Namespace) -> list[str]:
             "tensorwise, blockwise or mxfp8"
         )
     return messages
-
-
-def _state_layers(args: argparse.Namespace) -> list[str]:
-    if not has_state_layers(args):
-        return []
-    if not knows_sample_index():
-        return [
-            "--hybrid-layer-pattern: state-space layers of this Megatron do not know where a "
-            "sample of a pack ends (PackedSeqParams has no seq_idx): use megatron-core 0.17 or "
-            "later"
-        ]
-    return []
 
 
 def _graphs(args: argparse.Namespace, config: OdbConfig) -> list[str]:

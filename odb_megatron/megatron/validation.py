@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from odb_megatron.megatron.compat import repeats_full_validation
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.kernel_rules import kernel_messages
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
@@ -214,13 +213,9 @@ _REFUSALS = (
 
 _REFUSALS_ALWAYS = (
     _Refusal(
-        lambda args: (
-            bool(getattr(args, "full_validation", False))
-            and not args.odb
-            and not repeats_full_validation()
-        ),
-        "without --odb Megatron 0.17 evaluates the whole of a validation set once, and fails the "
-        "second time: use --odb, drop --full-validation, or use megatron-core 0.18",
+        lambda args: bool(getattr(args, "full_validation", False)),
+        "--full-validation fails in Megatron with one validation set (training.py 4382, 0.19.2), "
+        "with --odb and without: drop it, and give the number of evaluation steps (--eval-iters)",
     ),
     _Refusal(
         lambda args: (

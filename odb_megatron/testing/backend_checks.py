@@ -127,7 +127,7 @@ def _one(
     dtype: torch.dtype,
     has_gradient: bool,
 ) -> tuple[float, float]:
-    from odb_megatron.megatron.compat import packed_seq_params
+    from megatron.core.packed_seq_params import PackedSeqParams
 
     where = case.layout()
     offsets = where.cu_seqlens_padded
@@ -136,7 +136,7 @@ def _one(
     own = [tensor.clone().requires_grad_(has_gradient) for tensor in tensors]
     others = [tensor.double().requires_grad_() for tensor in tensors]
     on_device = [tensor.to(device) for tensor in (where.cu_seqlens, offsets)]
-    packed = packed_seq_params(
+    packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=on_device[0],
         cu_seqlens_kv=on_device[0],

@@ -6,13 +6,14 @@ arguments; what it needs is in the transformer's configuration.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
@@ -21,11 +22,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from odb_megatron.megatron.attention.registry import AttentionBackend
-from odb_megatron.megatron.compat_pretrain import prediction_module
 
-__all__ = ["PredictionLayers", "layer_spec"]
-
-_NAME = "mtp_block_spec"
+__all__ = ["layer_spec", "prediction_spec"]
 
 
 def layer_spec(
@@ -37,7 +35,7 @@ def layer_spec(
     against `--transformer-impl`.
 
     The choice between block and layer spec is that of `default_layer_spec`
-    (megatron/training/models/gpt.py 0.19.2; gpt_builders.py 0.16.1 to 0.18.2): a block spec of
+    (megatron/training/models/gpt.py 0.19.2; gpt_builders.py 0.18.2): a block spec of
     this pipeline stage's layers for mixtures of experts, one layer's spec otherwise. Model-parallel
     state must be initialised for the former.
 
@@ -87,40 +85,33 @@ def layer_spec(
     return built
 
 
-class PredictionLayers:
-    """Puts the backend's attention into the layers of multi-token prediction during a run.
+def prediction_spec(
+    config: TransformerConfig, *, backend: AttentionBackend, vp_stage: int | None = None
+) -> Any:
+    """Build the spec of multi-token prediction, None without it.
 
-    Megatron builds their spec by itself, whatever layer spec the model was given (`mtp_block_spec`,
-    megatron/training/models/gpt.py 387, 0.19.2; `compat_pretrain` before 0.19).
+    As `mtp_block_spec` does (megatron/training/models/gpt.py, 0.19.2; gpt_builders.py 0.18.2), of
+    Megatron's own layer.
 
     Args:
+        config: the transformer's configuration.
         backend: from `registry.select`.
+        vp_stage: virtual pipeline stage, if there is one.
     """
-
-    def __init__(self, backend: AttentionBackend) -> None:
-        self._backend = backend
-        self._original: Any = None
-
-    def install(self) -> None:
-        """Replace `mtp_block_spec`."""
-        module = prediction_module()
-        original = self._original = getattr(module, _NAME)
-
-        def mtp_block_spec(*args: Any, **kwargs: Any) -> Any:
-            spec = original(*args, **kwargs)
-            for layer in [] if spec is None else spec.layer_specs:
-                inner = layer.submodules.mtp_model_layer
-                _self_attention_of(inner).core_attention = self._backend.load()
-            return spec
-
-        setattr(module, _NAME, mtp_block_spec)
-
-    def remove(self) -> None:
-        """Put the original back; harmless when called twice."""
-        if self._original is None:
-            return
-        setattr(prediction_module(), _NAME, self._original)
-        self._original = None
+    if config.mtp_num_layers is None:
+        return None
+    has_te_layers = backend.limits.layers == "transformer_engine"
+    layers = get_gpt_decoder_layer_specs(
+        config,
+        use_transformer_engine=has_te_layers,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    _self_attention_of(layers[-1]).core_attention = backend.load()
+    return get_gpt_mtp_block_spec(
+        config, layers[-1], use_transformer_engine=has_te_layers, vp_stage=vp_stage
+    )
 
 
 def _refuse_other_shapes(config: TransformerConfig) -> None:
@@ -145,7 +136,7 @@ def _refuse_other_shapes(config: TransformerConfig) -> None:
 
 
 def _transformer_engine_spec(config: TransformerConfig) -> Any:
-    """One layer's spec, with the options that this Megatron's function knows (0.16.1 to 0.19.2)."""
+    """One layer's spec, with the options that this Megatron's function knows (0.18.2 to 0.19.2)."""
     options = {
         "multi_latent_attention": config.multi_latent_attention,
         "qk_layernorm": config.qk_layernorm,
@@ -155,9 +146,6 @@ def _transformer_engine_spec(config: TransformerConfig) -> Any:
         "use_grouped_gemm_for_dense_mlp": getattr(config, "use_grouped_gemm_for_dense_mlp", False),
     }
     given = {name: value for name, value in options.items() if value}
-    known = inspect.signature(get_gpt_layer_with_transformer_engine_spec).parameters
-    if "kwargs" not in known:  # 0.16 names them, and has none of the newer ones
-        given = {name: value for name, value in given.items() if name in known}
     return get_gpt_layer_with_transformer_engine_spec(**given)
 
 
@@ -167,8 +155,8 @@ def _self_attention_of(layer: Any) -> Any:
     submodules = getattr(self_attention, "submodules", None)
     if not isinstance(submodules, (SelfAttentionSubmodules, MLASelfAttentionSubmodules)):
         raise RuntimeError(
-            "this Megatron's layer spec has no SelfAttentionSubmodules where 0.16 to 0.19 "
+            "this Megatron's layer spec has no SelfAttentionSubmodules where 0.18 and 0.19 "
             f"have them (layer {type(layer).__name__}, self_attention {self_attention!r}): use "
-            "megatron-core 0.16 to 0.19"
+            "one of those"
         )
     return submodules

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from odb_megatron.megatron.compat_pretrain import PretrainForm, pretrain_form
 from odb_megatron.megatron.forward_step import LossOf
 from odb_megatron.megatron.modelopt.arguments import refuse_unsupported
 from odb_megatron.megatron.modelopt.checkpoint import (
@@ -54,12 +53,6 @@ class ModelOptRun(OdbRun):
         needs_conversion: bool = True,
     ) -> None:
         refuse_unsupported(args)
-        form = pretrain_form()
-        if form is not PretrainForm.MODEL_CONFIG:
-            raise ValueError(
-                "ModelOpt's stages build the model by GPTModelConfig, which this megatron-core "
-                "does not have: use 0.19"
-            )
         self._teacher_given = getattr(args, "modelopt_teacher", None) is not None
         if self._teacher_given:
             require_checkpoint(args, "modelopt_teacher")
@@ -81,10 +74,10 @@ class ModelOptRun(OdbRun):
 
         return distillation_loss
 
-    def prepare_model(self, model_config: Any) -> None:
-        """Converts the model before it is wrapped."""
-        super().prepare_model(model_config)
-        model_config.pre_wrap_hooks.append(self._convert)
+    def model_provider(self, *args: Any, **kwargs: Any) -> Any:
+        """Converts the model before it is wrapped; there are no virtual pipeline chunks."""
+        (model,) = self._convert([super().model_provider(*args, **kwargs)])
+        return model
 
     def __enter__(self) -> ModelOptRun:
         super().__enter__()
@@ -120,7 +113,7 @@ class ModelOptRun(OdbRun):
         from odb_megatron.megatron.modelopt.teacher import build_teacher
 
         args = self._args
-        teacher = build_teacher(args, student, prepare_model=super().prepare_model)
+        teacher = build_teacher(args, student, build_model=self.build_model)
         weight = args.modelopt_intermediate_weight
         config = distillation_config(
             args.modelopt_kd_cfg,

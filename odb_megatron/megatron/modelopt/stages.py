@@ -32,7 +32,6 @@ def train_gpt(*, datasets: Datasets | None = None) -> None:
     Raises:
         SystemExit: flags that cannot be used (2), or Megatron's own exits.
     """
-    from odb_megatron.megatron.compat_pretrain import pretrain_gpt
     from odb_megatron.megatron.modelopt.arguments import add_distillation_arguments
     from odb_megatron.megatron.modelopt.run import ModelOptRun
     from odb_megatron.megatron.usage import usage_errors
@@ -41,12 +40,7 @@ def train_gpt(*, datasets: Datasets | None = None) -> None:
     with usage_errors():
         run = ModelOptRun(args, datasets=datasets)
     with run:
-        pretrain_gpt(
-            args,
-            prepare_model=run.prepare_model,
-            datasets_provider=run.datasets_provider,
-            forward_step=run.forward_step,
-        )
+        run.pretrain()
 
 
 def quantize_gpt(*, datasets: Datasets | None = None) -> None:
@@ -75,7 +69,7 @@ def quantize_gpt(*, datasets: Datasets | None = None) -> None:
         config = quantization_config(args.modelopt_quant_cfg)
         run = CalibrationRun(args, datasets=datasets, needs_conversion=False)
     with run:
-        models = _build(args, run)
+        models = _build(run)
         with usage_errors():
             _refuse_quantized(args, models)
         from odb_megatron.megatron.modelopt.calibration import CalibrationLoop, quantize
@@ -116,13 +110,13 @@ def export_gpt() -> None:
         run = ModelOptRun(args)
     from megatron.core.utils import unwrap_model
 
-    models = _build(args, run)
+    models = _build(run)
     trained = unwrap_model(models[0])
     if args.modelopt_fold_weights:
         import modelopt.torch.quantization as mtq
 
         mtq.fold_weight(trained)
-    plain = _build_model(args, OdbRun(args))
+    plain = _build_model(OdbRun(args))
     weights = trained.state_dict()
     kept = unwrap_model(plain[0]).state_dict()
     unwrap_model(plain[0]).load_state_dict(
@@ -158,7 +152,6 @@ def _check_stage(args: argparse.Namespace) -> None:
     args.finetune = True  # weights alone: no iteration, samples, optimizer or generators
     args.no_load_optim = args.no_load_rng = args.no_save_optim = args.no_save_rng = True
     args.eval_iters = 0
-    args.full_validation = False
 
 
 def _check_calibration(args: argparse.Namespace) -> None:
@@ -190,7 +183,7 @@ def _refuse_quantized(args: argparse.Namespace, models: list[Any]) -> None:
         )
 
 
-def _build(args: argparse.Namespace, run: OdbRun) -> list[Any]:
+def _build(run: OdbRun) -> list[Any]:
     """Start Megatron, build the model as the run wants it, and load the weights of `--load`."""
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
     from megatron.training.checkpointing import load_checkpoint
@@ -198,20 +191,15 @@ def _build(args: argparse.Namespace, run: OdbRun) -> list[Any]:
 
     initialize_megatron()
     get_rerun_state_machine().set_mode(RerunMode.DISABLED)
-    models = _build_model(args, run)
+    models = _build_model(run)
     load_checkpoint(models, None, None)
     return models
 
 
-def _build_model(args: argparse.Namespace, run: OdbRun) -> list[Any]:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import gpt_config_from_args
+def _build_model(run: OdbRun) -> list[Any]:
+    from megatron.training.training import get_model
 
-    config = gpt_config_from_args(args)
-    run.prepare_model(config)
-    models: list[Any] = config.get_builder_cls()(config).build_distributed_models(
-        ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False
-    )
+    models: list[Any] = get_model(run.model_provider, wrap_with_ddp=False)
     return models
 
 

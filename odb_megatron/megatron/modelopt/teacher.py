@@ -39,32 +39,36 @@ def shape_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def build_teacher(
-    args: argparse.Namespace, student: Any, *, prepare_model: Callable[[Any], None]
+    args: argparse.Namespace, student: Any, *, build_model: Callable[..., Any]
 ) -> Any:
     """Build this stage of the teacher and load its weights; every rank calls it.
 
     Args:
         args: Megatron's; `modelopt_teacher` is the folder of the teacher's checkpoints.
         student: this stage of the student.
-        prepare_model: as for the student, see `OdbRun.prepare_model`.
+        build_model: as for the student, see `OdbRun.build_model`.
 
     Raises:
         ValueError: no checkpoint, one in another format, or a model that cannot teach this one.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.arguments import core_transformer_config_from_args
 
     folder = _teacher_folder(args)
     saved = dist_checkpointing.load_common_state_dict(str(folder))["args"]
     _check(saved, args, folder)
     own = argparse.Namespace(**{**vars(args), **shape_of(saved)})
-    config = gpt_config_from_args(own)
-    prepare_model(config)
-    teacher = config.get_builder_cls()(config).build_model(
-        ProcessGroupCollection.use_mpu_process_groups(),
+    config = core_transformer_config_from_args(own)
+    config.variable_seq_lengths = student.config.variable_seq_lengths
+    config.moe_token_dispatcher_type = student.config.moe_token_dispatcher_type
+    teacher = build_model(
+        own,
+        config,
+        vp_stage=None,
         pre_process=student.pre_process,
         post_process=student.post_process,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
     metadata = dist_checkpointing.load_content_metadata(str(folder))
     wanted = teacher.sharded_state_dict(metadata=metadata)

@@ -24,7 +24,6 @@ def pretrain_images(
     Raises:
         SystemExit: flags that cannot be used (2), `--help`, or Megatron's own exits.
     """
-    from odb_megatron.megatron.compat_pretrain import pretrain_gpt
     from odb_megatron.megatron.multimodal.arguments import add_image_arguments, refuse_unsupported
     from odb_megatron.megatron.multimodal.run import ImageRun
     from odb_megatron.megatron.setup import read_args
@@ -35,13 +34,7 @@ def pretrain_images(
         refuse_unsupported(args)
     run = ImageRun(args, datasets=datasets)
     with run:
-        pretrain_gpt(
-            args,
-            prepare_model=run.prepare_model,
-            datasets_provider=run.datasets_provider,
-            forward_step=run.forward_step,
-            model_class=run.model_class,
-        )
+        run.pretrain()
 
 
 def main() -> None:

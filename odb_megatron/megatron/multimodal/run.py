@@ -16,22 +16,16 @@ from odb_megatron.data.images import mrope_positions
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
 from odb_megatron.megatron.forward_step import Batch, make_forward_step, packed_batch
 from odb_megatron.megatron.multimodal.arguments import vision_shape
-from odb_megatron.megatron.replica_data import ReplicaData
+from odb_megatron.megatron.replica import ReplicaData
 from odb_megatron.megatron.run import OdbRun
 
 __all__ = ["ImageRun", "image_batch"]
 
 
 class ImageRun(OdbRun):
-    """One run of `pretrain()` on samples with images; see `OdbRun`.
+    """One run of `pretrain()` on samples with images; see `OdbRun`."""
 
-    Attributes:
-        model_class: in the place of Megatron's `GPTModel`, see `compat_pretrain.pretrain_gpt`.
-    """
-
-    @property
-    def model_class(self) -> Callable[..., Any]:
-        """The class of the model's chunks."""
+    def _model_class(self) -> Callable[..., Any]:
         from odb_megatron.megatron.multimodal.model import ImageGPT
 
         return partial(ImageGPT, vision=vision_shape(self._args))
@@ -48,7 +42,6 @@ class ImageRun(OdbRun):
         return ReplicaData(
             self._args,
             self._place,
-            plan_ahead=self.config.plan_ahead,
             deadlines=self._peers.deadlines if self._peers else None,
             has_images=True,
         )
