@@ -232,10 +232,10 @@ def _merged() -> Iterator[None]:
 
     def one_sample(**values: Any) -> Any:
         whole = {
-            name: value[[0, -1]] if name.startswith("cu_seqlens") else value
+            name: value[[0, -1]] if name in ("cu_seqlens_q", "cu_seqlens_kv") else value
             for name, value in values.items()
         }
-        length = int(whole["cu_seqlens_q_padded"][-1])
+        length = int(whole["cu_seqlens_q"][-1])
         return original(**{**whole, "max_seqlen_q": length, "max_seqlen_kv": length})
 
     forward_step.PackedSeqParams = one_sample

@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 
-from odb_megatron.megatron.attention.needs import Feature, graphed_modules, need_of
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.kernel_rules import kernel_messages
+from odb_megatron.megatron.kernel_rules import graphed_modules, kernel_messages
 from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.plan.padding import padded_length
 
 TE = {"transformer_impl": "transformer_engine", "fp8": "hybrid"}
 MLP = {"cuda_graph_modules": ["mlp"]}
-GRAPHS = {"cuda_graph_impl": "transformer_engine", "odb_pad_to_budget": True}
+GRAPHS = {"cuda_graph_impl": "transformer_engine", "odb_pad_to": ["budget"]}
 
 
 def _args(**values: Any) -> argparse.Namespace:
-    from odb_megatron.megatron.arguments import add_odb_arguments
+    from odb_megatron.megatron.config import add_odb_arguments
 
     args = add_odb_arguments(argparse.ArgumentParser()).parse_args(["--odb"])
     defaults = {"seq_length": 128, "global_batch_size": 8, "apply_rope_fusion": True}
@@ -40,12 +39,12 @@ def _messages(**values: Any) -> list[str]:
         TE,
         {**TE, "fp8_recipe": "mxfp8"},
         {"cuda_graph_impl": "none"},
-        {"cuda_graph_impl": "local", "odb_pad_to_budget": True},
+        {"cuda_graph_impl": "local", "odb_pad_to": ["budget"]},
         {**GRAPHS, **MLP},
         {**GRAPHS, "cuda_graph_scope": "mlp"},
         {**GRAPHS, **MLP, "seq_length": 96, "odb_token_budget": 96},
         {
-            **{"cuda_graph_impl": "local", "odb_pad_to_budget": True, **MLP},
+            **{"cuda_graph_impl": "local", "odb_pad_to": ["budget"], **MLP},
             "apply_rope_fusion": False,
         },
     ],
@@ -60,8 +59,8 @@ def test_what_fits(values: dict[str, Any]) -> None:
         ({"fp4": "e2m1"}, "no FP4 in this version: use --fp8-format or --bf16"),
         ({"fp8": "e4m3"}, "use --transformer-impl transformer_engine"),
         ({**TE, "fp8_recipe": "custom"}, "--fp8-recipe custom does not say"),
-        ({"cuda_graph_impl": "local"}, "add --odb-pad-to-budget"),
-        ({"cuda_graph_impl": "transformer_engine", **MLP}, "add --odb-pad-to-budget"),
+        ({"cuda_graph_impl": "local"}, "add --odb-pad-to budget"),
+        ({"cuda_graph_impl": "transformer_engine", **MLP}, "add --odb-pad-to budget"),
         ({"cuda_graph_impl": "full_iteration"}, "replays a whole step"),
         (
             {**GRAPHS, "cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
@@ -139,37 +138,3 @@ def test_enums_of_modules() -> None:
     enums = pytest.importorskip("megatron.core.transformer.enums")
     scope = getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
     assert graphed_modules(argparse.Namespace(cuda_graph_modules=[scope.attn])) == ("attn",)
-
-
-@pytest.mark.parametrize(
-    ("values", "features"),
-    [
-        ({}, set()),
-        ({"attention_dropout": 0.1}, {Feature.DROPOUT}),
-        ({"window_size": (128, 0)}, {Feature.WINDOW}),
-        ({"softmax_type": "learnable"}, {Feature.SINK}),
-        ({"qk_clip": True}, {Feature.MAX_LOGIT}),
-        ({"log_max_attention_logit": True}, {Feature.MAX_LOGIT}),
-        ({"deterministic_mode": True}, {Feature.DETERMINISTIC}),
-        ({"context_parallel_size": 2}, {Feature.CONTEXT_PARALLEL}),
-        ({"cuda_graph_impl": "local"}, {Feature.GRAPHS}),
-        ({"cuda_graph_impl": "local", **MLP}, set()),
-    ],
-)
-def test_features_that_arguments_ask_for(values: dict[str, Any], features: set[Feature]) -> None:
-    assert need_of(argparse.Namespace(**values)).features == features
-
-
-def test_numbers_that_arguments_ask_for() -> None:
-    need = need_of(argparse.Namespace(bf16=True, kv_channels=96), capability=(9, 0))
-    assert (need.dtype, need.head_size, need.layers) == ("bfloat16", 96, "local")
-    assert need.capability == (9, 0)
-    latent = argparse.Namespace(
-        multi_latent_attention=True,
-        qk_head_dim=128,
-        qk_pos_emb_head_dim=64,
-        fp16=True,
-        transformer_impl="transformer_engine",
-    )
-    need = need_of(latent)
-    assert (need.dtype, need.head_size, need.layers) == ("float16", 192, "transformer_engine")

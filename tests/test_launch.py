@@ -256,7 +256,7 @@ def test_pretrain_is_the_packages_module(monkeypatch: pytest.MonkeyPatch) -> Non
     """Options of the launcher may stand between Megatron's; behind `--` all are Megatron's."""
     commands: list[list[str]] = []
     monkeypatch.setattr(elastic, "main", lambda command: commands.append(command) or 7)
-    flags = ["--odb", "--data-path", "a b.jsonl", "--odb-plan-ahead=4"]
+    flags = ["--odb", "--data-path", "a b.jsonl", "--odb-epochs=4"]
     assert elastic.pretrain([*flags, "--nproc-per-node", "2", "--lr", "-1", "--", "--device"]) == 7
     ours = ["-m", "odb_megatron.megatron.pretrain"]
     assert commands[0][1:] == ["--nproc-per-node=2", *ours, *flags, "--lr", "-1", "--device"]

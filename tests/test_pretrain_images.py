@@ -117,7 +117,7 @@ def test_loss_does_not_depend_on_the_packing(
     run = train(megatron, initial, "--odb-token-budget", 128)
     assert sum(step.record["moved"] for step in run.steps) > 0  # with their images
     assert_equal(run, alone)
-    padded = ("--odb-token-budget", 256, "--odb-pad-to-budget")
+    padded = ("--odb-token-budget", 256, "--odb-pad-to", "budget")
     assert_equal(train(megatron, initial, *padded, replicas=1), alone)
 
 
@@ -203,7 +203,7 @@ def test_a_picture_that_is_missing_is_a_bad_record(
     errors = megatron.refused(*flags, *budget, replicas=1, has_images=True)
     assert "lost.jsonl:9: 'gone.png' in" in errors[0]
     skipped = megatron.train(
-        *flags, *budget, "--odb-bad-record", "skip", replicas=1, has_images=True
+        *flags, *budget, "--odb-max-bad-records", 99, replicas=1, has_images=True
     )
     assert len(skipped.all_ids) == 8
 
@@ -213,7 +213,6 @@ def test_a_picture_that_is_missing_is_a_bad_record(
     [
         ("--position-embedding-type learned_absolute", "has no place for images"),
         ("--mrope-section 1 1 1", "--mrope-section sums to 3; expected .* 8"),
-        ("--odb-warmup-worst-case", "knows no images"),
         (
             "--position-embedding-type rope --mtp-num-layers 1",
             "multi-token prediction embeds shifted tokens by itself",

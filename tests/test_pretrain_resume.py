@@ -13,7 +13,7 @@ import torch
 from megatron_world import Megatron, Run
 
 from odb_megatron.cli import main
-from odb_megatron.report.run_log import read_run
+from odb_megatron.report.steps import read_run
 
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.megatron

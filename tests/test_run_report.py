@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from odb_megatron.megatron.arguments import add_odb_arguments
-from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.multimodal.arguments import add_image_arguments
 
 MEGATRONS = {"save": None, "ckpt_format": "torch_dist", "context_parallel_size": 1}

@@ -21,7 +21,7 @@ from odb_megatron.bridge.hooks import BridgeHooks
 from odb_megatron.bridge.settings import described, in_bridge_words
 from odb_megatron.bridge.sft_samples import SftSamples
 from odb_megatron.bridge.validation import UnusableError, has_data, refuse
-from odb_megatron.megatron.attention.registry import AttentionBackend
+from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.checkpoint import restore
 from odb_megatron.megatron.hooks import Hooks
 from odb_megatron.megatron.replica import ReplicaData
@@ -135,15 +135,9 @@ class BridgeRun(OdbRun):
 
     # --- what differs from Megatron's own `pretrain()` -------------------------------------------
 
-    def _choose_backend(self) -> AttentionBackend:
-        return AttentionBackend(
-            name="the recipe's",
-            core_attention="megatron.core.transformer:Attention",
-            auto_devices=(),
-            named_devices=(),
-            why_unavailable=lambda: None,
-            description="the model's own layer spec, as Bridge builds it",
-            reason="the model's own layer spec, as Bridge builds it",
+    def _choose_backend(self) -> Attention:
+        return Attention(
+            name="the recipe's", reason="the model's own layer spec, as Bridge builds it"
         )
 
     def _make_hooks(self) -> Hooks:
@@ -192,7 +186,7 @@ class BridgeRun(OdbRun):
 
     def _prepare_transformer(self, transformer: Any) -> None:
         """Bridge builds the model after this."""
-        if self._args.pipeline_model_parallel_size > 1 and not self.config.pad_to_budget:
+        if self._args.pipeline_model_parallel_size > 1 and not self.config.pads_to_budget:
             transformer.variable_seq_lengths = True
             if transformer.num_moe_experts is None:
                 transformer.moe_token_dispatcher_type = "alltoall"

@@ -189,8 +189,8 @@ def _require_same_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
         found.append(f"tokenizer ({saved['tokenizer']} then, {current['tokenizer']} now)")
     if found:
         raise ValueError(
-            f"data changed since the checkpoint was saved: {_some(found)}. Restore it, or start "
-            "the data anew (--finetune)"
+            f"data changed since the checkpoint was saved: {_some(found)}: restore it, "
+            "or start the data anew from its weights (--finetune)"
         )
 
 

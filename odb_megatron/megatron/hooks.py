@@ -47,6 +47,11 @@ REPLACED = {
             "_GLOBAL_NUM_MICROBATCHES_CALCULATOR",
             "exact sample counts in a step that is smaller than the others",
         ),
+        Name(
+            "megatron.core.models.backends",
+            "LocalSpecProvider.core_attention",
+            "local layers alone (--transformer-impl local): their attention refuses packed samples",
+        ),
         Name(_TRAINING, "pretrain", "python -m odb_megatron.run alone: data and forward step"),
         Name(
             "megatron.training.arguments",

@@ -1,19 +1,18 @@
 """Which of Megatron's flags on low precision, CUDA graphs and layers fit packed micro-batches.
 
 A function of arguments and of Megatron's version; must not look for packages or devices (that is
-`attention.registry`).
+`attention`).
 """
 
 from __future__ import annotations
 
 import argparse
 
-from odb_megatron.megatron.attention.needs import graphed_modules
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.plan.padding import budget_length
 
-__all__ = ["kernel_messages"]
+__all__ = ["graphed_modules", "kernel_messages"]
 
 
 def kernel_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:
@@ -34,8 +33,8 @@ def _low_precision(args: argparse.Namespace) -> list[str]:
         return messages
     if getattr(args, "transformer_impl", "local") != "transformer_engine":
         messages.append(
-            "--fp8-format is of Transformer Engine's layers: use --transformer-impl "
-            "transformer_engine (with --odb-attention te or auto), or --bf16 alone"
+            "--odb has --fp8-format in Transformer Engine's layers: use --transformer-impl "
+            "transformer_engine or --bf16 alone"
         )
     if getattr(args, "fp8_recipe", "delayed") == "custom":
         messages.append(
@@ -49,7 +48,7 @@ def _graphs(args: argparse.Namespace, config: OdbConfig) -> list[str]:
     if getattr(args, "enable_cuda_graph", False) or getattr(args, "external_cuda_graph", False):
         return [
             "--enable-cuda-graph and --external-cuda-graph are --cuda-graph-impl by older names: "
-            "use --cuda-graph-impl local or transformer_engine, with --odb-pad-to-budget"
+            "use --cuda-graph-impl local or transformer_engine, with --odb-pad-to budget"
         ]
     kind = getattr(args, "cuda_graph_impl", None) or "none"
     if kind == "none":
@@ -57,7 +56,7 @@ def _graphs(args: argparse.Namespace, config: OdbConfig) -> list[str]:
     if kind not in ("local", "transformer_engine"):
         return [
             f"--cuda-graph-impl {kind} replays a whole step, and --odb makes steps of varying "
-            "micro-batch counts: use local or transformer_engine with --odb-pad-to-budget, or none"
+            "micro-batch counts: use local or transformer_engine with --odb-pad-to budget, or none"
         ]
     modules = graphed_modules(args)
     if any(module.startswith("full_iteration") for module in modules):
@@ -65,10 +64,10 @@ def _graphs(args: argparse.Namespace, config: OdbConfig) -> list[str]:
             "--cuda-graph-scope full_iteration replays a whole step, and --odb makes steps of "
             "varying micro-batch counts: use attn, mlp or no scope"
         ]
-    if not config.pad_to_budget:
+    if not config.pads_to_budget:
         return [
             "--odb makes micro-batches of varying size, which CUDA graphs cannot replay: add "
-            "--odb-pad-to-budget, or use --cuda-graph-impl none"
+            "--odb-pad-to budget, or use --cuda-graph-impl none"
         ]
     has_attention = not modules or "attn" in modules
     if kind == "transformer_engine":
@@ -81,6 +80,14 @@ def _graphs(args: argparse.Namespace, config: OdbConfig) -> list[str]:
             "--no-rope-fusion, or leave attention out with --cuda-graph-modules mlp"
         ]
     return []
+
+
+def graphed_modules(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the parts of a layer that are put into CUDA graphs; empty for whole layers."""
+    found = getattr(args, "cuda_graph_modules", None) or ()
+    found = found.split(",") if isinstance(found, str) else found
+    names = [getattr(each, "name", each) for each in found]
+    return tuple(name for name in names if name != "full")
 
 
 def _transformer_engine_graphs(

@@ -117,7 +117,7 @@ class HostScript:
     """A script's parsing and training with ODB.
 
     The script goes on as it is written: it parses, builds its configuration and calls `pretrain()`.
-    In that call its data sets, forward step and model provider are replaced. A call in a form that
+    In that call its data sets and forward step are replaced. A call in a form that
     is not known here is an error.
 
     Args:
@@ -156,7 +156,7 @@ class HostScript:
         return self._args
 
     def pretrain(self, *args: Any, **kwargs: Any) -> Any:
-        """Call Megatron's `pretrain()` with ODB's data sets, forward step and layer spec.
+        """Call Megatron's `pretrain()` with ODB's data sets and forward step.
 
         A script that gives those itself, as the package's own does, is left as it is.
 
@@ -181,17 +181,11 @@ class HostScript:
 
         require_paths(self._args)
         with OdbRun(self._args) as run:
-            config = call.arguments[_CONFIG]
-            if (
-                getattr(config, "model", None) is not None
-            ):  # from 0.19 on: what the script has changed in it stays
-                run.transformer, config.model = config.model.transformer, None
-            call.arguments[_MODEL] = run.model_provider
             call.arguments[_DATA] = run.datasets_provider
             call.arguments[_STEP] = run.forward_step
             if self._args.rank == 0:
                 name = os.path.basename(sys.argv[0])
-                print(f"odb: in place of {name}'s own data sets, forward step and layer spec")
+                print(f"odb: in place of {name}'s own data sets and forward step")
             return self._original(*call.args, **call.kwargs)
 
 

@@ -24,8 +24,7 @@ from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.elastic import USAGE_ERROR, leave_reason
-from odb_megatron.megatron.attention.registry import AttentionBackend
-from odb_megatron.megatron.attention.spec import layer_spec, prediction_spec
+from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.checkpoint import (
     DataCheckpoint,
     data_identity,
@@ -86,7 +85,6 @@ class OdbRun:
     Attributes:
         forward_step: pass to `pretrain()`.
         datasets_provider: pass to `pretrain()`.
-        transformer: the transformer's configuration, where the script has one of its own.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class OdbRun:
         self._total = total_samples(args)
         self._backend = self._choose_backend()
         self._hooks = self._make_hooks()
-        self.transformer: Any = None
+        self._undo_attention: Callable[[], None] = lambda: None
         self._saved: str | None = None  # data state of the loaded checkpoint
         self._calculator: StepCalculator | None = None
         self._loader: StepLoader | None = None
@@ -118,7 +116,7 @@ class OdbRun:
 
     # --- what another host than Megatron's own `pretrain()` has otherwise -----------------------
 
-    def _choose_backend(self) -> AttentionBackend:
+    def _choose_backend(self) -> Attention:
         return choose_backend(self._args)
 
     def _make_hooks(self) -> Hooks:
@@ -140,7 +138,11 @@ class OdbRun:
     def _make_forward_step(self) -> Callable[..., Any]:
         args = self._args
         padded = partial(padded_batch, multiple=padding_multiple(args))
-        packed = partial(packed_batch, has_state_layers=has_state_layers(args))
+        packed = partial(
+            packed_batch,
+            has_state_layers=has_state_layers(args),
+            context_size=self._place.context_size,
+        )
         return make_forward_step(
             packed if self.config.enabled else padded,
             on_batch=self._on_batch,
@@ -205,25 +207,33 @@ class OdbRun:
         config: Any = None,
         pg_collection: Any = None,
     ) -> Any:
-        """Build a chunk of the model, as gpt_builders.py (0.18.2), GPTModelBuilder (0.19.2) do."""
+        """Build a chunk of a GPT, as gpt_builders.py does (0.18.2, dev)."""
         assert config is None, "given where a second model is built, which is refused"
-        if self.transformer is None:
-            from megatron.training.arguments import core_transformer_config_from_args
-
-            self.transformer = core_transformer_config_from_args(self._args)
-        self._prepare_transformer(self.transformer)
         place = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
-        return self.build_model(self._args, self.transformer, **place, pg_collection=pg_collection)
+        return self.build_model(self._args, **place, pg_collection=pg_collection)
 
     def build_model(
-        self, args: argparse.Namespace, transformer: Any, *, vp_stage: int | None, **place: Any
+        self, args: argparse.Namespace, *, vp_stage: int | None = None, **place: Any
     ) -> Any:
-        """Build a chunk of a GPT of this shape, with the chosen attention backend."""
-        backend = self._backend
+        """Build a chunk of a GPT of these arguments' shape."""
+        from megatron.core.models.gpt import gpt_layer_specs
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        config = core_transformer_config_from_args(args)
+        options = {
+            "use_transformer_engine": config.transformer_impl == "transformer_engine",
+            "vp_stage": vp_stage,
+        }
+        norms = {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm}
+        specs = gpt_layer_specs
+        prediction = None
+        if config.mtp_num_layers is not None:
+            layer = specs.get_gpt_decoder_layer_specs(config, **options, **norms)[-1]
+            prediction = specs.get_gpt_mtp_block_spec(config, layer, **options)
         return self._model_class()(
-            config=transformer,
-            transformer_layer_spec=layer_spec(transformer, backend=backend, vp_stage=vp_stage),
-            mtp_block_spec=prediction_spec(transformer, backend=backend, vp_stage=vp_stage),
+            config=config,
+            transformer_layer_spec=specs.get_gpt_decoder_block_spec(config, **options, **norms),
+            mtp_block_spec=prediction,
             vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
             fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
@@ -244,21 +254,6 @@ class OdbRun:
         model: Callable[..., Any] = GPTModel
         return model
 
-    def _prepare_transformer(self, transformer: Any) -> None:
-        """Put what micro-batches of varied size need into the configuration.
-
-        Padded ones are cut to their longest sample. Pipeline stages learn the length of each
-        micro-batch from each other (`variable_seq_lengths`), for which Megatron demands the
-        alltoall token dispatcher, also of dense models (transformer_config.py, 0.18.2, 0.19.2).
-        With `--odb-pad-to-budget` all have one length.
-        """
-        args = self._args
-        if args.pipeline_model_parallel_size > 1 and not self.config.pad_to_budget:
-            transformer.variable_seq_lengths = args.variable_seq_lengths = True
-            if transformer.num_moe_experts is None:  # in args as well: scripts build more from them
-                transformer.moe_token_dispatcher_type = "alltoall"
-                args.moe_token_dispatcher_type = "alltoall"
-
     def _router_mask(self) -> RouterMask | None:
         args = self._args
         if not self.config.enabled or args.num_experts is None:
@@ -272,6 +267,7 @@ class OdbRun:
 
     def __enter__(self) -> OdbRun:
         self._hooks.install()
+        self._undo_attention = self._backend.install()
         return self
 
     def __exit__(
@@ -290,6 +286,7 @@ class OdbRun:
         elif not clean and error is not None:
             self._tell_failure(error)
         self._hooks.undo()
+        self._undo_attention()
         ended = self._close_data(clean=clean)
         with usage_errors() if self.config.dry_run else nullcontext():
             self._report.finish(self._own_feed, together=clean and ended)

@@ -24,7 +24,7 @@ from odb_megatron.data.sample import SkipReason
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatchLayout
-from odb_megatron.megatron.attention.registry import AttentionBackend
+from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.checkpoint import Gathers, gather_counts
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.cost_model import cost_model
@@ -36,10 +36,8 @@ from odb_megatron.megatron.versions import describe_megatron
 from odb_megatron.plan.cost import COST_UNIT, CostModel, CostPrices
 from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.record import OPEN_TOTAL, StepTotals
-from odb_megatron.report.live import LiveReport, SourceTotals
-from odb_megatron.report.series import series_of
-from odb_megatron.report.step_log import LogHeader, StepLog, write_run
-from odb_megatron.report.step_record import StepRecord
+from odb_megatron.report.live import LiveReport, SourceTotals, series_of
+from odb_megatron.report.steps import LogHeader, StepLog, StepRecord, write_run
 
 __all__ = ["Clock", "CudaClock", "RunReport", "SeriesWriters", "StepRecorder", "WallClock"]
 __all__ += ["logged_loss", "megatron_writers", "start_lines"]
@@ -194,7 +192,7 @@ class StepRecorder:
             self._count_padded(item, left_out=rows - len(present))
         self._widths.append(rows * width)
         self.shapes.add((rows, width))
-        if self._config.log_ids and self._stream is not None:
+        if self._config.log_dir is not None and self._stream is not None:
             self._ids.append(tuple(_name(self._stream, position) for position in positions))
         self._lengths.append(lengths)
         self._patches.append(patches)
@@ -328,7 +326,7 @@ class StepRecorder:
     def _computed_tokens(self, totals: StepTotals) -> int:
         if length := self._config.micro_batch_length(self._multiple):
             return totals.num_micro_batches * totals.num_replicas * length
-        if self._config.shape_buckets:
+        if self._config.pad_to:
             if self._group is None:
                 return 0
             return sum(own for (own,) in gather_counts(self._group, [sum(self._widths)]))
@@ -389,7 +387,7 @@ class RunReport:
         args: argparse.Namespace,
         config: OdbConfig,
         *,
-        backend: AttentionBackend,
+        backend: Attention,
         lines: Sequence[str] | None = None,
         writers: Callable[[], SeriesWriters] | None = None,
     ) -> None:

@@ -10,7 +10,6 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +18,8 @@ from odb_megatron.data.image_chat import ImageRules
 from odb_megatron.data.megatron_dataset import SampleDatasetConfig, count_epoch
 from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.records import require_data
-from odb_megatron.data.tokenizer import tokenizer_folder
-from odb_megatron.megatron.arguments import add_odb_arguments
-from odb_megatron.megatron.attention import registry
-from odb_megatron.megatron.attention.needs import need_of
-from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.megatron.attention import Attention, select
+from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.modelopt.checkpoint import refuse_converted
 from odb_megatron.megatron.replica import replica_ranks
 from odb_megatron.megatron.usage import raise_usage_errors, usage_errors
@@ -73,9 +69,8 @@ def read_args(
 ) -> argparse.Namespace:
     """Parse `sys.argv`, validate, and set Megatron's global variables.
 
-    Follows `megatron.training.arguments.parse_and_validate_args` (0.19.2), with three steps of its
-    own in between: `--odb-epochs` becomes `--train-samples`, a bare `tokenizer.json` becomes a
-    folder that Megatron's HuggingFaceTokenizer opens, and what cannot work is refused.
+    Follows `megatron.training.arguments.parse_and_validate_args` (0.19.2), with two steps of its
+    own in between: `--odb-epochs` becomes `--train-samples`, and what cannot work is refused.
 
     Args:
         args_defaults: as upstream.
@@ -152,6 +147,12 @@ def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None
     messages = _messages(lambda: refuse_unsupported(args, config), lambda: refuse_converted(args))
     if messages:
         raise ValueError("\n".join(messages))
+    if args.pipeline_model_parallel_size > 1 and not config.pads_to_budget:
+        # Stages learn each micro-batch's length from each other, for which Megatron demands the
+        # alltoall dispatcher, also of dense models (transformer_config.py, 0.18.2, 0.19.2).
+        args.variable_seq_lengths = True
+        if args.num_experts is None:
+            args.moe_token_dispatcher_type = "alltoall"
     if config.dry_run:
         args.tensorboard_dir = args.wandb_project = None
         args.log_progress = False
@@ -181,16 +182,15 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def choose_backend(args: argparse.Namespace) -> registry.AttentionBackend:
-    """Return the attention backend of validated arguments.
+def choose_backend(args: argparse.Namespace) -> Attention:
+    """Return the attention of validated arguments.
 
     Raises:
-        ValueError: see `registry.select`.
+        ValueError: see `attention.select`.
     """
     device = device_type()
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    need = need_of(args, capability=capability)
-    return registry.select(args.odb_attention, device_type=device, need=need)
+    return select(args, device_type=device, capability=capability)
 
 
 def odb_config(args: argparse.Namespace) -> OdbConfig:
@@ -283,12 +283,13 @@ def _resolve_tokenizer(args: argparse.Namespace) -> None:
         return
     if model.startswith((".", "/", "~")) and not os.path.exists(model):
         raise ValueError(
-            f"--tokenizer-model {model} does not exist: give a Hugging Face tokenizer folder or a "
-            "tokenizer.json"
+            f"--tokenizer-model {model} does not exist: give a Hugging Face tokenizer folder"
         )
     if os.path.isfile(model):
-        cache = args.data_cache_path or Path(model).resolve().parent
-        args.tokenizer_model = str(tokenizer_folder(model, Path(cache)))
+        raise ValueError(
+            f"--tokenizer-model {model} is a file: give its folder, which has a "
+            "tokenizer_config.json too"
+        )
 
 
 def _resolve_epochs(args: argparse.Namespace) -> None:

@@ -77,8 +77,7 @@ _REFUSALS = (
     ),
     _Refusal(
         _is_on("trust_remote_code"),
-        "--odb runs no code that comes with a tokenizer: drop --trust-remote-code (name the "
-        "folder's tokenizer.json where the folder cannot be loaded without)",
+        "--odb runs no code that comes with a tokenizer: drop --trust-remote-code",
     ),
     _Refusal(
         _is_on("mock_data"), "--odb trains on real samples: drop --mock-data, give --data-path"
@@ -221,20 +220,16 @@ _REFUSALS_ALWAYS = (
         lambda args: (
             getattr(args, "transformer_impl", "local") not in ("local", "transformer_engine")
         ),
-        "the kernels of --odb-attention work in Megatron's local layers and in Transformer "
-        "Engine's: use --transformer-impl local or transformer_engine",
+        "--odb packs samples in Megatron's local layers and in Transformer Engine's: use "
+        "--transformer-impl local or transformer_engine",
     ),
     _Refusal(
         lambda args: (
-            getattr(getattr(args, "attention_backend", None), "name", "auto") != "auto"
-            or bool(getattr(args, "use_flash_attn", False))
+            getattr(args, "spec", None) is not None
+            and getattr(args, "transformer_impl", "local") == "local"
         ),
-        "--odb-attention chooses the attention kernel: drop --attention-backend and "
-        "--use-flash-attn",
-    ),
-    _Refusal(
-        lambda args: getattr(args, "spec", None) is not None,
-        "--odb-attention needs layers of its own choice: drop --spec",
+        "local layers of --spec may not take packed samples of --odb: drop it, or use "
+        "--transformer-impl transformer_engine",
     ),
 )
 """What the script cannot do with or without `--odb`: its layers and data are the same."""
@@ -348,11 +343,10 @@ def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]
             f"micro-batches: {group} is below the {stages} pipeline stages, which the interleaved "
             "schedule refuses; raise it, or drop it"
         )
-    fixed = "--odb-pad-to-budget" if config.pad_to_budget else "--odb-shape-buckets"
-    if (config.pad_to_budget or config.shape_buckets) and config.overlong is OverlongPolicy.SOLO:
+    if config.pad_to and config.overlong is OverlongPolicy.SOLO:
         messages.append(
-            f"--odb-overlong solo makes micro-batches above the budget, which {fixed} "
-            f"cannot pad to one shape: use error, truncate or drop, or drop {fixed}"
+            "--odb-overlong solo makes micro-batches above the budget, which --odb-pad-to cannot "
+            "pad to one of its shapes: use error, truncate or drop, or drop --odb-pad-to"
         )
     if config.token_budget < args.seq_length and config.overlong is OverlongPolicy.ERROR:
         messages.append(

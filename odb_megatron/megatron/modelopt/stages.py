@@ -160,9 +160,9 @@ def _check_calibration(args: argparse.Namespace) -> None:
 
     if not args.odb:
         raise ValueError("calibration runs on packed micro-batches: add --odb")
-    if args.odb_pad_to_budget or padding_multiple(args) > 1:
+    if args.odb_pad_to or padding_multiple(args) > 1:
         raise ValueError(
-            "padding would count in the quantizers' ranges: calibrate without --odb-pad-to-budget, "
+            "padding would count in the quantizers' ranges: calibrate without --odb-pad-to, "
             "--context-parallel-size and --sequence-parallel (training can have them)"
         )
     if total_samples(args) < args.global_batch_size:

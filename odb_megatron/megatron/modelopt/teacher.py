@@ -53,19 +53,13 @@ def build_teacher(
     """
     from megatron.core import dist_checkpointing
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.arguments import core_transformer_config_from_args
 
     folder = _teacher_folder(args)
     saved = dist_checkpointing.load_common_state_dict(str(folder))["args"]
     _check(saved, args, folder)
     own = argparse.Namespace(**{**vars(args), **shape_of(saved)})
-    config = core_transformer_config_from_args(own)
-    config.variable_seq_lengths = student.config.variable_seq_lengths
-    config.moe_token_dispatcher_type = student.config.moe_token_dispatcher_type
     teacher = build_model(
         own,
-        config,
-        vp_stage=None,
         pre_process=student.pre_process,
         post_process=student.post_process,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),

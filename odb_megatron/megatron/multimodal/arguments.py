@@ -171,9 +171,4 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
             "multi-token prediction embeds shifted tokens by itself, without images: drop "
             "--mtp-num-layers",
         ),
-        (
-            bool(args.odb_warmup_worst_case),
-            "--odb-warmup-worst-case knows no images, so that memory could still run out: drop it, "
-            "and bound images by --odb-max-patches",
-        ),
     ]
