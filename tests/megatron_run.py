@@ -228,7 +228,7 @@ def _merged() -> Iterator[None]:
     """Leave out where samples begin, as far as attention goes."""
     from odb_megatron.megatron import forward_step
 
-    original = forward_step.PackedSeqParams
+    original = forward_step.packed_seq_params
 
     def one_sample(**values: Any) -> Any:
         whole = {
@@ -238,11 +238,11 @@ def _merged() -> Iterator[None]:
         length = int(whole["cu_seqlens_q"][-1])
         return original(**{**whole, "max_seqlen_q": length, "max_seqlen_kv": length})
 
-    forward_step.PackedSeqParams = one_sample
+    forward_step.packed_seq_params = one_sample
     try:
         yield
     finally:
-        forward_step.PackedSeqParams = original
+        forward_step.packed_seq_params = original
 
 
 def _datasets(items: Sequence[list[dict[str, Any]] | None]) -> Callable[..., list[Any]]:
