@@ -52,11 +52,11 @@ def vision_shape(args: argparse.Namespace) -> Any:
 
 def main() -> None:
     """Train as the command line says."""
+    from odb_megatron.errors import usage_errors
     from odb_megatron.megatron.compat_pretrain import pretrain_gpt
     from odb_megatron.megatron.image_run import ImageRun
     from odb_megatron.megatron.images import refuse_unsupported
     from odb_megatron.megatron.setup import read_args
-    from odb_megatron.megatron.usage import usage_errors
 
     with usage_errors():
         args = read_args({"tokenizer_type": "HuggingFaceTokenizer"}, add_arguments)

@@ -16,10 +16,8 @@ __all__ = [
     "MIN_VERSION",
     "NEWER",
     "describe_megatron",
-    "knows_sample_index",
     "megatron_version",
     "packed_seq_params",
-    "repeats_full_validation",
 ]
 
 MIN_VERSION = (0, 16)
@@ -71,22 +69,6 @@ def describe_megatron() -> str:
             f"odb_megatron supports; of newer ones it was run with {NEWER}"
         )
     return f"megatron-core {found} (supported: {low} to {high})"
-
-
-def repeats_full_validation() -> bool:
-    """Whether `--full-validation` of Megatron's own loaders can be evaluated more than once.
-
-    0.17.1 makes one pass over the loader (training.py 3719) and wraps it as cyclic only with
-    `--multiple-validation-sets`; 0.18.2 always does.
-    """
-    return megatron_version() >= (0, 18)
-
-
-def knows_sample_index() -> bool:
-    """Whether PackedSeqParams has `seq_idx`, by which state-space layers tell samples apart."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    return "seq_idx" in {field.name for field in dataclasses.fields(PackedSeqParams)}
 
 
 def _bounds() -> tuple[str, ...]:

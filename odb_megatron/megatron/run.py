@@ -26,6 +26,7 @@ from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.elastic import USAGE_ERROR, leave_reason
+from odb_megatron.errors import usage_errors
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.counters import StepCalculator
 from odb_megatron.megatron.data_checkpoint import DataCheckpoint, restore
@@ -53,7 +54,6 @@ from odb_megatron.megatron.run_report import Evaluated, RunReport
 from odb_megatron.megatron.series_writers import megatron_writers
 from odb_megatron.megatron.setup import choose_backend, odb_config, total_samples
 from odb_megatron.megatron.topology import has_state_layers, padding_multiple
-from odb_megatron.megatron.usage import usage_errors
 from odb_megatron.plan.record import ReplicaFailedError
 
 __all__ = ["OdbRun"]
