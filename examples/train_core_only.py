@@ -44,13 +44,13 @@ from odb_megatron.data.megatron_dataset import (
 from odb_megatron.data.order import build_order
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.tokenizer import load_tokenizer
+from odb_megatron.errors import usage_errors
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.forward_step import packed_batch
 from odb_megatron.megatron.providers import build_loader, source_group
 from odb_megatron.megatron.replica import ReplicaData, replica_ranks
 from odb_megatron.megatron.topology import padding_multiple
-from odb_megatron.megatron.usage import usage_errors
 from odb_megatron.megatron.validation import refuse_unsupported
 
 LEFT_OUT = ("epochs", "log_dir", "dry_run")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from odb_megatron.elastic import reason_left
-from odb_megatron.megatron.usage import usage_errors
+from odb_megatron.errors import usage_errors
 from odb_megatron.megatron.versions import megatron_version
 from odb_megatron.testing import cpu_device
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from odb_megatron.elastic import reason_left
+from odb_megatron.errors import usage_errors
 from odb_megatron.megatron.pretrain import FLAG, HostScript, wants_odb
-from odb_megatron.megatron.usage import usage_errors
 from odb_megatron.megatron.versions import megatron_version
 
 if TYPE_CHECKING:

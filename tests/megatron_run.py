@@ -205,20 +205,28 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
     kind: type[OdbRun] = OdbRun
     extra = None
     if case.has_images:
-        from odb_megatron.megatron.multimodal.arguments import add_image_arguments
-        from odb_megatron.megatron.multimodal.arguments import refuse_unsupported as refuse
-        from odb_megatron.megatron.multimodal.run import ImageRun
+        from odb_megatron.megatron.image_run import ImageRun
+        from odb_megatron.megatron.images import refuse_unsupported
 
-        kind, extra = ImageRun, add_image_arguments
+        sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "multimodal"))
+        import pretrain_pictures
+
+        kind, extra = ImageRun, pretrain_pictures.add_arguments
     args = read_args({"tokenizer_type": "HuggingFaceTokenizer"}, extra)
+    model_class = None
     if case.has_images:
-        refuse(args)
+        refuse_unsupported(args)
+        vision = pretrain_pictures.vision_shape(args)
+        from image_gpt import ImageGPT
+
+        model_class = functools.partial(ImageGPT, vision=vision)
     datasets = None if case.items is None else _datasets(case.items)
     with _observed(training, outcome), _compared(training, outcome, case):
         before = _replaced_names()
         try:
             with kind(args, datasets=datasets) as run:
-                run.pretrain(forward_step=_counted(run.forward_step, outcome, args, case))
+                step = _counted(run.forward_step, outcome, args, case)
+                run.pretrain(forward_step=step, model_class=model_class)
         finally:
             outcome.restored = _replaced_names() == before
 

@@ -1,9 +1,11 @@
-"""`megatron.multimodal`: the tower and the GPT, packed against one by one; Megatron's own LLaVA."""
+"""The example's tower and GPT for images, packed against one by one."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,13 @@ from image_samples import image_sample
 
 from odb_megatron.data.images import mrope_positions
 from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
-from odb_megatron.megatron.multimodal.shape import VisionShape
-from odb_megatron.megatron.multimodal.tower import VisionTower
 from odb_megatron.plan.padding import SizeRule
 from odb_megatron.testing.gloo import run_replicas
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "multimodal"))
+
+from image_gpt import VisionShape, VisionTower
 
 SHAPE = VisionShape(
     num_layers=2, hidden=16, ffn_hidden=24, num_heads=2, patch_width=12, merge=2, output=32
@@ -46,9 +49,9 @@ def _config(**options: Any) -> Any:
 
 
 def _model() -> Any:
+    from image_gpt import ImageGPT
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from odb_megatron.megatron.multimodal.model import ImageGPT
     from odb_megatron.testing.bridge_cpu import local_layers
 
     model_parallel_cuda_manual_seed(3)
@@ -65,7 +68,7 @@ def _model() -> Any:
 
 
 def _losses(model: Any, item: MicroBatch) -> Any:
-    from odb_megatron.megatron.multimodal.run import image_batch
+    from odb_megatron.megatron.image_run import image_batch
 
     batch = image_batch(item, is_mrope=True)
     losses = model(

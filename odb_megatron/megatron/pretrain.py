@@ -55,7 +55,7 @@ def pretrain_gpt(
     Raises:
         SystemExit: flags that cannot be used (2), `--help`, or Megatron's own exits.
     """
-    from odb_megatron.megatron.usage import usage_errors
+    from odb_megatron.errors import usage_errors
     from odb_megatron.megatron.versions import megatron_version
 
     with usage_errors():
@@ -103,7 +103,7 @@ def with_odb(pretrain: Function, parse_and_validate_args: Function) -> tuple[Fun
     Raises:
         SystemExit: ODB's flags without `--odb` (2).
     """
-    from odb_megatron.megatron.usage import usage_errors
+    from odb_megatron.errors import usage_errors
 
     with usage_errors():
         asked = wants_odb(sys.argv[1:])
@@ -143,8 +143,8 @@ class HostScript:
         Raises:
             SystemExit: flags that cannot be used (2).
         """
+        from odb_megatron.errors import usage_errors
         from odb_megatron.megatron.setup import parse_and_validate_args
-        from odb_megatron.megatron.usage import usage_errors
 
         with usage_errors():
             if ignore_unknown_args:
@@ -163,7 +163,7 @@ class HostScript:
         Raises:
             SystemExit: a call that ODB cannot stand in for, or flags that cannot be used (2).
         """
-        from odb_megatron.megatron.usage import usage_errors
+        from odb_megatron.errors import usage_errors
 
         self.has_trained = True
         with usage_errors():

@@ -24,6 +24,7 @@ from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.elastic import USAGE_ERROR, leave_reason
+from odb_megatron.errors import usage_errors
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.checkpoint import (
     DataCheckpoint,
@@ -51,7 +52,6 @@ from odb_megatron.megatron.replica import (
 from odb_megatron.megatron.run_report import RunReport, logged_loss, megatron_writers
 from odb_megatron.megatron.setup import choose_backend, odb_config, total_samples
 from odb_megatron.megatron.topology import has_state_layers, padding_multiple
-from odb_megatron.megatron.usage import usage_errors
 from odb_megatron.plan.record import ReplicaFailedError
 
 __all__ = ["OdbRun"]
@@ -99,6 +99,7 @@ class OdbRun:
         self._total = total_samples(args)
         self._backend = self._choose_backend()
         self._hooks = self._make_hooks()
+        self._model_class: Callable[..., Any] | None = None
         self._undo_attention: Callable[[], None] = lambda: None
         self._saved: str | None = None  # data state of the loaded checkpoint
         self._calculator: StepCalculator | None = None
@@ -179,12 +180,19 @@ class OdbRun:
 
     # --- the host's calls -----------------------------------------------------------------------
 
-    def pretrain(self, *, forward_step: Callable[..., Any] | None = None) -> None:
+    def pretrain(
+        self,
+        *,
+        forward_step: Callable[..., Any] | None = None,
+        model_class: Callable[..., Any] | None = None,
+    ) -> None:
         """Call Megatron's `pretrain()`; within the run's context.
 
         Args:
             forward_step: None for `self.forward_step`.
+            model_class: takes the keyword arguments of `GPTModel`, which it stands for.
         """
+        self._model_class = model_class
         from megatron.core.enums import ModelType
         from megatron.training import argument_utils, training
 
@@ -216,7 +224,7 @@ class OdbRun:
         self, args: argparse.Namespace, *, vp_stage: int | None = None, **place: Any
     ) -> Any:
         """Build a chunk of a GPT of these arguments' shape."""
-        from megatron.core.models.gpt import gpt_layer_specs
+        from megatron.core.models.gpt import GPTModel, gpt_layer_specs
         from megatron.training.arguments import core_transformer_config_from_args
 
         config = core_transformer_config_from_args(args)
@@ -230,7 +238,7 @@ class OdbRun:
         if config.mtp_num_layers is not None:
             layer = specs.get_gpt_decoder_layer_specs(config, **options, **norms)[-1]
             prediction = specs.get_gpt_mtp_block_spec(config, layer, **options)
-        return self._model_class()(
+        return (self._model_class or GPTModel)(
             config=config,
             transformer_layer_spec=specs.get_gpt_decoder_block_spec(config, **options, **norms),
             mtp_block_spec=prediction,
@@ -247,12 +255,6 @@ class OdbRun:
             vp_stage=vp_stage,
             **place,
         )
-
-    def _model_class(self) -> Callable[..., Any]:
-        from megatron.core.models.gpt import GPTModel
-
-        model: Callable[..., Any] = GPTModel
-        return model
 
     def _router_mask(self) -> RouterMask | None:
         args = self._args

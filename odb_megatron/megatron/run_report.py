@@ -27,9 +27,8 @@ from odb_megatron.data.thd import MicroBatchLayout
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.checkpoint import Gathers, gather_counts
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.cost_model import cost_model
 from odb_megatron.megatron.device_memory import MemoryUse
-from odb_megatron.megatron.multimodal.arguments import image_flags
+from odb_megatron.megatron.images import image_flags
 from odb_megatron.megatron.setup import total_samples
 from odb_megatron.megatron.topology import padding_multiple, sync_of
 from odb_megatron.megatron.versions import describe_megatron
@@ -425,7 +424,7 @@ class RunReport:
             clock = CudaClock() if torch.cuda.is_available() else WallClock()
         self.recorder = StepRecorder(args, config, stream, group=group, clock=clock)
         if config.enabled:
-            self._cost = cost_model(args, config)
+            self._cost = config.cost_model(args)
         if args.rank == 0:
             if self._cost is not None:
                 print(f"odb: cost model {self._described(self._cost)}", flush=True)
