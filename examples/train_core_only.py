@@ -28,6 +28,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -43,15 +44,14 @@ from odb_megatron.data.megatron_dataset import (
 from odb_megatron.data.order import build_order
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.tokenizer import load_tokenizer
-from odb_megatron.megatron.attention import registry
-from odb_megatron.megatron.attention.spec import layer_spec
+from odb_megatron.errors import usage_errors
+from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.forward_step import packed_batch
 from odb_megatron.megatron.providers import build_loader, source_group
 from odb_megatron.megatron.replica_data import ReplicaData
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.topology import padding_multiple
-from odb_megatron.megatron.usage import usage_errors
 from odb_megatron.megatron.validation import refuse_unsupported
 
 LEFT_OUT = ("epochs", "log_dir", "dry_run")
@@ -159,11 +159,10 @@ def build_model(args: argparse.Namespace, config: OdbConfig) -> DistributedDataP
         bias_activation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
     )
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    backend = registry.select("auto", device_type=device_type)
+    Attention(name="torch", reason="in float32, on any device").install()
     model = GPTModel(
         config=transformer,
-        transformer_layer_spec=layer_spec(transformer, backend=backend),
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.seq_length,
         pre_process=mpu.is_pipeline_first_stage(),

@@ -97,7 +97,7 @@ def test_two_processes_all_reduce_on_the_cpu(tmp_path: Path) -> None:
 FAILURES = """
 import atexit, os, signal, sys, time
 from odb_megatron.elastic import leave_reason
-from odb_megatron.megatron.usage import usage_errors
+from odb_megatron.errors import usage_errors
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 if how == "code":
     sys.exit(3)

@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 NUM_RECORDS = 24
 IMAGES = shlex.split(
     "--position-embedding-type mrope --mrope-section 2 3 3 --odb-image-patch-size 4 "
-    "--odb-image-min-pixels 64 --odb-image-max-pixels 768 --odb-vision-layers 1 "
-    "--odb-vision-hidden-size 16 --odb-vision-ffn-hidden-size 32 --odb-vision-attention-heads 2"
+    "--odb-image-min-pixels 64 --odb-image-max-pixels 768 --vision-layers 1 "
+    "--vision-hidden-size 16 --vision-ffn-hidden-size 32 --vision-attention-heads 2"
 )
 ALL = (*MODEL, *IMAGES, "--odb", "--train-samples", NUM_RECORDS, "--eval-iters", 0)
 
@@ -187,7 +187,7 @@ def test_the_patch_cap_holds(megatron: Megatron, initial: tuple[Any, ...], alone
     assert f"  patches             at most {most} in a micro-batch (--odb-max-patches 40)" in output
     (line,) = (line for line in output.splitlines() if line.startswith("odb: reproduce with"))
     assert "--odb-max-patches 40 " in line
-    assert f" {' '.join(word for word in IMAGES[6:])} --seed" in line
+    assert f" {' '.join(word for word in IMAGES[6:12])} --seed" in line
     assert re.search("cost model .*,patch=", run.replicas[0].output)
 
 
@@ -218,7 +218,7 @@ def test_a_picture_that_is_missing_is_a_bad_record(
             "multi-token prediction embeds shifted tokens by itself",
         ),
         ("--odb-image-merge 0", "0 x 0 to a token"),
-        ("--odb-vision-attention-heads 3", "hidden size 16 with 3 heads"),
+        ("--vision-attention-heads 3", "hidden size 16 with 3 heads"),
     ],
 )
 def test_refused(megatron: Megatron, pictures: Pictures, flags: str, message: str) -> None:

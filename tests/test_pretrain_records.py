@@ -83,12 +83,12 @@ def test_the_real_script_exits_promptly(megatron: Megatron, bad: BadFile, tmp_pa
 @pytest.mark.slow
 def test_the_real_script_refuses_before_training(megatron: Megatron, chats: ChatFile) -> None:
     flags = megatron.command_line("--odb", *_training(chats.path, 40))
-    flags = [flag for flag in map(str, flags) if flag != "--calculate-per-token-loss"]
-    done = _script([*flags, "--micro-batch-size", "2"], num_processes=1)
+    flags = [*map(str, flags), "--micro-batch-size", "2", "--dataloader-type", "external"]
+    done = _script(flags, num_processes=1)
     assert done.returncode == 2
     *_, first, second = done.stderr.splitlines()
-    assert first.startswith("odb: error: --odb needs --calculate-per-token-loss: without it ")
-    assert second.startswith("--odb needs --micro-batch-size 1: ")
+    assert first.startswith("odb: error: --odb needs --micro-batch-size 1: ")
+    assert second.startswith("--odb needs --dataloader-type single or cyclic: ")
     assert "Traceback" not in done.stderr
     assert "odb step" not in done.stdout
 

@@ -20,7 +20,7 @@ from odb_megatron.bridge.hooks import BridgeHooks
 from odb_megatron.bridge.settings import described, in_bridge_words
 from odb_megatron.bridge.sft_samples import SftSamples
 from odb_megatron.bridge.validation import UnusableError, has_data, refuse
-from odb_megatron.megatron.attention.registry import AttentionBackend
+from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.data_checkpoint import restore
 from odb_megatron.megatron.hooks import Hooks
 from odb_megatron.megatron.replica_data import ReplicaData
@@ -134,15 +134,9 @@ class BridgeRun(OdbRun):
 
     # --- what differs from Megatron's own `pretrain()` -------------------------------------------
 
-    def _choose_backend(self) -> AttentionBackend:
-        return AttentionBackend(
-            name="the recipe's",
-            core_attention="megatron.core.transformer:Attention",
-            auto_devices=(),
-            named_devices=(),
-            why_unavailable=lambda: None,
-            description="the model's own layer spec, as Bridge builds it",
-            reason="the model's own layer spec, as Bridge builds it",
+    def _choose_backend(self) -> Attention:
+        return Attention(
+            name="the recipe's", reason="the model's own layer spec, as Bridge builds it"
         )
 
     def _make_hooks(self) -> Hooks:

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from odb_megatron.errors import raise_usage_errors
 from odb_megatron.megatron.config import add_odb_arguments
-from odb_megatron.megatron.usage import raise_usage_errors
 
 __all__ = ["OdbSettings", "described", "flag_values", "in_bridge_words", "unknown_setting"]
 

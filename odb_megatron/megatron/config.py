@@ -25,13 +25,16 @@ from odb_megatron.data.preprocess import (
 )
 from odb_megatron.errors import SettingError
 from odb_megatron.megatron.topology import sync_of
-from odb_megatron.plan.cost import CostPrices
+from odb_megatron.plan.cost import CostModel, CostPrices, ModelShape
 from odb_megatron.plan.padding import OverlongPolicy, SizeRule, budget_length, size_rule
 from odb_megatron.plan.record import Sync
 
 __all__ = ["SETTINGS", "OdbConfig", "Setting", "add_odb_arguments"]
 
 _MAX_WARN_S = 60.0
+
+_OVERHEAD_SHARE = 0.05
+"""Overhead of a micro-batch as a share of a full one's linear cost, where nothing was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,8 @@ class Setting:
 
     Attributes:
         help: for `--help` and the documentation.
-        default: text of the value that holds where nothing is given.
+        value: what holds where nothing is given.
+        default: the same for a reader.
         kind: type of what is given; bool for a switch. `Enum`s give the choices.
         many: whether several are given.
         metavar: what stands for the value in help texts.
@@ -51,6 +55,7 @@ class Setting:
     """
 
     help: str
+    value: Any = None
     default: str = ""
     kind: type = str
     many: bool = False
@@ -119,6 +124,7 @@ class OdbConfig:
     enabled: bool = _setting(
         dest="odb",
         kind=bool,
+        value=False,
         in_bridge=False,
         baseline=True,
         default="off",
@@ -137,6 +143,7 @@ class OdbConfig:
     overlong: OverlongPolicy = _setting(
         kind=OverlongPolicy,
         read=OverlongPolicy,
+        value=OverlongPolicy.ERROR,
         baseline=True,
         default=OverlongPolicy.ERROR.value,
         help="What happens to a sample longer than the sequence length or the token budget: error "
@@ -147,6 +154,7 @@ class OdbConfig:
     max_bad_records: int = _setting(
         kind=int,
         read=_at_least(0),
+        value=0,
         metavar="N",
         baseline=True,
         default="0",
@@ -160,13 +168,13 @@ class OdbConfig:
         read=_at_least(1),
         metavar="N",
         in_bridge=False,
-        default="",
         help="Run for this many passes over the training data; in place of --train-samples or "
         "--train-iters.",
     )
     pad_to: tuple[int, ...] = _setting(
         many=True,
         read=_sizes,
+        value=(),
         metavar="TOKENS",
         default="as long as their samples",
         help="Pad every micro-batch to the nearest of these token counts, by segments without "
@@ -185,6 +193,7 @@ class OdbConfig:
     max_patches: int = _setting(
         kind=int,
         read=_at_least(1),
+        value=0,
         metavar="N",
         default="no cap",
         help="Most image patches of one micro-batch. A sample with more gets a micro-batch of its "
@@ -192,6 +201,7 @@ class OdbConfig:
     )
     template_args: Mapping[str, Any] = _setting(
         read=_template_args,
+        value={},
         metavar="JSON",
         baseline=True,
         help="Further variables of the tokenizer's chat template, as a JSON object, such as "
@@ -218,6 +228,7 @@ class OdbConfig:
     )
     dry_run: bool = _setting(
         kind=bool,
+        value=False,
         default="off",
         help="Check the flags and this machine, read and plan three steps by the run's own "
         "loaders, print what was found, and end with exit code 0, or 2 where something does not "
@@ -245,29 +256,23 @@ class OdbConfig:
             ValueError: settings that would do nothing, or values out of range: one line each.
         """
         given = {name: getattr(args, _dest(name), None) for name in SETTINGS}
-        if not args.odb:
-            useless = [
-                name
-                for name, setting in SETTINGS.items()
-                if not setting.baseline and given[name] not in (None, False)
-            ]
-            if useless:
-                raise SettingError(
-                    f"{', '.join(f'{{{_dest(name)}}}' for name in useless)} would do nothing "
-                    f"without {{odb}}: add {{odb}}, or drop "
-                    f"{'it' if len(useless) == 1 else 'them'}"
-                )
-        values: dict[str, Any] = {}
+        given = {k: value for k, value in given.items() if value is not None and value is not False}
+        useless = [f"{{{_dest(name)}}}" for name in given if not SETTINGS[name].baseline]
+        if useless and not args.odb:
+            raise SettingError(
+                f"{', '.join(useless)} would do nothing without {{odb}}: add {{odb}}, or drop "
+                f"{'it' if len(useless) == 1 else 'them'}"
+            )
+        minutes = getattr(args, "distributed_timeout_minutes", 10)  # Megatron's own default
+        values = {name: setting.value for name, setting in SETTINGS.items()}
+        values |= {"token_budget": args.seq_length, "timeout_s": 60.0 * minutes}
         problems: list[SettingError] = []
-        for name, setting in SETTINGS.items():
-            if given[name] is None:
-                continue
+        for name, value in given.items():
             try:
-                values[name] = setting.read(given[name])
+                values[name] = SETTINGS[name].read(value)
             except ValueError as error:
-                problems.append(SettingError(f"{{{_dest(name)}}} {{error}}", error=str(error)))
-        budget = values.get("token_budget") or args.seq_length
-        sizes = values.get("pad_to", ())
+                problems.append(SettingError(f"{{{_dest(name)}}} {{error}}", error=error))
+        budget, sizes = values["token_budget"], values["pad_to"]
         if max(sizes, default=0) > budget:
             problems.append(
                 SettingError(
@@ -279,21 +284,6 @@ class OdbConfig:
             )
         if problems:
             raise ValueError("\n".join(map(str, problems)))
-        minutes = getattr(args, "distributed_timeout_minutes", 10)  # Megatron's own default
-        defaults = {
-            "enabled": False,
-            "overlong": OverlongPolicy.ERROR,
-            "max_bad_records": 0,
-            "epochs": None,
-            "cost": None,
-            "max_patches": 0,
-            "template_args": {},
-            "loss_per": None,
-            "log_dir": None,
-            "dry_run": False,
-            "timeout_s": 60.0 * minutes,
-        }
-        values = {**defaults, **values, "token_budget": budget}
         values["pad_to"] = tuple(sorted({*sizes, budget} - {0})) if sizes else ()
         if values["dry_run"]:
             values["log_dir"] = None
@@ -345,6 +335,31 @@ class OdbConfig:
             loss_per=self.loss_per or LossPer.TOKEN,
             count_scale=self.count_scale,
             whole_weights=self.loss_per is None,
+        )
+
+    def cost_model(self, args: argparse.Namespace) -> CostModel:
+        """Return the cost model.
+
+        Args:
+            args: Megatron's, the padded vocabulary's size among them; a script whose model has a
+                vision tower sets `odb_patch_tokens`, what a patch costs beside a token.
+        """
+        if self.cost is not None:
+            return self.cost.model()
+        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        shape = ModelShape(
+            num_layers=args.num_layers,
+            hidden=args.hidden_size,
+            ffn_hidden=args.ffn_hidden_size,
+            query=args.num_attention_heads * args.kv_channels,
+            key_value=groups * args.kv_channels,
+            vocab=args.padded_vocab_size,
+            gated_mlp=args.swiglu,
+        )
+        return CostModel.from_ratios(
+            quadratic=shape.quadratic_ratio,
+            fixed_tokens=_OVERHEAD_SHARE * self.token_budget,
+            patch_tokens=getattr(args, "odb_patch_tokens", 0.0),
         )
 
     def describe(self) -> str:

@@ -29,8 +29,7 @@ from odb_megatron.data.sources import MapSource
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.cost_model import cost_model
-from odb_megatron.megatron.multimodal.arguments import image_rules
+from odb_megatron.megatron.images import image_rules
 from odb_megatron.megatron.setup import dataset_config, total_samples
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig
@@ -141,7 +140,7 @@ def build_loader(
         sizes=config.pad_to,
         context=config.context if config.pad_to else 0,
         count_multiple=count_multiple(args),
-        cost=cost_model(args, config),
+        cost=config.cost_model(args),
         sync=config.sync,
         max_patches=config.max_patches,
         has_iterators=isinstance(stream, ItemStream),

@@ -26,8 +26,8 @@ from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.elastic import USAGE_ERROR, leave_reason
-from odb_megatron.megatron.attention.registry import AttentionBackend
-from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
+from odb_megatron.errors import usage_errors
+from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.counters import StepCalculator
 from odb_megatron.megatron.data_checkpoint import DataCheckpoint, restore
 from odb_megatron.megatron.data_identity import data_identity
@@ -54,7 +54,6 @@ from odb_megatron.megatron.run_report import Evaluated, RunReport
 from odb_megatron.megatron.series_writers import megatron_writers
 from odb_megatron.megatron.setup import choose_backend, odb_config, total_samples
 from odb_megatron.megatron.topology import has_state_layers, padding_multiple
-from odb_megatron.megatron.usage import usage_errors
 from odb_megatron.plan.record import ReplicaFailedError
 
 __all__ = ["OdbRun"]
@@ -102,7 +101,7 @@ class OdbRun:
         self._total = total_samples(args)
         self._backend = self._choose_backend()
         self._hooks = self._make_hooks()
-        self._prediction = PredictionLayers(self._backend) if args.mtp_num_layers else None
+        self._undo_attention: Callable[[], None] = lambda: None
         self._calculator: StepCalculator | None = None
         self._loader: StepLoader | None = None
         self._replica: ReplicaData | None = None
@@ -120,7 +119,7 @@ class OdbRun:
 
     # --- what another host than Megatron's own `pretrain()` has otherwise -----------------------
 
-    def _choose_backend(self) -> AttentionBackend:
+    def _choose_backend(self) -> Attention:
         return choose_backend(self._args)
 
     def _make_hooks(self) -> Hooks:
@@ -142,7 +141,11 @@ class OdbRun:
     def _make_forward_step(self) -> Callable[..., Any]:
         args = self._args
         padded = partial(padded_batch, multiple=padding_multiple(args))
-        packed = partial(packed_batch, has_state_layers=has_state_layers(args))
+        packed = partial(
+            packed_batch,
+            has_state_layers=has_state_layers(args),
+            context_size=self._place.context_size,
+        )
         return make_forward_step(
             packed if self.config.enabled else padded,
             on_batch=self._on_batch,
@@ -178,12 +181,8 @@ class OdbRun:
 
     # --- the host's calls -----------------------------------------------------------------------
 
-    def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
-        """Layer spec with the chosen attention backend; set as the model's layer spec."""
-        return layer_spec(config.transformer, backend=self._backend, vp_stage=vp_stage)
-
     def prepare_model(self, model_config: Any) -> None:
-        """Put the layer spec, and what micro-batches of varied size need, into the configuration.
+        """Put what micro-batches of varied size need into the configuration.
 
         Padded ones are cut to their longest sample. Pipeline stages learn the length of each
         micro-batch from each other (`variable_seq_lengths`), for which Megatron demands the
@@ -193,7 +192,6 @@ class OdbRun:
         Args:
             model_config: from `megatron.training.argument_utils.gpt_config_from_args`.
         """
-        model_config.transformer_layer_spec = self.layer_spec
         if self._args.pipeline_model_parallel_size > 1 and not self.config.pads_to_budget:
             transformer = model_config.transformer
             transformer.variable_seq_lengths = self._args.variable_seq_lengths = True
@@ -214,8 +212,7 @@ class OdbRun:
 
     def __enter__(self) -> OdbRun:
         self._hooks.install()
-        if self._prediction is not None:
-            self._prediction.install()
+        self._undo_attention = self._backend.install()
         return self
 
     def __exit__(
@@ -234,8 +231,7 @@ class OdbRun:
         elif not clean and error is not None:
             self._tell_failure(error)
         self._hooks.remove()
-        if self._prediction is not None:
-            self._prediction.remove()
+        self._undo_attention()
         if self._calculator is not None:
             self._calculator.remove()
         ended = self._close_data(clean=clean)

@@ -18,12 +18,11 @@ from odb_megatron.data.feed import Delivered, StepFeed, StepHeader
 from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.megatron.attention.registry import AttentionBackend
+from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.compat import describe_megatron
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.cost_model import cost_model
 from odb_megatron.megatron.device_memory import MemoryUse
-from odb_megatron.megatron.multimodal.arguments import image_flags
+from odb_megatron.megatron.images import image_flags
 from odb_megatron.megatron.recorder import (
     CudaClock,
     Gathers,
@@ -79,7 +78,7 @@ class RunReport:
         args: argparse.Namespace,
         config: OdbConfig,
         *,
-        backend: AttentionBackend,
+        backend: Attention,
         lines: Sequence[str] | None = None,
         writers: Callable[[], SeriesWriters] | None = None,
     ) -> None:
@@ -119,7 +118,7 @@ class RunReport:
             clock = CudaClock() if torch.cuda.is_available() else WallClock()
         self.recorder = StepRecorder(args, config, stream, group=group, clock=clock)
         if config.enabled:
-            self._cost = cost_model(args, config)
+            self._cost = config.cost_model(args)
             if args.rank == 0:
                 print(f"odb: cost model {self._described(self._cost)}", flush=True)
         if args.rank == 0:
