@@ -259,7 +259,7 @@ def _pair(user: str, assistant: str) -> list[_Message]:
 
 
 def _instruction(row: _Row, response: str | None) -> list[_Message]:
-    """Self-Instruct's seed tasks, of which the first instance is taken; Alpaca's and Dolly's rows."""
+    """Alpaca's and Dolly's rows; Self-Instruct's, of which the first instance is taken."""
     item, path, turns = row, "", []
     if "instances" in row:
         if not _typed(row["instances"], list, "instances"):
@@ -458,8 +458,8 @@ def _may_be_text(value: Any) -> bool:
 def _typed(value: Any, kind: type[_T], path: str) -> _T:
     if isinstance(value, kind):
         return value
-    names = {str: "text", list: "a list", dict: "an object"}
-    raise ValueError(f"{path} is {_kind(value)}; expected {names[kind]}")
+    names = {"str": "text", "list": "a list", "dict": "an object"}
+    raise ValueError(f"{path} is {_kind(value)}; expected {names[kind.__name__]}")
 
 
 def _json(value: str, path: str) -> Any:

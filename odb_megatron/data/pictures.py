@@ -317,13 +317,13 @@ def open_picture(name: str, *, folder: str) -> Image:
                 upright.mode == "I" and picture.format == "PNG"
             )
             return _from_sixteen_bits(upright) if is_deep else _on_white(upright)
-    except UnidentifiedImageError as error:  # whose own text names a buffer
-        reason, cause = f": its {len(data)} bytes begin like none", error
     except Exception as error:  # of PIL: its readers raise what they come upon
-        reason, cause = f" ({type(error).__name__}: {str(error)[:200]})", error
-    raise ValueError(
-        f"{_shown(name)} cannot be read as a picture{reason}; expected {', '.join(_FORMATS)}"
-    ) from cause
+        reason = f" ({type(error).__name__}: {str(error)[:200]})"
+        if isinstance(error, UnidentifiedImageError):  # whose own text names a buffer
+            reason = f": its {len(data)} bytes begin like none"
+        raise ValueError(
+            f"{_shown(name)} cannot be read as a picture{reason}; expected {', '.join(_FORMATS)}"
+        ) from error
 
 
 def _on_white(picture: Image) -> Image:

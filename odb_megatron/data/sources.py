@@ -430,9 +430,7 @@ def check_index(prefix: str) -> None:
                 f"the index has sequence {at + worst} at byte {start[worst]} with {length[worst]} "
                 f"tokens, and the .bin file {num_bytes} bytes: damaged, or cut short"
             )
-    falls = (
-        (np.diff(ends[at : at + _PIECE + 1]) < 0).any() for at in range(0, num_ends, _PIECE)
-    )
+    falls = ((np.diff(ends[at : at + _PIECE + 1]) < 0).any() for at in range(0, num_ends, _PIECE))
     if int(ends[0]) != 0 or int(ends[-1]) != num_sequences or any(falls):
         raise ValueError(
             f"damaged index: documents run from sequence {ends[0]} to {ends[-1]}; expected 0 to "
