@@ -21,7 +21,7 @@ from gpu_model import Item
 from intervals import rate_ratio_interval
 
 from odb_megatron.data.sample import Sample
-from odb_megatron.data.thd import PAD_TOKEN, assemble, assemble_idle
+from odb_megatron.data.thd import PAD_TOKEN, assemble
 from odb_megatron.plan.cost import COST_UNIT, CostModel, ModelShape
 from odb_megatron.simulation.schedules import Stream
 
@@ -157,7 +157,7 @@ class StepMaker:
 
     def _packed(self, positions: Sequence[int]) -> Item:
         if not positions:
-            return assemble_idle()
+            return assemble([], positions=[])
         return assemble([self._sample(each) for each in positions], positions=positions)
 
     def _padded(self, positions: Sequence[int]) -> Item:

@@ -19,8 +19,8 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from sorted_batches import SortedStep, num_padded, sorted_rounds, sorted_steps
 
 from odb_megatron.data.feed import StepHeader
-from odb_megatron.data.padded import PaddedDataset
 from odb_megatron.data.sample import Sample, Skipped
+from odb_megatron.data.stream import PaddedDataset
 from odb_megatron.megatron.counters import StepCalculator
 from odb_megatron.megatron.hooks import Hooks
 from odb_megatron.megatron.run import OdbRun

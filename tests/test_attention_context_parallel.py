@@ -27,7 +27,7 @@ def _measure(rank: int, size: int) -> dict[str, Any]:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
 
-    from odb_megatron.data.context_parallel import chunk_indices
+    from odb_megatron.data.thd import chunk_indices
     from odb_megatron.megatron.attention.cpu import CpuCoreAttention
 
     def attention(context_parallel: int) -> Any:

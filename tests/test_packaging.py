@@ -424,7 +424,7 @@ def test_layers() -> None:
         ("data/a.py", "from megatron.training import get_args", "megatron.training.get_args"),
         ("data/a.py", "import odb_megatron.megatron.flags", "odb_megatron.megatron.flags"),
         ("simulation/a.py", "def f():\n    import torch", "torch"),
-        ("simulation/a.py", "from odb_megatron.comm import blocks", "odb_megatron.comm.blocks"),
+        ("simulation/a.py", "from odb_megatron.comm import groups", "odb_megatron.comm.groups"),
         ("simulation/a.py", "import odb_megatron.testing.worlds", "odb_megatron.testing.worlds"),
     ],
 )

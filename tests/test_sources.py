@@ -17,7 +17,6 @@ import torch
 from made_up_data import Letters, Records, rules
 
 from odb_megatron.data.chat import ChatFormatError, ChatRenderer
-from odb_megatron.data.fetch_limit import limited
 from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.sample import BadRecordError, Sample, Skipped, SkipReason
 from odb_megatron.data.sources import (
@@ -29,6 +28,7 @@ from odb_megatron.data.sources import (
     file_fingerprint,
     open_source,
 )
+from odb_megatron.data.workers import limited
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy
 
 SKIP, ERROR = BadRecordPolicy.SKIP, BadRecordPolicy.ERROR

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from odb_megatron.data.item_stream import ItemStream
+from odb_megatron.data.iterable import ItemStream
 from odb_megatron.data.records import file_fingerprint
 from odb_megatron.data.stream import SampleStream
 

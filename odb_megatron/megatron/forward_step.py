@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from odb_megatron.data.context_parallel import padding_mask
-from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, sample_index
+from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, padding_mask, sample_index
 from odb_megatron.megatron.compat import packed_seq_params
 from odb_megatron.megatron.compat_metrics import seqlen_stats_updater
 from odb_megatron.plan.padding import padded_length

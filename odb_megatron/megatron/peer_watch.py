@@ -12,8 +12,7 @@ from functools import partial
 
 from megatron.core import parallel_state as mpu
 
-from odb_megatron.comm.deadline import Deadline
-from odb_megatron.comm.heartbeat import Heartbeat
+from odb_megatron.comm.heartbeat import Deadline, Heartbeat
 from odb_megatron.comm.watchdog import Watchdog, limit_end
 from odb_megatron.elastic import leave_reason
 from odb_megatron.megatron.config import OdbConfig

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from odb_megatron import doctor
-from odb_megatron.comm.blocks import SourceGroup
+from odb_megatron.comm.groups import SourceGroup
 from odb_megatron.data.feed import StepFeed, StepHeader
-from odb_megatron.data.item_stream import ItemStream
+from odb_megatron.data.iterable import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.elastic import USAGE_ERROR, leave_reason

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from odb_megatron.data.feed import Delivered, StepFeed, StepHeader
-from odb_megatron.data.item_stream import ItemStream
-from odb_megatron.data.source_counts import SourceCounts
+from odb_megatron.data.iterable import ItemStream
+from odb_megatron.data.loop import SourceCounts
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.megatron.attention.registry import AttentionBackend
 from odb_megatron.megatron.compat import describe_megatron

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from odb_megatron.data.context_parallel import slice_micro_batch
-from odb_megatron.data.thd import MicroBatchLayout, layout
+from odb_megatron.data.thd import MicroBatchLayout, layout, slice_micro_batch
 from odb_megatron.data.worst_case import WorstCase, worst_cases
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.device_memory import MemoryUse, gibibytes, memory_use, reset_peak
