@@ -18,7 +18,7 @@ from chat_data import MissingDataError, prepare
 from flags import data_name, output_file, whole
 from training_runs import Launch, ModelSize, TrainingRun, data_flags, run_training, write_json
 
-from odb_megatron.report.step_record import StepRecord
+from odb_megatron.report.steps import StepRecord
 
 MAX_LOSS_DIFF = 1e-5
 BASELINE = "padded"

@@ -39,7 +39,7 @@ from gradient_log import compare_gradients
 from routing_log import MAX_MARGIN, compare_routing
 from training_runs import ROOT, ModelSize, data_flags, read_steps, run_batch, write_json
 
-from odb_megatron.report.step_record import StepRecord
+from odb_megatron.report.steps import StepRecord
 
 Steps = tuple[tuple[StepRecord, ...], ...]
 """Step records, `[replica][step]`."""
@@ -251,7 +251,7 @@ class Runs:
 
     def _planned(self, name: str, flags: list[str], case: Case) -> Planned:
         gradients = self._folder / f"{name}-gradients"
-        own = ["--odb-log-dir", str(self._folder / name), "--odb-log-ids"]
+        own = ["--odb-log-dir", str(self._folder / name)]
         own += ["--gradients", str(gradients)]
         routing = self._routing(name) if case.model.endswith("experts") else None
         if routing is not None:

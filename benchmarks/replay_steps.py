@@ -38,7 +38,7 @@ from odb_megatron.data.wire import encode_header, pack_step
 from odb_megatron.megatron import providers, run
 from odb_megatron.megatron.setup import parse_and_validate_args
 from odb_megatron.plan.record import StepTotals
-from odb_megatron.report.run_log import read_run
+from odb_megatron.report.steps import read_run
 from odb_megatron.testing.runs_again import forget_run, keep_imports
 
 Record = dict[str, Any]

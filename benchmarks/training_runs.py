@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from odb_megatron.report.run_log import read_steps
-from odb_megatron.report.step_record import StepRecord
+from odb_megatron.report.steps import StepRecord, read_run
 
 __all__ = [
     "EXAMPLE_SCRIPT",
@@ -56,6 +55,11 @@ def launcher(num_processes: int) -> list[str]:
     return [sys.executable, *elastic, "-m", "odb_megatron.cpu"]
 
 
+def read_steps(folder: str, replica: int) -> tuple[StepRecord, ...]:
+    """Return the records of one replica, in order."""
+    return tuple(step.records[replica] for step in read_run(folder).steps)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
     """Sizes of the trained GPT (RoPE, RMSNorm, SwiGLU, no dropout, fp32)."""
@@ -86,7 +90,7 @@ class Launch:
 
     Attributes:
         name: shown while it runs and in the results.
-        flags: the script's flags, without `--odb-log-dir` and `--odb-log-ids`.
+        flags: the script's flags, without `--odb-log-dir`.
         num_replicas: data-parallel size.
         num_ranks: processes of each replica.
         script: a pretrain script.
@@ -106,7 +110,7 @@ class Launch:
         """The command line."""
         num_processes = self.num_replicas * self.num_ranks
         head = [*launcher(num_processes), str(self.script)]
-        return [*head, *self.flags, "--odb-log-dir", log_dir, "--odb-log-ids"]
+        return [*head, *self.flags, "--odb-log-dir", log_dir]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,10 @@ fi
 # requeued, chained or resubmitted job of that name goes on. Empty: the flags you give are all there is.
 ODB_CHECKPOINTS=${ODB_CHECKPOINTS-$PWD/checkpoints/${SLURM_JOB_NAME:-odb}}
 
-# Ranks of a node under odb_pretrain.sbatch; default: its GPUs. (odb_pretrain_srun.sbatch: one per task.)
-: "${ODB_RANKS_PER_NODE:=${SLURM_GPUS_ON_NODE:-1}}"
+# Ranks of a node under torch's launcher. Default: the GPUs that Slurm gave the job there, or, on a cluster
+# that does not count GPUs, those that nvidia-smi lists on the first node; an error where neither says.
+# (odb_pretrain_srun.sbatch: one per task.)
+: "${ODB_RANKS_PER_NODE:=${SLURM_GPUS_ON_NODE:-}}"
 
 # --- stopping and going on ---------------------------------------------------------------------------
 
@@ -55,6 +57,9 @@ ODB_CHECKPOINTS=${ODB_CHECKPOINTS-$PWD/checkpoints/${SLURM_JOB_NAME:-odb}}
 # expandable_segments:False with --nccl-ub or inference's unified memory, which cannot use them.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 
+# Megatron demands 0 with growing segments and CUDA graphs (arguments.py 1879, core 0.19.2).
+export NCCL_GRAPH_REGISTER=${NCCL_GRAPH_REGISTER:-0}
+
 # A failed collective ends its process, with what it waited for. 0 only to attach a debugger.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
 
@@ -71,6 +76,10 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 : "${ODB_CACHE:=$PWD/.cache}"
 export HF_HOME=${HF_HOME:-$ODB_CACHE/huggingface}
 
+# Compute nodes often have no network, where every look at the Hub would wait for its time-out: what is not
+# in HF_HOME is an error at once. Fetch it before (`hf download NAME`, with this HF_HOME), or set 0.
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
+
 # Folder on each node's own disk for kernels compiled there: file locks of these caches are slow and
 # unreliable on NFS and Lustre. Set it to the cluster's scratch disk, or to shared storage that locks well
 # to compile once only.
@@ -78,10 +87,10 @@ export HF_HOME=${HF_HOME:-$ODB_CACHE/huggingface}
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$ODB_LOCAL_CACHE/triton}
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$ODB_LOCAL_CACHE/inductor}
 
-# --- container (odb_pretrain_container.sbatch) -------------------------------------------------------
+# --- container (enroot, by Slurm's plugin pyxis) -----------------------------------------------------
 
-# A .sqsh file (`enroot import -o megatron.sqsh docker://nvcr.io#nvidia/pytorch:25.09-py3`), or an image's
-# name, which every node then pulls anew. It must hold what `pip install odb-megatron` needs.
+# Set it to run the job in a container, whichever script: a .sqsh file (`enroot import -o megatron.sqsh docker://nvcr.io#nvidia/pytorch:25.09-py3`), or an image's
+# name, which every node then pulls anew. It must hold this package and what it needs.
 : "${ODB_CONTAINER_IMAGE:=}"
 
 # Folders to see inside, HOST:CONTAINER with commas between; data, checkpoints and caches must be under

@@ -69,11 +69,51 @@ odb_prepare() {
     else
         unset CUDA_DEVICE_MAX_CONNECTIONS
     fi
+    # `sbatch --export=NONE` would hold for srun too: tasks without a PATH, which find no bash.
+    export SLURM_EXPORT_ENV=ALL
     # srun does not take sbatch's --cpus-per-task over since Slurm 22.05.
     if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
     export PYTHONUNBUFFERED=1 # what a rank said last is in the log when it is killed
     odb_say "job $SLURM_JOB_ID ($SLURM_JOB_NAME), start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST," \
         "rank 0 at $MASTER_ADDR:$MASTER_PORT, interface ${GLOO_SOCKET_IFNAME:-not chosen}"
+}
+
+# Sets odb_container to srun's options for the image, and ODB_PYTHON to the interpreter inside; to nothing
+# without one.
+odb_container_options() {
+    odb_container=()
+    [[ -n $ODB_CONTAINER_IMAGE ]] || return 0
+    # The image's own values must not replace what was chosen for this job.
+    local names=MASTER_ADDR,MASTER_PORT,GLOO_SOCKET_IFNAME,NCCL_SOCKET_IFNAME,CUDA_DEVICE_MAX_CONNECTIONS
+    names+=,PYTORCH_CUDA_ALLOC_CONF,NCCL_GRAPH_REGISTER,NCCL_DEBUG,TORCH_NCCL_ASYNC_ERROR_HANDLING
+    names+=,OMP_NUM_THREADS,HF_HOME,HF_HUB_OFFLINE,TRITON_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR
+    odb_container=(
+        --container-image="$ODB_CONTAINER_IMAGE"
+        --container-mounts="$PWD:$PWD${ODB_CONTAINER_MOUNTS:+,$ODB_CONTAINER_MOUNTS}"
+        --container-workdir="$PWD" --container-env="$names" --no-container-mount-home
+    )
+    ODB_PYTHON=$ODB_CONTAINER_PYTHON
+}
+
+# Runs torch's launcher once on each node, and it the node's ranks; $@ are the script and its flags.
+odb_run_torchrun() {
+    if [[ -z $ODB_RANKS_PER_NODE ]] && command -v nvidia-smi >/dev/null; then
+        ODB_RANKS_PER_NODE=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') || ODB_RANKS_PER_NODE=
+    fi
+    if [[ -z $ODB_RANKS_PER_NODE ]]; then
+        odb_say "error: how many ranks a node has is not known: Slurm gave this job no GPUs (SLURM_GPUS_ON_NODE is" \
+            "not set) and nvidia-smi lists none here; ask for them (sbatch --gpus-per-node N), or set ODB_RANKS_PER_NODE"
+        exit 2
+    fi
+    odb_container_options
+    # The static rendezvous keeps Slurm's order of nodes, hence its knowledge of the network. Restarts are
+    # Slurm's. The launcher ignores SIGUSR1, which is for the ranks. Each task expands its node's number.
+    # shellcheck disable=SC2016
+    odb_run srun --kill-on-bad-exit=1 --label --ntasks-per-node=1 "${odb_container[@]}" \
+        bash -c 'trap "" USR1; exec "$0" -m odb_megatron.elastic --node-rank="$SLURM_NODEID" "$@"' \
+        "$ODB_PYTHON" \
+        --rdzv-backend=static --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ODB_RANKS_PER_NODE" \
+        --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --max-restarts=0 "$@"
 }
 
 # Ends the script if flags $2... set where checkpoints are, in the form of extended regular expression $1:
@@ -179,6 +219,8 @@ odb_note_first_failure() {
     local line noted=
     while IFS= read -r line || [[ -n $line ]]; do
         printf '%s\n' "$line" >&2
+        # Slurm's code for a task that could not be started is 2, ours for flags.
+        if [[ $line =~ error:\ execve\(\): ]]; then noted=execve; echo 127 >"$1"; fi
         if [[ -z $noted && $line =~ ^srun:\ error:\ .*:\ tasks?\ [-0-9,]+:\ (.*) ]]; then
             noted=${BASH_REMATCH[1]}
             case $noted in
@@ -197,6 +239,7 @@ odb_meaning() {
     case $1 in
     2) echo " (flags that cannot be used)" ;;
     75) echo " (another rank is gone or does not answer)" ;;
+    127) echo " (the program could not be started: is it there on all nodes?)" ;;
     134) echo " (SIGABRT: NCCL or a library gave up)" ;;
     135) echo " (SIGBUS: often a full /dev/shm)" ;;
     137) echo " (SIGKILL: killed by hand, by Slurm, or for its memory)" ;;

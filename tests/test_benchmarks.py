@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_megatron.report.step_record import StepRecord
+from odb_megatron.report.steps import StepRecord
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -14,8 +14,7 @@ from test_run_log import HEADER, RECORD
 from odb_megatron.cli import main
 from odb_megatron.plan.cost import CostPrices
 from odb_megatron.report.cost_fit import fit_cost
-from odb_megatron.report.run_log import LoggedStep, RunLog
-from odb_megatron.report.step_log import StepLog
+from odb_megatron.report.steps import LoggedStep, RunLog, StepLog
 
 TRUE = CostPrices(linear=2.5, quadratic=0.004, overhead=900, patch=1.5)
 

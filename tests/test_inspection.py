@@ -524,7 +524,7 @@ def test_bad_data(
     assert "all 2 records that were read are bad; the first:" in error("{}\n{}\n", *given)
     missing = error("{}\n", "--tokenizer", str(tmp_path / "none"))
     assert "cannot be loaded" in missing
-    assert "does not exist; expected a tokenizer folder" in missing
+    assert "holds no tokenizer that can be loaded" in missing
     few = '{"messages": []}\n'
     assert "no record to train on" in error(few, *given, "--split", "1,99,0")
     assert "--split 'a' is not understood" in error(few, *given, "--split", "a")

@@ -147,7 +147,7 @@ def test_bad_records_are_named_in_file_order_and_the_way_out_once(
     out = capsys.readouterr().out
     named = [line for line in out.splitlines() if line.startswith(f"  {data}:")]
     assert [line.split(":")[1] for line in named] == ["2", "5", "8", "11", "14"]
-    assert out.count("--odb-bad-record") == 1
+    assert out.count("--odb-max-bad-records") == 1
     assert "Mend the record" not in out
 
 

@@ -102,7 +102,6 @@ def test_every_script_is_there() -> None:
     assert SCRIPTS == [
         "odb_bridge.sbatch",
         "odb_pretrain.sbatch",
-        "odb_pretrain_container.sbatch",
         "odb_pretrain_srun.sbatch",
     ]
 
@@ -112,7 +111,6 @@ def test_the_options_of_sbatch(script: str) -> None:
     text = (LAUNCH / script).read_text()
     for option in ("--requeue", "--open-mode=append", "--signal=B:USR1@300", "--output=%x-%j.log"):
         assert f"\n#SBATCH {option}\n" in text
-    assert "--kill-on-bad-exit=1" in text
 
 
 def test_torchs_launcher(tmp_path: Path) -> None:
@@ -256,24 +254,54 @@ def test_a_signalled_job_that_fails(tmp_path: Path) -> None:
     assert "the step ended with exit code 75 (another rank is gone" in said
 
 
-def test_container(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_container(script: str, tmp_path: Path) -> None:
     _, arguments, _ = _run_job(
-        "odb_pretrain_container.sbatch",
+        script,
         tmp_path,
-        "--odb",
         ODB_CONTAINER_IMAGE="/shared/m.sqsh",
         ODB_CONTAINER_MOUNTS="/shared:/shared",
     )
+    assert "--kill-on-bad-exit=1" in arguments
     assert "--container-image=/shared/m.sqsh" in arguments
     assert f"--container-mounts={ROOT}:{ROOT},/shared:/shared" in arguments
     assert "python3" in arguments
     assert "python3.12" not in arguments
 
 
-def test_a_container_needs_an_image(tmp_path: Path) -> None:
-    done, arguments, _ = _run_job("odb_pretrain_container.sbatch", tmp_path)
-    assert (done.returncode, arguments) == (2, [])
-    assert "odb: ODB_CONTAINER_IMAGE is not set: name a .sqsh file or an image" in done.stderr
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_tasks_get_the_jobs_environment(script: str, tmp_path: Path) -> None:
+    """Also under `sbatch --export=NONE`, which srun takes over as SLURM_EXPORT_ENV."""
+    _, _, seen = _run_job(script, tmp_path, SLURM_EXPORT_ENV="NONE")
+    assert seen["SLURM_EXPORT_ENV"] == "ALL"
+    assert (seen["HF_HUB_OFFLINE"], seen["NCCL_GRAPH_REGISTER"]) == ("1", "0")
+
+
+@pytest.mark.parametrize(
+    ("given", "listed", "ranks"), [("", 0, ""), ("3", 0, "3"), ("", 3, "3"), ("2", 3, "2")]
+)
+def test_ranks_where_slurm_counts_no_gpus(
+    given: str, listed: int, ranks: str, tmp_path: Path
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        '#!/bin/sh\n[ "$1" = --list-gpus ] || { echo 9.0; exit; }\n'
+        f"seq --format='GPU %g: NVIDIA H100' {listed}\n"
+    )
+    smi.chmod(0o755)
+    done, arguments, _ = _run_job(
+        "odb_pretrain.sbatch",
+        tmp_path,
+        SLURM_GPUS_ON_NODE="",
+        ODB_RANKS_PER_NODE=given,
+        PATH=f"{tmp_path / 'tools'}:{tmp_path}:/usr/bin:/bin:/usr/sbin:/sbin",
+    )
+    if ranks:
+        assert done.returncode == 0, done.stderr
+        assert f"--nproc-per-node={ranks}" in arguments
+    else:
+        assert (done.returncode, arguments) == (2, [])
+        assert "odb: error: how many ranks a node has is not known" in done.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -312,6 +340,11 @@ def test_a_failed_step_is_the_jobs_failure(status: int, meaning: str, tmp_path: 
             137,
         ),
         ("srun: error: a: task 0: Out Of Memory", 137),
+        (
+            "slurmstepd: error: execve(): bash: No such file or directory\n"
+            "srun: error: a: task 0: Exited with exit code 2",
+            127,
+        ),
         ("srun: error: a: task 0: Segmentation fault (core dumped)", 139),
         ("srun: error: a: tasks 0-3: Aborted (core dumped)", 134),
         ("0: srun: error: node7: task 0: Exited with exit code 2", 143),

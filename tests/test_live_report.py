@@ -1,17 +1,14 @@
-"""`odb_megatron.report`: what a run prints, on a terminal and in a log, and the step log."""
+"""`odb_megatron.report.live`: what a run prints, on a terminal and in a log."""
 
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from odb_megatron.report.live import LiveReport, SourceTotals
-from odb_megatron.report.step_log import LogHeader, StepLog, write_run
-from odb_megatron.report.step_record import StepRecord
+from odb_megatron.report.steps import StepRecord
 
 FIRST = StepRecord(
     iteration=1, loss=2.5, grad_norm=1.0, learning_rate=1e-3, consumed_samples=8, samples=7,
@@ -76,22 +73,11 @@ def test_the_text_of_a_whole_run() -> None:
     )
 
 
-def test_samples_not_reached_are_named() -> None:
-    text = _text([FIRST], [], total=30)
-    assert "1 optimizer steps, 7 samples and 1 left out (8 of 30 requested)" in text
-    assert "  not reached         22 requested samples\n" in text
-    assert "not reached" not in _text([FIRST, SECOND], [])
-
-
 def test_a_resumed_run_counts_from_where_it_started() -> None:
     later = replace(FIRST, iteration=4, consumed_samples=28)
     text = _text([later], [], total=28, consumed=20)
     assert "samples 7 + 1 left out (28/28)" in text
     assert "1 optimizer steps, 7 samples and 1 left out (28 of 28 requested)" in text
-
-
-def test_no_step_at_all() -> None:
-    assert _text([], [], consumed=20) == "odb run: no optimizer step was run\n"
 
 
 def test_what_was_left_out_before_a_first_step_is_shown() -> None:
@@ -102,19 +88,6 @@ def test_what_was_left_out_before_a_first_step_is_shown() -> None:
     assert "a.jsonl: 19 samples, 1000 tokens, 500 loss tokens; left out: 1 bad records" in text
 
 
-def test_no_sources_and_a_scope() -> None:
-    assert "sources" not in _text([FIRST], [])
-    text = _text([FIRST], [SOURCE], scope=" (this replica only)")
-    assert "  sources (this replica only):\n    a.jsonl: 19 samples" in text
-
-
-def test_the_first_left_out_message_is_shown() -> None:
-    told = replace(SOURCE, first_message="a.jsonl:3: no columns")
-    text = _text([FIRST], [told, SOURCE])
-    assert text.count("      first left out: a.jsonl:3: no columns\n") == 1
-    assert text.count("first left out") == 1
-
-
 def test_the_padded_baseline_has_no_fill_balance_or_loss() -> None:
     plain = replace(FIRST, fill=None, balance=None, loss=None)
     text = _text([plain], [])
@@ -123,11 +96,6 @@ def test_the_padded_baseline_has_no_fill_balance_or_loss() -> None:
     )
     for word in ("fill", "balance", "loss  "):
         assert word not in text
-
-
-def test_a_rank_without_the_loss_keeps_the_others() -> None:
-    text = _text([FIRST, replace(SECOND, loss=None)], [])
-    assert "  loss                2.5000 -> 2.5000\n" in text
 
 
 def test_a_terminal_gets_one_bar_and_the_summary() -> None:
@@ -152,38 +120,14 @@ def test_standard_output_is_the_default(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.startswith("odb step 1 | loss 2.5")
 
 
-def _header(replica: int) -> LogHeader:
-    return LogHeader(
-        run=1, replica=replica, num_replicas=4, iteration=0, started="", flags="", batches="odb",
-        cost="", multiple=1, token_budget=8, seq_length=8, global_batch_size=8, sizes={},
-    )  # fmt: skip
-
-
-def test_the_step_log_appends_one_line_per_step(tmp_path: Path) -> None:
-    for record in (FIRST, SECOND):  # the second process is a resumed run
-        log = StepLog(str(tmp_path / "logs"), header=_header(3))
-        log.write(record)
-        lines = Path(log.path).read_text().splitlines()  # before closing: lines are not held back
-        assert json.loads(lines[-1])["iteration"] == record.iteration
-        log.close()
-        with pytest.raises(ValueError, match="closed file"):
-            log.write(record)
-    assert Path(log.path).name == "steps-00003.jsonl"
-    assert len(lines) == 4
-    assert json.loads(lines[1])["ids"] == [["0:3@0"], ["0:5@0"]]
-    assert json.loads(lines[1])["loss"] == 2.5
-
-
-def test_an_unwritable_log_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"cannot be written .*: give --odb-log-dir a folder"):
-        StepLog(str(tmp_path / "file" / "logs"), header=_header(0))
-
-
-def test_solo_and_unlabelled_samples_are_named() -> None:
-    source = replace(SOURCE, solo=3, unlabelled=1)
-    text = _text([FIRST], [source])
+def test_what_else_is_told_of_sources_and_the_end() -> None:
+    told = replace(SOURCE, solo=3, unlabelled=1, first_message="a.jsonl:3: no columns")
+    text = _text([FIRST, replace(SECOND, loss=None)], [told, SOURCE], total=30, scope=" (this)")
+    assert "  sources (this):\n    a.jsonl: 19 samples" in text
     assert "truncated: 2 (1 kept no loss token); over the budget or patch cap, alone: 3\n" in text
+    assert text.count("      first left out: a.jsonl:3: no columns\n") == 1
+    assert "  not reached         10 requested samples\n" in text
+    assert "  loss                2.5000 -> 2.5000\n" in text
 
 
 def test_what_the_run_chose_is_shown() -> None:
@@ -202,16 +146,6 @@ def test_what_the_run_chose_is_shown() -> None:
         "  patches             at most 3",
         "  not reached         1 requested samples",
     ]
-
-
-def test_what_is_kept_of_the_whole_run(tmp_path: Path) -> None:
-    for ended_cleanly in (False, True):
-        write_run(str(tmp_path), {"flags": "--odb", "ended_cleanly": ended_cleanly})
-    assert json.loads((tmp_path / "run.json").read_text()) == {
-        "flags": "--odb",
-        "ended_cleanly": True,
-    }
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_samples_that_moved_are_shown() -> None:

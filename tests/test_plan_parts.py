@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from odb_megatron.plan.blocks import even_blocks
 from odb_megatron.plan.cost import COST_UNIT, MAX_SAMPLE_COST, CostModel, ModelShape
 from odb_megatron.plan.padding import (
     OverlongError,
@@ -211,6 +212,34 @@ class TestConfig:
         assert bucketed.size_rule == SizeRule(sizes=(8, 20, 28), least=4, longest=8, multiple=4)
         long = replace(config, token_budget=8192, multiple=16, sizes=(8192,)).size_rule
         assert (long.least, long.num_segments(8192)) == (32, 257)
+
+
+class TestBlocks:
+    @given(
+        st.lists(
+            st.tuples(st.integers(1, 64), st.lists(st.integers(1, 900))), min_size=2, max_size=5
+        )
+    )
+    def test_moves_even_out_what_each_replica_has(self, blocks: list[tuple[int, Any]]) -> None:
+        sizes, offers = [size for size, _ in blocks], [sorted(costs)[::-1] for _, costs in blocks]
+        loads = [sum(costs) for costs in offers]
+        fair = [sum(loads) * size // sum(sizes) for size in sizes]
+        before = list(loads)
+        for block, number, to in even_blocks(before, sizes, offers):
+            loads[block] -= offers[block][number]
+            loads[to] += offers[block][number]
+        for was, load, even in zip(before, loads, fair, strict=True):
+            assert min(was, even) <= load <= max(was, even)
+        heavy = max(range(len(loads)), key=lambda at: loads[at] - fair[at])
+        light = max(fair[at] - loads[at] for at in range(len(loads)))
+        left = loads[heavy] - fair[heavy]
+        if left == before[heavy] - fair[heavy]:  # it gave nothing away: nothing that fits was there
+            assert all(cost > min(left, light) for cost in offers[heavy])
+
+    def test_what_moves(self) -> None:
+        assert even_blocks([90, 10, 50], [1, 1, 1], [[60, 30, 20], [10], [50]]) == [
+            (0, 1, 1),
+        ]
 
 
 class TestRecord:

@@ -14,7 +14,7 @@ from megatron_world import Megatron, Run
 from parallel_runs import is_017
 
 from odb_megatron.cli import main
-from odb_megatron.report.run_log import read_run
+from odb_megatron.report.steps import read_run
 
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.megatron

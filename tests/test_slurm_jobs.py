@@ -144,14 +144,18 @@ class Cluster:
         assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def submit(self, script: str, folder: Path, *flags: str) -> Job:
-        """Submit a script of launch/ as a user would, for the CPU."""
-        options = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--parsable")
-        submit = ("sbatch", *options, f"--output={folder}/%x-%j.log", ROOT / "launch" / script)
+    def submit(
+        self, script: str, folder: Path, *flags: str, home: Path = ROOT, export: str = "ALL"
+    ) -> Job:
+        """Submit a script of launch/ as a user would, for the CPU; `home` has launch/."""
+        resources = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
+        options = (*resources, "--parsable", f"--export={export}")
+        submit = ("sbatch", *options, f"--output={folder}/%x-%j.log", home / "launch" / script)
         extra = {"ODB_CHECKPOINTS": str(folder / "checkpoints")}
-        logs = ("--odb-log-dir", str(folder / "steps"), "--odb-log-ids")
+        logs = ("--odb-log-dir", str(folder / "steps"))
         cluster = Cluster(environment=self.environment | extra, data_flags=self.data_flags)
-        number = cluster.run(*submit, *FLAGS, *self.data_flags, *logs, *flags).strip()
+        number = cluster.run(*submit, *FLAGS, *self.data_flags, *logs, *flags, cwd=home)
+        number = number.strip()
         return Job(number=number, folder=folder, cluster=self)
 
 
@@ -259,6 +263,22 @@ def test_the_command_of_the_readme(cluster: Cluster, tmp_path: Path) -> None:
     words = command("sbatch", "launch/odb_pretrain.sbatch")
     flags = words[words.index("launch/odb_pretrain.sbatch") + 1 :]
     job = cluster.submit("odb_pretrain.sbatch", tmp_path, *flags, "--train-samples", "16")
+    job.ends("COMPLETED")
+    assert len(job.steps()) == 2
+
+
+def test_a_job_that_gets_no_environment(cluster: Cluster, tmp_path: Path) -> None:
+    """`sbatch --export=NONE`, as many sites have it: all settings stand in launch/env.sh."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    settings = {**cluster.environment, "ODB_CHECKPOINTS": str(tmp_path / "checkpoints")}
+    names = ("ODB_PYTHON", "ODB_SCRIPT", "ODB_CACHE", "ODB_CHECKPOINTS", "PYTHONPATH")
+    lines = [f"export {name}={shlex.quote(settings[name])}\n" for name in names]
+    env = tmp_path / "launch" / "env.sh"
+    env.write_text("".join(lines) + env.read_text())
+    job = cluster.submit(
+        "odb_pretrain.sbatch", tmp_path, "--train-samples", "16", home=tmp_path, export="NONE"
+    )
     job.ends("COMPLETED")
     assert len(job.steps()) == 2
 

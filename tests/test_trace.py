@@ -22,8 +22,7 @@ from odb_megatron.report.run_figures import (
     choose_steps,
     measured_balance,
 )
-from odb_megatron.report.run_log import LoggedStep, RunLog, read_run
-from odb_megatron.report.step_log import StepLog
+from odb_megatron.report.steps import LoggedStep, RunLog, StepLog, read_run
 from odb_megatron.report.trace_page import PANELS, compare_page, trace_page
 from tests.browser import Browser, browser, page_problems
 

@@ -329,7 +329,9 @@ class _Part:
                 turn.has_ended = True
                 return turn
             except Exception as error:
-                note = "; an iterator cannot go on after that, so no item of it can be skipped"
+                note = (
+                    "; an iterator cannot go on after that, so --odb-max-bad-records does not apply"
+                )
                 turn.error = _raised(self.name, error, note=note)
                 return turn
             self.count += 1

@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="lengths in place of DATA: .npy, .json[#key], text with one per line, or "
         "lognormal:mean=500,cv=1.0,max=8192; needs numpy alone",
     )
-    data.add_argument("--tokenizer", metavar="T", help="folder or tokenizer.json, for text")
+    data.add_argument("--tokenizer", metavar="T", help="its folder, for text")
     data.add_argument(
         "--template-args",
         "--odb-template-args",

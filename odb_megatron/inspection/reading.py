@@ -7,7 +7,6 @@ record that training would refuse is counted, with the reader's own message.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -47,7 +46,7 @@ class DataRequest:
         paths: chat or text files, or Megatron prefixes.
         weights: of each path in a blend, as Megatron's `--data-path WEIGHT PATH ...`; empty for
             each record once.
-        tokenizer: folder or tokenizer.json; None for token data.
+        tokenizer: its folder; None for token data.
         template_args: further variables of its chat template.
         split: share of the records that is trained on, as (first, last) in 0 to 1.
         seed: of the order; `--seed` of the training.
@@ -182,7 +181,7 @@ def _sources(
         if text and request.tokenizer is None:
             raise ValueError(
                 f"{path} is text and needs the tokenizer of the training: pass --tokenizer with "
-                "its folder or its tokenizer.json"
+                "its folder"
             )
     renderer = _renderer(request) if any(is_text) and request.tokenizer else None
     if request.tokenizer is not None and renderer is None:
@@ -216,7 +215,7 @@ def show_records(request: DataRequest, count: int) -> Iterator[tuple[str, dict[s
             except ChatFormatError as error:  # no record is to blame for it
                 raise ValueError(f"training would stop: {error}") from error
             assert isinstance(sample, Sample), "any length is read, and bad records are raised"
-            decode = renderer.decode if renderer is not None else _as_text
+            decode = renderer.tokenizer.decode if renderer is not None else _as_text
             origin, line = "none: the data are tokens", index + 1
             if renderer is not None and isinstance(source, ChatSource):
                 record, line = source.record(index), source.line(index)
@@ -232,14 +231,12 @@ def _as_text(ids: Sequence[int]) -> list[str]:
 
 def _renderer(request: DataRequest) -> ChatRenderer:
     from odb_megatron.data.chat import ChatRenderer
-    from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder
+    from odb_megatron.data.tokenizer import load_tokenizer
 
     tokenizer = request.tokenizer
     assert tokenizer is not None, "only text is rendered"
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            found = load_tokenizer(tokenizer_folder(tokenizer, folder))
-            return ChatRenderer(found, template_arguments=request.template_args)
+        return ChatRenderer(load_tokenizer(tokenizer), template_arguments=request.template_args)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"--tokenizer needs {error.name}, which is not installed: pip install "
@@ -252,9 +249,8 @@ def _renderer(request: DataRequest) -> ChatRenderer:
 
 def _vocab_size(sources: Sequence[SampleSource]) -> int:
     for source in sources:
-        tokenizer = getattr(getattr(source, "_renderer", None), "_tokenizer", None)
-        if tokenizer is not None:
-            return len(tokenizer)
+        if (renderer := getattr(source, "_renderer", None)) is not None:
+            return len(renderer.tokenizer)
     return 0
 
 

@@ -108,9 +108,9 @@ def bad_lines(findings: Findings) -> list[str]:
         return ["bad records: none"]
     share = reading.num_bad / reading.num_read
     lines = [
-        f"bad records: {reading.num_bad} of {reading.num_read} ({share:.2%}). --odb-bad-record "
-        "error, the default, stops at the first; skip leaves them out of their steps, as "
-        "predicted here. Mend them, or pass skip. The first of the files:"
+        f"bad records: {reading.num_bad} of {reading.num_read} ({share:.2%}). A run "
+        "stops at the first; --odb-max-bad-records N leaves up to N out of their steps, as "
+        "predicted here. Mend them, or pass it. The first of the files:"
     ]
     return lines + [f"  {message}" for message in reading.bad]
 

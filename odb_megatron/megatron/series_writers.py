@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from odb_megatron.report.series import series_of
-from odb_megatron.report.step_record import StepRecord
+from odb_megatron.report.live import series_of
+from odb_megatron.report.steps import StepRecord
 
 __all__ = ["SeriesWriters", "megatron_writers"]
 

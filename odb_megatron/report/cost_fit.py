@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.plan.cost import CostPrices
-from odb_megatron.report.run_log import RunLog
+from odb_megatron.report.steps import RunLog
 
 __all__ = ["CostFit", "fit_cost", "fit_times"]
 

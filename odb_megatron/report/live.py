@@ -1,20 +1,20 @@
-"""Live output of a run: a progress bar on a terminal, plain lines otherwise, a summary at the end.
+"""What a run tells while it runs: a line per step, the `odb/...` series, a summary at the end.
 
-Must not know Megatron or replicas; it prints what it is given, on one rank.
+Knows neither Megatron nor replicas: it shows what it is given, on one rank.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import IO
 
 from tqdm import tqdm
 
-from odb_megatron.report.step_record import StepRecord
+from odb_megatron.report.steps import StepRecord
 
-__all__ = ["LiveReport", "RunTotals", "SourceTotals"]
+__all__ = ["LiveReport", "SourceTotals", "series_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,68 +33,36 @@ class SourceTotals:
     first_message: str = ""
 
 
-@dataclass(slots=True)
-class RunTotals:
-    """Sums over the steps of this process's run."""
+_NUMBERS = [one.name for one in fields(StepRecord) if str(one.type).startswith(("int", "float"))]
 
-    steps: int = 0
-    samples: int = 0
-    left_out: int = 0
-    tokens: int = 0
-    computed_tokens: int = 0
-    loss_tokens: int = 0
-    idle: int = 0
-    micro_batches: int = 0
-    wait_s: float = 0.0
-    fetch_wait_s: float = 0.0
-    max_queue_bytes: int = 0
-    step_s: float = 0.0
-    balance: float = 0.0
-    moved: int = 0
-    bytes_moved: int = 0
-    fill: float = 0.0
-    collectives: int = 0
-    max_collectives: int = 0
-    bytes_delivered: int = 0
-    reports: int = 0
-    context_balances: list[float] = field(default_factory=list)
-    idle_router_shares: list[float] = field(default_factory=list)
-    counts_of_m: set[int] = field(default_factory=set)
-    samples_per_step: list[int] = field(default_factory=list)
-    first_loss: float | None = None
-    last_loss: float | None = None
+
+class _Totals:
+    """Sum, count, least and most of every number of the records; a number may be unknown."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._sums: dict[str, float] = dict.fromkeys(_NUMBERS, 0)
+        self._counts = dict.fromkeys(_NUMBERS, 0)
+        self.least: dict[str, float] = {}
+        self.most: dict[str, float] = {}
 
     def add(self, record: StepRecord) -> None:
-        """Add one step."""
         self.steps += 1
-        self.samples += record.samples
-        self.left_out += record.left_out
-        self.tokens += record.tokens
-        self.computed_tokens += record.computed_tokens
-        self.loss_tokens += record.loss_tokens
-        self.idle += record.idle
-        self.micro_batches += record.num_micro_batches
-        self.wait_s += record.wait_s
-        self.fetch_wait_s += record.fetch_wait_s
-        self.max_queue_bytes = max(self.max_queue_bytes, record.queue_bytes)
-        self.step_s += record.step_s
-        self.balance += record.balance or 0.0
-        self.fill += record.fill or 0.0
-        self.moved += record.moved
-        self.bytes_moved += record.bytes_moved
-        self.collectives += record.collectives
-        self.max_collectives = max(self.max_collectives, record.collectives)
-        self.bytes_delivered += record.bytes_delivered
-        self.reports += record.reports
-        if record.context_balance is not None:
-            self.context_balances.append(record.context_balance)
-        if record.idle_router_share is not None:
-            self.idle_router_shares.append(record.idle_router_share)
-        self.counts_of_m.add(record.num_micro_batches)
-        self.samples_per_step.append(record.samples + record.left_out)
-        if record.loss is not None:
-            self.first_loss = record.loss if self.first_loss is None else self.first_loss
-            self.last_loss = record.loss
+        for name in _NUMBERS:
+            value = getattr(record, name)
+            if value is not None:
+                self._sums[name] += value
+                self._counts[name] += 1
+                self.least[name] = min(value, self.least.get(name, value))
+                self.most[name] = max(value, self.most.get(name, value))
+
+    def __getitem__(self, name: str) -> float:
+        """Return the sum."""
+        return self._sums[name]
+
+    def mean(self, name: str) -> float | None:
+        count = self._counts[name]
+        return self._sums[name] / count if count else None
 
 
 class LiveReport:
@@ -119,13 +87,15 @@ class LiveReport:
         title: str,
         stream: IO[str] | None = None,
     ) -> None:
-        self.totals = RunTotals()
+        self._totals = _Totals()
         self._total_samples = total_samples
         self._consumed = consumed_before
         self._global_batch_size = global_batch_size
         self._sequence_length = sequence_length
         self._title = title
         self._stream = stream or sys.stdout
+        self._losses: list[float] = []  # the first and the last
+        self._step_samples: set[int] = set()
         self._bar: tqdm[None] | None = None
         if self._stream.isatty():
             self._bar = tqdm(
@@ -134,8 +104,11 @@ class LiveReport:
 
     def step(self, record: StepRecord) -> None:
         """Show one step."""
-        self.totals.add(record)
+        self._totals.add(record)
+        self._step_samples.add(record.samples + record.left_out)
         self._consumed = record.consumed_samples
+        if record.loss is not None:
+            self._losses = [*self._losses[:1], record.loss]
         line = self._line(record)
         if self._bar is None:
             print(line, file=self._stream, flush=True)
@@ -159,114 +132,96 @@ class LiveReport:
         """
         if self._bar is not None:
             self._bar.close()
-        lines = self._summary()
-        lines += [f"  {name:<20}{text}" for name, text in (chosen or {}).items()]
-        lines += self._not_reached() + _source_lines(sources, scope)
-        print("\n".join(lines), file=self._stream, flush=True)
+        rows = self._summary() if self._totals.steps else {"": "no optimizer step was run"}
+        rows |= chosen or {}
+        missing = (self._total_samples or 0) - self._consumed
+        if missing > 0:
+            rows["not reached"] = f"{missing} requested samples"
+        lines = [f"{self._title}: {rows.pop('')}"]
+        lines += [f"  {name:<20}{text}" for name, text in rows.items()]
+        print("\n".join(lines + _source_lines(sources, scope)), file=self._stream, flush=True)
 
     def _line(self, record: StepRecord) -> str:
-        parts = [f"odb step {record.iteration}"]
-        if record.loss is not None:
-            parts.append(f"loss {record.loss:.4f}")
         samples = record.samples + record.left_out
-        left_out = f" + {record.left_out} left out" if record.left_out else ""
         total = "?" if self._total_samples is None else self._total_samples
-        reached = f"({record.consumed_samples}/{total})"
-        parts.append(f"samples {record.samples}{left_out} {reached}")
-        parts.append(f"tokens {record.tokens}")
-        parts.append(f"M {record.num_micro_batches}")
-        if record.fill is not None:
-            parts.append(f"fill {record.fill:.2f}")
-        if record.balance is not None:
-            parts.append(f"balance {record.balance:.3f}")
-        if record.moved:
-            parts.append(f"moved {record.moved} ({record.bytes_moved / 1e6:.2f} MB)")
-        parts.append(f"padding avoided {self._avoided(samples, record.computed_tokens):.0%}")
-        parts.append(f"wait {record.wait_s * 1e3:.0f} ms")
-        return " | ".join(parts)
+        moved = f"moved {record.moved} ({record.bytes_moved / 1e6:.2f} MB)" if record.moved else ""
+        parts = [
+            f"odb step {record.iteration}",
+            "" if record.loss is None else f"loss {record.loss:.4f}",
+            f"samples {record.samples}{_left_out(' + ', record.left_out)} "
+            f"({record.consumed_samples}/{total})",
+            f"tokens {record.tokens}",
+            f"M {record.num_micro_batches}",
+            "" if record.fill is None else f"fill {record.fill:.2f}",
+            "" if record.balance is None else f"balance {record.balance:.3f}",
+            moved,
+            f"padding avoided {self._avoided(samples, record.computed_tokens):.0%}",
+            f"wait {record.wait_s * 1e3:.0f} ms",
+        ]
+        return " | ".join(filter(None, parts))
 
-    def _avoided(self, samples: int, computed_tokens: int) -> float:
+    def _avoided(self, samples: float, computed_tokens: float) -> float:
         padded = samples * self._sequence_length
         return 1 - computed_tokens / padded if padded else 0.0
 
-    def _summary(self) -> list[str]:
-        totals = self.totals
-        if totals.steps == 0:
-            return [f"{self._title}: no optimizer step was run"]
-        consumed = totals.samples + totals.left_out
-        padded = consumed * self._sequence_length
-        mean = consumed / totals.steps
-        left_out = f" and {totals.left_out} left out" if totals.left_out else ""
-        few, many = min(totals.samples_per_step), max(totals.samples_per_step)
-        reached = (
-            f"{self._consumed} with those before"
-            if self._total_samples is None
-            else f"{self._consumed} of {self._total_samples} requested"
-        )
-        lines = [
-            f"{self._title}: {totals.steps} optimizer steps, {totals.samples} samples{left_out} "
-            f"({reached})",
-            f"  samples per step    mean {mean:.1f}, {few} to {many} "
-            f"(--global-batch-size {self._global_batch_size})",
-            f"  tokens              padded to [1, {self._sequence_length}]: {padded}; computed: "
-            f"{totals.computed_tokens}; real: {totals.tokens} "
-            f"(padding avoided {self._avoided(consumed, totals.computed_tokens):.1%})",
-            f"  loss tokens         {totals.loss_tokens}",
-            f"  micro-batches       {totals.micro_batches} per replica, M from "
-            f"{min(totals.counts_of_m)} to {max(totals.counts_of_m)}; {totals.idle} idle",
-        ]
-        if totals.fill:
-            lines.append(
-                f"  mean per step       fill {totals.fill / totals.steps:.3f}, balance "
-                f"{totals.balance / totals.steps:.3f}"
+    def _summary(self) -> dict[str, str]:
+        """Return texts by name; the headline has none."""
+        of, least, most = self._totals, self._totals.least, self._totals.most
+        steps, samples, moved = of.steps, int(of["samples"]), int(of["moved"])
+        consumed = samples + int(of["left_out"])
+        computed, fill = int(of["computed_tokens"]), of.mean("fill")
+        total = self._total_samples
+        reached = "with those before" if total is None else f"of {total} requested"
+        rows = {
+            "": f"{steps} optimizer steps, {samples} samples"
+            f"{_left_out(' and ', int(of['left_out']))} ({self._consumed} {reached})",
+            "samples per step": f"mean {consumed / steps:.1f}, {min(self._step_samples)} to "
+            f"{max(self._step_samples)} (--global-batch-size {self._global_batch_size})",
+            "tokens": f"padded to [1, {self._sequence_length}]: "
+            f"{consumed * self._sequence_length}; computed: {computed}; real: {of['tokens']:.0f} "
+            f"(padding avoided {self._avoided(consumed, computed):.1%})",
+            "loss tokens": f"{of['loss_tokens']:.0f}",
+            "micro-batches": f"{of['num_micro_batches']:.0f} per replica, M from "
+            f"{least['num_micro_batches']} to {most['num_micro_batches']}; {of['idle']:.0f} idle",
+        }
+        if fill:
+            rows["mean per step"] = f"fill {fill:.3f}, balance {of.mean('balance') or 0:.3f}"
+        if moved:
+            rows["samples moved"] = (
+                f"{moved} of {samples} ({moved / samples:.1%}), "
+                f"{of['bytes_moved'] / steps / 1e6:.3f} MB per step"
             )
-        if totals.moved:
-            lines.append(
-                f"  samples moved       {totals.moved} of {totals.samples} "
-                f"({totals.moved / totals.samples:.1%}), "
-                f"{totals.bytes_moved / totals.steps / 1e6:.3f} MB per step"
+        if of["collectives"]:
+            reports = f" and {of['reports'] / steps:.1f} reports" if of["reports"] else ""
+            rows["delivery"] = (
+                f"{of['collectives'] / steps:.2f} broadcasts (at most {most['collectives']})"
+                f"{reports} per step inside a replica, "
+                f"{of['bytes_delivered'] / steps / 1e3:.1f} kB per step to each rank"
             )
-        lines += _parallelism_lines(totals)
-        lines.append(
-            f"  time                {totals.step_s:.1f} s in steps, {totals.wait_s:.1f} s of it "
-            f"waiting for data; {totals.samples / max(totals.step_s, 1e-9):.2f} samples/s"
-        )
-        if totals.fill:
-            lines.append(
-                f"  data path           planner waited {totals.fetch_wait_s:.1f} s for samples; "
-                f"finished steps up to {totals.max_queue_bytes / 1e6:.1f} MB"
+        if (balance := of.mean("context_balance")) is not None:
+            lowest = least["context_balance"]
+            rows["context parallel"] = f"attention balance {balance:.3f}, lowest {lowest:.3f}"
+        if (share := of.mean("idle_router_share")) is not None:
+            largest = most["idle_router_share"]
+            rows["router losses"] = (
+                f"tokens of idle micro-batches {share:.2%}, at most {largest:.2%}"
             )
-        if totals.first_loss is not None and totals.last_loss is not None:
-            lines.append(f"  loss                {totals.first_loss:.4f} -> {totals.last_loss:.4f}")
-        return lines
-
-    def _not_reached(self) -> list[str]:
-        missing = (self._total_samples or 0) - self._consumed
-        return [f"  not reached         {missing} requested samples"] if missing > 0 else []
-
-
-def _parallelism_lines(totals: RunTotals) -> list[str]:
-    lines = []
-    if totals.collectives:
-        reports = f" and {totals.reports / totals.steps:.1f} reports" if totals.reports else ""
-        lines.append(
-            f"  delivery            {totals.collectives / totals.steps:.2f} broadcasts (at most "
-            f"{totals.max_collectives}){reports} per step inside a replica, "
-            f"{totals.bytes_delivered / totals.steps / 1e3:.1f} kB per step to each rank"
+        rows["time"] = (
+            f"{of['step_s']:.1f} s in steps, {of['wait_s']:.1f} s of it waiting for data; "
+            f"{samples / max(of['step_s'], 1e-9):.2f} samples/s"
         )
-    if totals.context_balances:
-        found = totals.context_balances
-        lines.append(
-            f"  context parallel    attention balance {sum(found) / len(found):.3f}, lowest "
-            f"{min(found):.3f}"
-        )
-    if totals.idle_router_shares:
-        shares = totals.idle_router_shares
-        lines.append(
-            f"  router losses       tokens of idle micro-batches {sum(shares) / len(shares):.2%}, "
-            f"at most {max(shares):.2%}"
-        )
-    return lines
+        if fill:
+            rows["data path"] = (
+                f"planner waited {of['fetch_wait_s']:.1f} s for samples; finished steps up to "
+                f"{most['queue_bytes'] / 1e6:.1f} MB"
+            )
+        if self._losses:
+            rows["loss"] = f"{self._losses[0]:.4f} -> {self._losses[-1]:.4f}"
+        return rows
+
+
+def _left_out(joint: str, count: int) -> str:
+    return f"{joint}{count} left out" if count else ""
 
 
 def _source_lines(sources: Sequence[SourceTotals], scope: str) -> list[str]:
@@ -282,3 +237,31 @@ def _source_lines(sources: Sequence[SourceTotals], scope: str) -> list[str]:
         if source.first_message:
             lines.append(f"      first left out: {source.first_message}")
     return lines
+
+
+# --- series ----------------------------------------------------------------------------------
+
+# By name behind `odb/`, the field of a record. docs/metrics.md says what each is.
+_SERIES = {
+    **{"micro-batches": "num_micro_batches", "samples": "samples", "tokens": "tokens"},
+    **{"loss-tokens": "loss_tokens", "fill": "fill", "balance": "balance", "left-out": "left_out"},
+    **{"bad-records": "bad_records", "truncated": "truncated", "step-seconds": "step_s"},
+    **{"peak-memory-bytes": "peak_memory_bytes", "shapes": "num_shapes"},
+}
+_PACKED_SERIES = {
+    **{"idle": "idle", "moved-samples": "moved", "moved-bytes": "bytes_moved"},
+    **{"wait-seconds": "wait_s", "plan-seconds": "plan_s", "fetch-wait-seconds": "fetch_wait_s"},
+    **{"queue-steps": "queue_steps", "queue-bytes": "queue_bytes"},
+}
+
+
+def series_of(record: StepRecord) -> dict[str, float]:
+    """Return what TensorBoard and W&B are told of a step; what a rank does not know is left out."""
+    names = _SERIES | (_PACKED_SERIES if record.fill is not None else {})
+    values = {name: getattr(record, field) for name, field in names.items()}
+    if record.step_s > 0:
+        values["tokens-per-second"] = record.tokens / record.step_s
+    if record.computed_tokens:
+        values["padding"] = 1 - record.tokens / record.computed_tokens
+    values["reserved-memory-bytes"] = record.reserved_memory_bytes or None
+    return {name: float(value) for name, value in values.items() if value is not None}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from odb_megatron.report.run_log import LoggedStep, RunLog
+from odb_megatron.report.steps import LoggedStep, RunLog
 
 __all__ = ["Bins", "ChosenSteps", "RunFigures", "bins_of", "choose_steps", "measured_balance"]
 

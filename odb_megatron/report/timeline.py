@@ -14,8 +14,7 @@ import numpy as np
 
 from odb_megatron.pages import Chart, Form, Table, theme
 from odb_megatron.pages.pictures import set_tooltip
-from odb_megatron.report.run_log import LoggedStep
-from odb_megatron.report.step_record import StepRecord
+from odb_megatron.report.steps import LoggedStep, StepRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase

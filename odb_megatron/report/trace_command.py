@@ -52,7 +52,7 @@ def trace(argv: Sequence[str]) -> int:
     steps = _check(parser, options)
     from odb_megatron.report.cost_fit import fit_cost
     from odb_megatron.report.run_figures import RunFigures
-    from odb_megatron.report.run_log import read_run
+    from odb_megatron.report.steps import read_run
     from odb_megatron.report.trace_page import run_values, summary_lines, trace_page
 
     try:
@@ -98,7 +98,7 @@ def compare(argv: Sequence[str]) -> int:
     if Path(options.runs[0]).resolve() == Path(options.runs[1]).resolve():
         parser.error(f"{options.runs[0]} and {options.runs[1]} are one folder: name two runs")
     from odb_megatron.report.run_figures import RunFigures
-    from odb_megatron.report.run_log import read_run
+    from odb_megatron.report.steps import read_run
     from odb_megatron.report.trace_page import compare_page, compare_rows, run_values
 
     names = [_name(run) for run in options.runs]

@@ -12,7 +12,7 @@ from typing import Any
 from odb_megatron.pages import Chart, Page, Section, Table, Tile
 from odb_megatron.report.run_charts import NamedRun, Panel, step_chart
 from odb_megatron.report.run_figures import ChosenSteps, RunFigures, choose_steps
-from odb_megatron.report.run_log import LoggedStep, RunLog
+from odb_megatron.report.steps import LoggedStep, RunLog
 from odb_megatron.report.timeline import composition_chart, timeline_chart
 
 __all__ = ["compare_page", "compare_rows", "run_values", "summary_lines", "trace_page"]

@@ -1,0 +1,460 @@
+"""The step log of a run (`--odb-log-dir`): what a line holds, its writer, and its reader.
+
+One file `steps-RRRRR.jsonl` for each replica. Each process start appends a header and then a line
+for each step, so that a resumed run goes on in the same files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+__all__ = ["LogHeader", "LoggedStep", "RunLog", "StepLog", "StepRecord", "read_run", "write_run"]
+
+LOG_FORMAT, LOG_VERSION = "odb_megatron steps", 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One optimizer step as one replica saw it; fields marked (all) are sums over replicas.
+
+    Attributes:
+        iteration: 1-based iteration, as Megatron logs it.
+        loss: sum of weighted token losses over `loss_weight` (all); None where this rank has none.
+        grad_norm: gradient norm before clipping, or None.
+        learning_rate: learning rate of the step.
+        consumed_samples: samples consumed after the step (all).
+        samples: samples trained (all).
+        left_out: samples skipped, by `--odb-overlong` or as bad records (all).
+        tokens: tokens before padding (all).
+        computed_tokens: tokens the model ran, padding included (all).
+        loss_tokens: positions that carried loss (all).
+        loss_weight: sum of their weights (all): `loss_tokens` where all are 1, the samples that
+            have any with `--odb-loss-per sample`.
+        num_micro_batches: M.
+        idle: idle micro-batches (all).
+        fill: tokens over M * replicas * token budget; None for the padded baseline.
+        balance: mean over max cost of the replicas; None for the padded baseline.
+        moved: samples that another replica trained than the one that had read them (all).
+        bytes_moved: their bytes on the wire (all).
+        wait_s: seconds this replica's trainer waited for the step; 0 for the padded baseline.
+        step_s: wall-clock seconds since the previous step ended, evaluation and saving excluded.
+        lengths: tokens of this replica's samples, per micro-batch; an empty one is idle.
+        ids: the same samples as "source:record@epoch".
+        collectives: broadcasts inside this replica that brought the step to its ranks.
+        bytes_delivered: bytes of one copy of what they brought.
+        reports: point-to-point transfers of the loss to this replica's source rank.
+        context_balance: mean over max of the attention cost of this replica's context-parallel
+            ranks; None without context parallelism.
+        idle_router_share: share of the tokens that routers' losses see which are those of idle
+            micro-batches (all); None for dense models.
+        fetch_wait_s: longest that a replica's planner waited for samples of the step, seconds.
+        queue_bytes: bytes of the finished steps that wait behind this one.
+        peak_memory_bytes: most device memory that tensors have taken so far on this replica's first
+            or last pipeline stage; without a device, that the process has.
+        reserved_memory_bytes: the same of torch's allocator, 0 without a device.
+        num_shapes: different lengths of micro-batches on this replica so far.
+        widths: tokens that this replica's micro-batches computed, padding included.
+        costs: their predicted cost, in that of one token that attends to nothing; empty for the
+            padded baseline.
+        micro_batch_s: seconds from one micro-batch's arrival to the next one's, of the last one to
+            the end of its backward pass; empty where that is not known (pipelining, padded
+            baseline).
+        plan_s: seconds that making the step took this replica, in the background: the waits for
+            samples and for other replicas are in it.
+        queue_steps: finished steps that wait behind this one.
+        truncated: samples that were cut (all).
+        bad_records: samples skipped because their records are bad (all).
+        patches: image patches of this replica's micro-batches; empty where none has any.
+    """
+
+    iteration: int
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    consumed_samples: int
+    samples: int
+    left_out: int
+    tokens: int
+    computed_tokens: int
+    loss_tokens: int
+    num_micro_batches: int
+    idle: int
+    fill: float | None
+    balance: float | None
+    moved: int
+    bytes_moved: int
+    wait_s: float
+    step_s: float
+    lengths: tuple[tuple[int, ...], ...]
+    ids: tuple[tuple[str, ...], ...] = ()
+    collectives: int = 0
+    bytes_delivered: int = 0
+    reports: int = 0
+    context_balance: float | None = None
+    idle_router_share: float | None = None
+    fetch_wait_s: float = 0.0
+    queue_bytes: int = 0
+    peak_memory_bytes: int = 0
+    reserved_memory_bytes: int = 0
+    num_shapes: int = 0
+    widths: tuple[int, ...] = ()
+    costs: tuple[float, ...] = ()
+    micro_batch_s: tuple[float, ...] = ()
+    plan_s: float = 0.0
+    queue_steps: int = 0
+    truncated: int = 0
+    bad_records: int = 0
+    patches: tuple[int, ...] = ()
+    loss_weight: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogHeader:
+    """First line of each process's part of a step log.
+
+    Attributes:
+        run: the same number in the parts of all replicas that ran together.
+        replica: which replica writes.
+        num_replicas: data-parallel size.
+        iteration: iterations done before; records of later ones in older parts are void.
+        started: date and time, for readers.
+        flags: that give the run again.
+        batches: `odb`, or `padded` for the padded baseline.
+        cost: value of `--odb-cost` that gives the cost model; empty for the padded baseline.
+        multiple: what each sample is padded to.
+        token_budget: most tokens of a micro-batch; `--seq-length` for the padded baseline.
+        seq_length: `--seq-length`.
+        global_batch_size: `--global-batch-size`.
+        sizes: parallel sizes by name, `tp`, `pp`, `vpp`, `cp` and `ep`.
+    """
+
+    run: int
+    replica: int
+    num_replicas: int
+    iteration: int
+    started: str
+    flags: str
+    batches: str
+    cost: str
+    multiple: int
+    token_budget: int
+    seq_length: int
+    global_batch_size: int
+    sizes: dict[str, int]
+
+    def line(self) -> str:
+        """Return it as a line of a log."""
+        head = {"format": LOG_FORMAT, "version": LOG_VERSION}
+        return json.dumps(head | asdict(self)) + "\n"
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+class StepLog:
+    """Appends a header, then a line per step, to the step log of one replica.
+
+    Each line is one write to the file, which holds nothing back: what was written survives the end
+    of the process. Parts of earlier processes stay as they are.
+
+    Args:
+        folder: created if missing.
+        header: of this process.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+
+    def __init__(self, folder: str, *, header: LogHeader) -> None:
+        self.path = os.path.join(folder, f"steps-{header.replica:05d}.jsonl")
+        self._has_warned = False
+        self._file = -1
+        try:
+            os.makedirs(folder, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._file = os.open(self.path, flags, 0o666)
+            self._size = os.fstat(self._file).st_size
+            start = "\n" if self._size and os.pread(self._file, 1, self._size - 1) != b"\n" else ""
+            self._append(start + header.line())
+        except OSError as error:
+            self.close()
+            raise ValueError(
+                f"the step log {self.path} cannot be written ({error}): give --odb-log-dir a "
+                "folder that can"
+            ) from error
+
+    def write(self, record: StepRecord) -> None:
+        """Append one line; where that fails the step is missing, and the first one is told of.
+
+        Raises:
+            ValueError: the log is closed.
+        """
+        if self._file < 0:
+            raise ValueError(f"write to the closed file {self.path}")
+        try:
+            self._append(json.dumps(asdict(record)) + "\n")
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                print(
+                    f"odb: warning: iteration {record.iteration} is missing in the step log "
+                    f"{self.path} ({error}), and so will be those that follow until it can be "
+                    "written again; the run goes on",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def close(self) -> None:
+        """Close the file; later writes fail. Harmless when called again."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            with contextlib.suppress(OSError):
+                os.close(file)
+
+    def _append(self, text: str) -> None:
+        """Write a whole line or none of it."""
+        data = text.encode()
+        try:
+            left = data
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(data)
+
+
+def write_run(folder: str, values: Mapping[str, object]) -> None:
+    """Write what holds for the whole run to `run.json`; where that fails, say so."""
+    path = os.path.join(folder, "run.json")
+    try:
+        with open(f"{path}.part", "w", encoding="utf-8") as file:
+            json.dump(values, file, indent=1)
+            file.write("\n")
+        os.replace(f"{path}.part", path)
+    except OSError as error:
+        print(f"odb: warning: {path} could not be written ({error})", file=sys.stderr, flush=True)
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+_NAME = re.compile(r"steps-(\d{5,})\.jsonl")
+_FEW = 5
+_Line = TypeVar("_Line", StepRecord, LogHeader)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedStep:
+    """One optimizer step.
+
+    Attributes:
+        iteration: 1-based.
+        part: which of `RunLog.headers` it belongs to.
+        records: by replica; one that is missing was not written.
+    """
+
+    iteration: int
+    part: int
+    records: dict[int, StepRecord]
+
+    @property
+    def first(self) -> StepRecord:
+        """The record of the lowest replica: fields that are sums over replicas are equal in all."""
+        return self.records[min(self.records)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLog:
+    """What a folder of step logs says of its run.
+
+    Attributes:
+        folder: where it was read from.
+        headers: of the process starts that the run is made of, in order; those of the lowest
+            replica that has a log.
+        steps: in order, each iteration once.
+        notes: what was left out, or is missing.
+    """
+
+    folder: str
+    headers: tuple[LogHeader, ...]
+    steps: tuple[LoggedStep, ...]
+    notes: tuple[str, ...] = ()
+
+
+def read_run(folder: str, *, steps: tuple[int, int] | None = None) -> RunLog:
+    """Read the step logs of a folder.
+
+    What a killed process has left (a last line cut short, steps that were trained again) is left
+    out and noted.
+
+    Args:
+        folder: of `--odb-log-dir`.
+        steps: first and last iteration to keep; None keeps all.
+
+    Raises:
+        ValueError: there are none, or a line that no version has written, each named.
+    """
+    notes: list[str] = []
+    parts = {replica: _read_parts(path, notes) for replica, path in _files(folder).items()}
+    headers = tuple(header for header, _ in parts[min(parts)])
+    if len({header.run for header in headers}) < len(headers):
+        raise ValueError(f"{folder}: a log has the header of one process start twice")
+    found = _join(parts, headers, notes)
+    first, last = steps or (0, sys.maxsize)
+    logged = tuple(found[at] for at in sorted(found) if first <= at <= last)
+    if not logged:
+        raise ValueError(
+            f"{folder} has no step from {first} to {last}: the run was not logged that far"
+            if steps
+            else f"{folder} has no step: the run has not trained one yet"
+        )
+    iterations = [step.iteration for step in logged]
+    absent = sorted({*range(iterations[0], iterations[-1] + 1)} - {*iterations})
+    short = [s.iteration for s in logged if len(s.records) < headers[s.part].num_replicas]
+    for what, those in (("are missing", absent), ("lack the records of some replicas", short)):
+        if those:
+            more = f" and {len(those) - _FEW} more" if len(those) > _FEW else ""
+            notes.append(f"{len(those)} steps {what}: {', '.join(map(str, those[:_FEW]))}{more}")
+    return RunLog(folder=folder, headers=headers, steps=logged, notes=tuple(notes))
+
+
+def _files(folder: str) -> dict[int, Path]:
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"{folder} is no folder: give that of --odb-log-dir")
+    names = {int(found[1]): one for one in path.iterdir() if (found := _NAME.fullmatch(one.name))}
+    if not names:
+        raise ValueError(
+            f"{folder} has no step logs (steps-00000.jsonl and so on): give the folder of "
+            "--odb-log-dir"
+        )
+    return dict(sorted(names.items()))
+
+
+_Part = tuple[LogHeader, dict[int, StepRecord]]
+
+
+def _read_parts(path: Path, notes: list[str]) -> list[_Part]:
+    """Return what each process start has written: its header, and records by iteration."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error})") from error
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    parts: list[_Part] = []
+    for (number, line), (_, after) in pairwise([*lines, (0, "")]):
+        try:
+            found = _parsed(line)
+            if isinstance(found, StepRecord) and not parts:
+                raise ValueError("a step before any header: it is no step log")
+        except ValueError as error:
+            # A process was killed as it wrote; another may have gone on behind it.
+            if after.startswith('{"format"') or (parts and not after and not text.endswith("\n")):
+                notes.append(
+                    f"{path}:{number} was cut short, as a killed process leaves it, and is left out"
+                )
+                continue
+            raise ValueError(f"{path}:{number}: {error}") from error
+        if isinstance(found, LogHeader):
+            parts.append((found, {}))
+        else:
+            parts[-1][1][found.iteration] = found
+    if not parts:
+        raise ValueError(f"{path} is empty: nothing was logged")
+    return parts
+
+
+def _parsed(line: str) -> LogHeader | StepRecord:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no JSON ({str(error)[:80]})") from error
+    if not isinstance(values, dict) or not values.keys() & {"format", "iteration"}:
+        raise ValueError(f"neither a header (format {LOG_FORMAT!r}) nor a step")
+    if "format" not in values:
+        return _of_type(StepRecord, values)
+    if (values.pop("format"), version := values.pop("version", None)) != (LOG_FORMAT, LOG_VERSION):
+        raise ValueError(
+            f"version {version!r:.80} of another log; this odb_megatron reads {LOG_FORMAT!r} of "
+            f"version {LOG_VERSION}: use the one that wrote it"
+        )
+    header = _of_type(LogHeader, values)
+    if not 0 <= header.replica < header.num_replicas or header.iteration < 0 or header.multiple < 1:
+        raise ValueError(
+            f"header of replica {header.replica} of {header.num_replicas}, iteration "
+            f"{header.iteration}, multiple {header.multiple}"
+        )
+    return header
+
+
+def _of_type(kind: type[_Line], values: Mapping[str, Any]) -> _Line:
+    types = {field.name: str(field.type) for field in fields(kind)}
+    needed = {field.name for field in fields(kind) if field.default is MISSING}
+    if wrong := sorted(values.keys() - types.keys()) + sorted(needed - values.keys()):
+        raise ValueError(f"field {wrong[0]!r} is missing or unknown: another version wrote it")
+    read = {}
+    for name, value in values.items():
+        try:
+            read[name] = _value(types[name], value)
+        except TypeError:
+            raise ValueError(
+                f"field {name!r} is {value!r:.80}: {types[name]} was expected"
+            ) from None
+    return kind(**read)
+
+
+def _value(kind: str, value: Any) -> Any:
+    """Return a JSON value as a field's type; TypeError where it is another."""
+    if kind.startswith("tuple[") and isinstance(value, list):
+        item = kind.removeprefix("tuple[").removesuffix(", ...]")
+        return tuple(_value(item, one) for one in value)
+    if kind.startswith("dict[") and isinstance(value, dict):
+        return {name: _value("int", one) for name, one in value.items()}
+    if value is None and kind.endswith(" | None"):
+        return None
+    kind = kind.removesuffix(" | None")
+    if kind == "float" and type(value) is int:
+        return float(value)
+    if type(value).__name__ != kind:
+        raise TypeError
+    return value
+
+
+def _join(
+    parts: Mapping[int, Sequence[_Part]], headers: Sequence[LogHeader], notes: list[str]
+) -> dict[int, LoggedStep]:
+    """Put the replicas' parts together; a later start voids what older ones have after it."""
+    starts = {header.run for header in headers}
+    for replica, own in parts.items():
+        for header, _ in own:
+            if header.run not in starts:
+                notes.append(
+                    f"replica {replica} has a part that began after iteration {header.iteration} "
+                    "and belongs to no run of the others: left out"
+                )
+    found: dict[int, LoggedStep] = {}
+    for at, start in enumerate(headers):
+        void = [iteration for iteration in found if iteration > start.iteration]
+        for iteration in void:
+            del found[iteration]
+        if void:
+            what = "trained anew" if start.iteration else "of a run before, which began anew"
+            notes.append(
+                f"{len(void)} steps after iteration {start.iteration} are left out: {what}"
+            )
+        for replica, own in parts.items():
+            for header, records in own:
+                for iteration, record in records.items() if header.run == start.run else ():
+                    step = LoggedStep(iteration=iteration, part=at, records={})
+                    found.setdefault(iteration, step).records[replica] = record
+    return found
