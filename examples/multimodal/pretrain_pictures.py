@@ -38,14 +38,14 @@ def vision_shape(args: argparse.Namespace) -> Any:
         hidden=args.vision_hidden_size,
         ffn_hidden=args.vision_ffn_hidden_size,
         num_heads=args.vision_attention_heads,
-        patch_width=rules.patches.width,
-        merge=rules.patches.merge,
+        patch_width=rules.width,
+        merge=rules.merge,
         output=args.hidden_size,
         seed=args.seed,
     )
     mlp = (3 if args.swiglu else 2) * args.hidden_size * args.ffn_hidden_size
     layer = 2 * (4 * args.hidden_size**2 + mlp)  # FLOPs of a token, output layer left out
-    flops = shape.flops_per_patch(num_patches=rules.patches.max_patches)
+    flops = shape.flops_per_patch(num_patches=rules.max_patches)
     args.odb_patch_tokens = flops / (args.num_layers * layer)
     return shape
 

@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odb_megatron.data.preprocess import SampleRules
-from odb_megatron.data.sample import BadRecordError, Sample, Skipped
+from odb_megatron.data.sample import BadRecordError, Sample, SampleRules, Skipped
 from odb_megatron.data.sources import ItemSource
 from odb_megatron.data.stream import FetchError, Location
 from odb_megatron.data.workers import WorkerError, Workers, limited, starting

@@ -17,9 +17,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from odb_megatron.data.bad_records import BadRecords
 from odb_megatron.data.iterable import HEAD_ITEMS
-from odb_megatron.data.sample import Sample, Skipped, SkipReason
+from odb_megatron.data.sample import BadRecords, Sample, Skipped, SkipReason
 from odb_megatron.data.wire import (
     SampleWireError,
     decode_sample,

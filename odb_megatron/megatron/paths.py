@@ -10,8 +10,8 @@ import os
 import tempfile
 from collections.abc import Iterator
 
-from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.records import require_data
+from odb_megatron.data.sample import SampleRules
 from odb_megatron.errors import usage_errors
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.setup import dataset_config, odb_config

@@ -19,9 +19,7 @@ from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.iterable import ItemStream, as_shards, is_iterable
 from odb_megatron.data.megatron_dataset import build_datasets, stream_from_dataset
 from odb_megatron.data.order import Order, PassOrder, build_order
-from odb_megatron.data.preprocess import SampleRules
-from odb_megatron.data.sample import Sample
-from odb_megatron.data.show import as_lines, as_object
+from odb_megatron.data.sample import Sample, SampleRules, as_lines, as_object
 from odb_megatron.data.sources import MapSource
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import PaddedDataset, SampleStream, SourcePart

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from odb_megatron.data.image_chat import ImageRules
 from odb_megatron.data.megatron_dataset import SampleDatasetConfig, count_epoch
-from odb_megatron.data.preprocess import SampleRules
+from odb_megatron.data.pictures import ImageRules
+from odb_megatron.data.sample import SampleRules
 from odb_megatron.errors import raise_usage_errors, usage_errors
 from odb_megatron.megatron.attention import Attention, select
 from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
