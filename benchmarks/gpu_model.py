@@ -38,7 +38,7 @@ from odb_megatron.data.sample import Sample
 from odb_megatron.data.thd import PAD_TOKEN, MicroBatch, assemble, layout
 from odb_megatron.megatron.attention import Attention, absent, select
 from odb_megatron.megatron.forward_step import Batch, packed_batch, padded_batch
-from odb_megatron.megatron.recorder import Clock, CudaClock, WallClock
+from odb_megatron.megatron.run_report import Clock, CudaClock, WallClock
 from odb_megatron.plan.cost import ModelShape
 
 __all__ = ["Item", "Step", "Trainer", "attention_ms", "choose_attention", "shape_of"]

@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from gpu_model import Trainer, choose_attention, shape_of, start_device
 
-    from odb_megatron.megatron.compat import megatron_version
+    from odb_megatron.megatron.versions import megatron_version
 
     lengths = {row: row_lengths(row, options) for row in options.rows}
     start_device(options.device, seed=options.seed)

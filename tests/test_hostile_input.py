@@ -35,7 +35,7 @@ from odb_megatron.data.sample import (
 )
 from odb_megatron.data.sources import ChatSource, MapSource, check_index
 from odb_megatron.data.tokenizer import CHATML_TEMPLATE, load_tokenizer, train_bpe
-from odb_megatron.megatron.data_checkpoint import DataState
+from odb_megatron.megatron.checkpoint import DataState
 
 _open = open_records.__wrapped__  # anew each time
 ROOT = Path(__file__).resolve().parents[1]
@@ -461,7 +461,7 @@ def test_random_indices(tmp_path_factory: pytest.TempPathFactory, data: st.DataO
 
 
 HOSTILE: list[Any] = [None, True, -7, 1 << 62, 10**4000, 1.5, "x", [], {}, [[]], [None] * 3]
-STATE = DataState(data={"sources": []}, consumed=8, num_bad=1, tokens_so_far=90, sources=[{"a": 1}])
+STATE = DataState(data={"sources": []}, consumed=8, num_bad=1, sources=[{"a": 1}])
 STATE_VALUES: dict[str, Any] = json.loads(STATE.to_text())
 
 

@@ -91,23 +91,18 @@ def main() -> None:
         config = getattr(mtq, args.modelopt_quant_cfg, None)
         if config is None:
             raise ValueError(f"ModelOpt has no configuration {args.modelopt_quant_cfg!r}")
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
     from megatron.core.utils import unwrap_model
-    from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.checkpointing import load_checkpoint, save_checkpoint
     from megatron.training.initialize import initialize_megatron
+    from megatron.training.training import get_model
 
     from odb_megatron.megatron.modelopt.checkpoint import saving_state
 
     with OdbRun(args) as run, saving_state():
         initialize_megatron()
         get_rerun_state_machine().set_mode(RerunMode.DISABLED)
-        model_config = gpt_config_from_args(args)
-        run.prepare_model(model_config)
-        models = model_config.get_builder_cls()(model_config).build_distributed_models(
-            ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False
-        )
+        models = get_model(run.model_provider, wrap_with_ddp=False)
         load_checkpoint(models, None, None)
         items, *_ = run.datasets_provider([total_samples(args), 0, 0])
         model = unwrap_model(models[0]).eval()

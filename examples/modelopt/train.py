@@ -44,9 +44,6 @@ def build_teacher(args: argparse.Namespace, run: Any, folder: Path, student: Any
     """
     from megatron.core import dist_checkpointing
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import gpt_config_from_args
-
-    from odb_megatron.megatron.run import OdbRun
 
     saved = dist_checkpointing.load_common_state_dict(str(folder))["args"]
     if saved.padded_vocab_size != args.padded_vocab_size:
@@ -57,12 +54,11 @@ def build_teacher(args: argparse.Namespace, run: Any, folder: Path, student: Any
             "in its padding"
         )
     shape = {name: getattr(saved, name) for name in SHAPE if hasattr(saved, name)}
-    config = gpt_config_from_args(argparse.Namespace(**{**vars(args), **shape}))
-    OdbRun.prepare_model(run, config)
-    teacher = config.get_builder_cls()(config).build_model(
-        ProcessGroupCollection.use_mpu_process_groups(),
+    teacher = run.build_model(
+        argparse.Namespace(**{**vars(args), **shape}),
         pre_process=student.pre_process,
         post_process=student.post_process,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
     metadata = dist_checkpointing.load_content_metadata(str(folder))
     wanted = teacher.sharded_state_dict(metadata=metadata)
@@ -74,7 +70,6 @@ def build_teacher(args: argparse.Namespace, run: Any, folder: Path, student: Any
 def main() -> None:
     """Train as the command line says."""
     from odb_megatron.errors import usage_errors
-    from odb_megatron.megatron.compat_pretrain import pretrain_gpt
     from odb_megatron.megatron.modelopt.checkpoint import is_converted, require_checkpoint
     from odb_megatron.megatron.modelopt.run import ModelOptRun
     from odb_megatron.megatron.setup import parse_and_validate_args
@@ -94,12 +89,7 @@ def main() -> None:
 
         run = ModelOptRun(args, teacher=teacher)
     with run:
-        pretrain_gpt(
-            args,
-            prepare_model=run.prepare_model,
-            datasets_provider=run.datasets_provider,
-            forward_step=run.forward_step,
-        )
+        run.pretrain()
 
 
 if __name__ == "__main__":

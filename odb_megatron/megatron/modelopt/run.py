@@ -143,10 +143,20 @@ class ModelOptRun(OdbRun):
 
         return distillation_loss
 
-    def prepare_model(self, model_config: Any) -> None:
+    def model_provider(self, *args: Any, **kwargs: Any) -> Any:
         """Converts the model before it is wrapped."""
-        super().prepare_model(model_config)
-        model_config.pre_wrap_hooks.append(self._convert)
+        model = super().model_provider(*args, **kwargs)
+        with usage_errors():
+            restored = restore_state([model], self._args)
+            if self._teacher is not None:
+                from odb_megatron.megatron.modelopt.distillation import taught
+
+                model = taught(model, self._teacher(model), self._args)
+        if self._args.rank == 0:
+            what = ["restored from the checkpoint"] if restored else []
+            what += ["the student of a teacher"] if self._teacher is not None else []
+            print(f"odb: ModelOpt: model {' and '.join(what) or 'as it was built'}", flush=True)
+        return model
 
     def __enter__(self) -> ModelOptRun:
         super().__enter__()
@@ -168,19 +178,6 @@ class ModelOptRun(OdbRun):
     ) -> None:
         self._undo.close()
         super().__exit__(kind, error, trace)
-
-    def _convert(self, models: list[Any]) -> list[Any]:
-        with usage_errors():
-            restored = restore_state(models, self._args)
-            if self._teacher is not None:
-                from odb_megatron.megatron.modelopt.distillation import taught
-
-                models = [taught(models[0], self._teacher(models[0]), self._args)]
-        if self._args.rank == 0:
-            what = ["restored from the checkpoint"] if restored else []
-            what += ["the student of a teacher"] if self._teacher is not None else []
-            print(f"odb: ModelOpt: model {' and '.join(what) or 'as it was built'}", flush=True)
-        return models
 
 
 def _starts_by_itself(args: argparse.Namespace) -> bool:
