@@ -180,7 +180,6 @@ def _replaced_names() -> list[Any]:
             "get_forward_backward_func",
             "training_log",
             "save_checkpoint_and_time",
-            "compute_throughputs_and_append_to_progress_log",
         ),
         "eval": ("get_forward_backward_func",),
         "pretrain": ("_finish_train", "_cleanup_after_pretrain_failure"),

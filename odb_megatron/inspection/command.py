@@ -200,7 +200,7 @@ def _write_pictures(options: argparse.Namespace, findings: Findings, argv: Seque
 
 def _show(options: argparse.Namespace, text_to: TextIO) -> None:
     """Print records token by token, and write one object for each."""
-    from odb_megatron.data.show import as_lines
+    from odb_megatron.data.sample import as_lines
     from odb_megatron.inspection.reading import show_records
 
     fill_in(options)

@@ -21,7 +21,6 @@ from odb_megatron.inspection.lengths import ANY_LENGTH, Reading
 
 if TYPE_CHECKING:
     from odb_megatron.data.chat import ChatRenderer
-    from odb_megatron.data.preprocess import BadRecordPolicy
     from odb_megatron.data.sources import SampleSource
 
 __all__ = ["DataRequest", "read_data", "show_records"]
@@ -154,13 +153,11 @@ def _range(length: int, split: tuple[float, float]) -> range:
     return range(round(split[0] * length), round(split[1] * length))
 
 
-def _sources(
-    request: DataRequest, *, bad_record: BadRecordPolicy | None = None
-) -> list[SampleSource]:
+def _sources(request: DataRequest, *, skip_bad: bool = True) -> list[SampleSource]:
     """Open the data for reading of any length, bad records skipped by default."""
     try:
-        from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
         from odb_megatron.data.records import has_records, require_data
+        from odb_megatron.data.sample import SampleRules
         from odb_megatron.data.sources import open_source
         from odb_megatron.plan.padding import OverlongPolicy
     except ModuleNotFoundError as error:
@@ -172,7 +169,7 @@ def _sources(
         context=ANY_LENGTH,
         token_budget=ANY_LENGTH,
         overlong=OverlongPolicy.TRUNCATE,
-        bad_record=bad_record or BadRecordPolicy.SKIP,
+        skip_bad=skip_bad,
     )
     for path in request.paths:
         require_data(path)
@@ -199,12 +196,10 @@ def show_records(request: DataRequest, count: int) -> Iterator[tuple[str, dict[s
         ValueError: as `read_data`; or one of the records is bad.
     """
     from odb_megatron.data.chat_record import ChatFormatError, Conversation
-    from odb_megatron.data.preprocess import BadRecordPolicy
-    from odb_megatron.data.sample import Sample
-    from odb_megatron.data.show import as_object
+    from odb_megatron.data.sample import Sample, as_object
     from odb_megatron.data.sources import ChatSource
 
-    sources = _sources(request, bad_record=BadRecordPolicy.ERROR)
+    sources = _sources(request, skip_bad=False)
     renderer = _renderer(request) if request.tokenizer else None
     left = count
     for source in sources:
@@ -249,7 +244,7 @@ def _renderer(request: DataRequest) -> ChatRenderer:
 
 def _vocab_size(sources: Sequence[SampleSource]) -> int:
     for source in sources:
-        if (renderer := getattr(source, "_renderer", None)) is not None:
+        if (renderer := getattr(source, "renderer", None)) is not None:
             return len(renderer.tokenizer)
     return 0
 
