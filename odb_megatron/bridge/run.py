@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -131,9 +131,11 @@ class BridgeRun(OdbRun):
 
     # --- what the hooks tell -------------------------------------------------------------------
 
-    def saving(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def saving(self) -> Iterator[None]:
         """No watchdog ends the process within; the data's state goes through the iterator."""
-        return nullcontext() if self._peers is None else self._peers.saving()
+        with nullcontext() if self._peers is None else self._peers.saving():
+            yield
 
     def on_schedule(self, *, training: bool) -> None:
         if training and not self._has_begun:
