@@ -423,12 +423,6 @@ PARTS = (
         ),
     ),
     Part(
-        name="gpu_script",
-        title="Does the script for a GPU run? Tiny model on the CPU; its speeds mean nothing",
-        command=("benchmarks/gpu_throughput.py", "--device", "cpu", "--tiny"),
-        goals=(Goal(what="it ran to its end", read=lambda r: r["complete"], equals=True),),
-    ),
-    Part(
         name="long_run",
         title="Does anything grow over 20 epochs?",
         command=("benchmarks/long_run.py",),

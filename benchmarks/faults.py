@@ -99,7 +99,7 @@ def _paused(run: FaultRun) -> bool:
 
 
 _SLOW = (
-    *("--odb-timeout-s", "12", "--odb-stall-warn-s", "4"),
+    *("--odb-timeout-s", "12"),
     *("--eval-interval", "6", "--eval-iters", "1", "--save", "SAVE", "--save-interval", "6"),
 )
 
@@ -115,7 +115,7 @@ CASES = (
         name="paused",
         kind="waits",
         names=_paused,
-        flags=("--odb-timeout-s", f"{DEADLINE_S:g}", "--odb-stall-warn-s", "4"),
+        flags=("--odb-timeout-s", f"{DEADLINE_S:g}"),
         send=((signal.SIGSTOP, PAUSE_S), (signal.SIGCONT, 0.0)),
         is_survived=True,
     ),
@@ -143,7 +143,7 @@ CASES = (
         name="worker_stopped",
         kind="worker_stopped",
         names=_stopped,
-        flags=("--odb-timeout-s", "20", "--odb-stall-warn-s", "5"),
+        flags=("--odb-timeout-s", "20"),
         num_ranks=1,
     ),
     Case(name="armed_faulthandler", kind="armed", names=lambda _: True, is_survived=True),

@@ -251,7 +251,7 @@ class Runs:
 
     def _planned(self, name: str, flags: list[str], case: Case) -> Planned:
         gradients = self._folder / f"{name}-gradients"
-        own = ["--odb-log-dir", str(self._folder / name), "--odb-log-ids"]
+        own = ["--odb-log-dir", str(self._folder / name)]
         own += ["--gradients", str(gradients)]
         routing = self._routing(name) if case.model.endswith("experts") else None
         if routing is not None:

@@ -116,7 +116,6 @@ def main() -> None:
     args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
     model_config = gpt_config_from_args(args)
     with SortedRun(args, token_budget=options.sorted_token_budget) as run:
-        model_config.transformer_layer_spec = run.layer_spec
         pretrain(
             pretrain_cfg_container_from_args(args, model_config),
             run.datasets_provider,

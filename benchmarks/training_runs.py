@@ -90,7 +90,7 @@ class Launch:
 
     Attributes:
         name: shown while it runs and in the results.
-        flags: the script's flags, without `--odb-log-dir` and `--odb-log-ids`.
+        flags: the script's flags, without `--odb-log-dir`.
         num_replicas: data-parallel size.
         num_ranks: processes of each replica.
         script: a pretrain script.
@@ -110,7 +110,7 @@ class Launch:
         """The command line."""
         num_processes = self.num_replicas * self.num_ranks
         head = [*launcher(num_processes), str(self.script)]
-        return [*head, *self.flags, "--odb-log-dir", log_dir, "--odb-log-ids"]
+        return [*head, *self.flags, "--odb-log-dir", log_dir]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,7 +128,7 @@ def texts_of(records: Records) -> Iterator[str]:
         try:
             record = parse_record(records[index])
         except ValueError:
-            continue  # the training run names it, by --odb-bad-record
+            continue  # the training run names it, by --odb-max-bad-records
         if isinstance(record, PlainText):
             text = record.text
         else:

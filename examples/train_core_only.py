@@ -28,6 +28,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -42,23 +43,18 @@ from odb_megatron.data.megatron_dataset import (
 )
 from odb_megatron.data.order import build_order
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder
-from odb_megatron.megatron.arguments import add_odb_arguments
-from odb_megatron.megatron.attention import registry
-from odb_megatron.megatron.attention.spec import layer_spec
-from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.data.tokenizer import load_tokenizer
+from odb_megatron.errors import usage_errors
+from odb_megatron.megatron.attention import Attention
+from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.forward_step import packed_batch
 from odb_megatron.megatron.providers import build_loader, source_group
 from odb_megatron.megatron.replica_data import ReplicaData
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.topology import padding_multiple
-from odb_megatron.megatron.usage import usage_errors
 from odb_megatron.megatron.validation import refuse_unsupported
 
-LEFT_OUT = (
-    *("epochs", "log_dir", "resume_strict", "warmup_worst_case", "stall_warn_s", "on_peer_failure"),
-    *("log_ids", "dry_run"),
-)
+LEFT_OUT = ("epochs", "log_dir", "dry_run")
 """Flags of ODB's for what this loop does not have."""
 
 
@@ -68,7 +64,7 @@ def main() -> None:
     start_processes(args)
     with usage_errors():
         config = OdbConfig.from_args(args)
-        tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_model, args.tokenizer_cache))
+        tokenizer = load_tokenizer(args.tokenizer_model)
         args.padded_vocab_size = -(-len(tokenizer) // 128) * 128
         refuse_unsupported(args, config)
     model = build_model(args, config)
@@ -87,8 +83,7 @@ def parse_args() -> argparse.Namespace:
     """Parse the command line; names are Megatron's, so the package's functions read them."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--data-path", required=True, help="JSON or JSONL chat or text file")
-    parser.add_argument("--tokenizer-model", required=True, help="HF folder or tokenizer.json")
-    parser.add_argument("--tokenizer-cache", default=".cache", help="for a bare tokenizer.json")
+    parser.add_argument("--tokenizer-model", required=True, help="HF folder")
     parser.add_argument("--train-samples", type=int, default=256)
     parser.add_argument("--global-batch-size", type=int, default=16)
     parser.add_argument("--seq-length", type=int, default=2048)
@@ -102,7 +97,7 @@ def parse_args() -> argparse.Namespace:
         parser.add_argument(f"--{name}-model-parallel-size", type=int, default=1)
     args = add_odb_arguments(parser).parse_args()
     for name in LEFT_OUT:
-        if getattr(args, f"odb_{name}") is not None:
+        if getattr(args, f"odb_{name}") not in (None, False):
             parser.error(f"this loop does not have --odb-{name.replace('_', '-')}: drop it")
     args.odb = True
     fixed = {
@@ -164,11 +159,10 @@ def build_model(args: argparse.Namespace, config: OdbConfig) -> DistributedDataP
         bias_activation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
     )
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    backend = registry.select(config.attention, device_type=device_type)
+    Attention(name="torch", reason="in float32, on any device").install()
     model = GPTModel(
         config=transformer,
-        transformer_layer_spec=layer_spec(transformer, backend=backend),
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.seq_length,
         pre_process=mpu.is_pipeline_first_stage(),
@@ -208,7 +202,7 @@ def build_data(args: argparse.Namespace, config: OdbConfig, renderer: ChatRender
         loader = build_loader(args, config, stream, split=Split.train, group=group)
         return [loader, None, None]
 
-    replica = ReplicaData(args, place, plan_ahead=config.plan_ahead)
+    replica = ReplicaData(args, place)
     replica.build(make_loaders)
     return replica
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from odb_megatron import __version__
-from odb_megatron.megatron.attention.registry import BACKENDS
+from odb_megatron.megatron import attention
 from odb_megatron.megatron.compat import MAX_VERSION, MIN_VERSION, check_version
 from odb_megatron.output_files import check_output, write_json
 
@@ -202,7 +202,7 @@ def look_at_torch() -> None:
         "devices": [torch.cuda.get_device_name(at) for at in range(count)],
         "has_nccl": dist.is_available() and dist.is_nccl_available(),
         "gloo_error": gloo,
-        "attention": {name: backend.available() or "" for name, backend in BACKENDS.items()},
+        "attention": attention.absent(),
     }
     print(f"{_MARK}{json.dumps(found)}", flush=True)
 
@@ -252,10 +252,10 @@ def check_torch(found: Mapping[str, Any], *, driver: str, visible: str | None) -
     yield _judged("gloo", seen or works, expected, hint, fails=bool(seen))
     device = "cuda" if devices else "cpu"
     able = [name for name, why in found["attention"].items() if not why]
-    has_failed = not any(device in BACKENDS[name].auto_devices for name in able)
+    has_failed = bool(devices) and able == ["torch"]
     seen = ", ".join(f"{name}: {why or 'ok'}" for name, why in found["attention"].items())
-    expected = f"a backend that --odb-attention auto may choose on {device}"
-    hint = "pip install 'odb-megatron[te]' or 'odb-megatron[flash]', or torch 2.11"
+    expected = f"a kernel for packed samples on {device}"
+    hint = "pip install 'odb-megatron[te]' or 'odb-megatron[flash]'"
     yield _judged("attention", seen, expected, hint, fails=has_failed)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from odb_megatron.elastic import reason_left
+from odb_megatron.errors import usage_errors
 from odb_megatron.megatron.host_script import FLAG, HostScript, wants_odb
-from odb_megatron.megatron.usage import usage_errors
 
 __all__ = ["main"]
 

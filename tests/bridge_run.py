@@ -287,12 +287,12 @@ class Bridge:
         if settings is None:
             argv = (
                 *("--recipe", f"bridge_recipe:{recipe}", "--step", "bridge_recipe:forward_step"),
-                *(*options, *self._common, logged, "dataset.odb.log_ids=true"),
+                *(*options, *self._common, logged),
                 *(*(self._data if own_data else ()), *overrides),
             )
         else:
             argv = (*self._common, *overrides)
-            settings = {**settings, "log_dir": log, "log_ids": True}
+            settings = {**settings, "log_dir": log}
         for rank, end in enumerate(self._ends):
             case = Case(
                 argv=argv,

@@ -89,7 +89,7 @@ class Records:
 
 
 class Letters:
-    """A `TextTokenizer` of one token per character."""
+    """A tokenizer of Megatron's, of one token per character."""
 
     eos_id = 0
     chat_template: str | None = None
@@ -97,7 +97,7 @@ class Letters:
     def __init__(self, chat_template: str | None = None) -> None:
         self.chat_template = chat_template
 
-    def encode(self, text: str) -> list[int]:
+    def text_to_ids(self, text: str) -> list[int]:
         """Code points."""
         return [ord(letter) for letter in text]
 

@@ -208,14 +208,21 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
     kind: type[OdbRun] = OdbRun
     extra = None
     if case.has_images:
-        from odb_megatron.megatron.multimodal.arguments import add_image_arguments
-        from odb_megatron.megatron.multimodal.arguments import refuse_unsupported as refuse
-        from odb_megatron.megatron.multimodal.run import ImageRun
+        from odb_megatron.megatron.image_run import ImageRun
+        from odb_megatron.megatron.images import refuse_unsupported
 
-        kind, extra = ImageRun, add_image_arguments
+        sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "multimodal"))
+        import pretrain_pictures
+
+        kind, extra = ImageRun, pretrain_pictures.add_arguments
     args = read_args({"tokenizer_type": "HuggingFaceTokenizer"}, extra)
+    model_class = None
     if case.has_images:
-        refuse(args)
+        refuse_unsupported(args)
+        vision = pretrain_pictures.vision_shape(args)
+        from image_gpt import ImageGPT
+
+        model_class = functools.partial(ImageGPT, vision=vision)
     datasets = None if case.items is None else _datasets(case.items)
     with _observed(training, outcome), _compared(training, outcome, case):
         before = _replaced_names(training)
@@ -226,7 +233,7 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
                     prepare_model=run.prepare_model,
                     datasets_provider=run.datasets_provider,
                     forward_step=_counted(run.forward_step, outcome, args, case),
-                    model_class=getattr(run, "model_class", None),
+                    model_class=model_class,
                 )
         finally:
             outcome.restored = _replaced_names(training) == before
@@ -241,10 +248,10 @@ def _merged() -> Iterator[None]:
 
     def one_sample(**values: Any) -> Any:
         whole = {
-            name: value[[0, -1]] if name.startswith("cu_seqlens") else value
+            name: value[[0, -1]] if name in ("cu_seqlens_q", "cu_seqlens_kv") else value
             for name, value in values.items()
         }
-        length = int(whole["cu_seqlens_q_padded"][-1])
+        length = int(whole["cu_seqlens_q"][-1])
         return original(**{**whole, "max_seqlen_q": length, "max_seqlen_kv": length})
 
     forward_step.packed_seq_params = one_sample
@@ -430,9 +437,8 @@ class _Noted:
 def _replaced_names(training: Any) -> dict[str, Any]:
     from megatron.core import num_microbatches_calculator
     from megatron.core.datasets import utils
+    from megatron.core.models.backends import LocalSpecProvider
     from megatron.training import checkpointing
-
-    from odb_megatron.megatron.compat_pretrain import prediction_module
 
     names = (
         "get_forward_backward_func",
@@ -443,7 +449,7 @@ def _replaced_names(training: Any) -> dict[str, Any]:
     return {name: getattr(training, name) for name in names} | {
         "compile_helpers": utils.compile_helpers,
         "check_checkpoint_args": checkpointing.check_checkpoint_args,
-        "GPTModel": getattr(prediction_module(), "GPTModel", None),
+        "core_attention": LocalSpecProvider.core_attention,
         "micro-batch calculator": num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,
     }
 

@@ -281,7 +281,7 @@ class Megatron:
             *("--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH)),
             *("--global-batch-size", str(GLOBAL_BATCH_SIZE)),
             *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", self.tokenizer),
-            *("--odb-log-dir", str(self.log_folder), "--odb-log-ids"),
+            *("--odb-log-dir", str(self.log_folder)),
             *(str(flag) for flag in flags),
         )
 

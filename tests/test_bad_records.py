@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from odb_megatron.data.bad_records import BadRecords, TooManyBadRecordsError, max_bad_records
+from odb_megatron.data.bad_records import BadRecords, TooManyBadRecordsError
 from odb_megatron.data.sample import Skipped, SkipReason
 from odb_megatron.plan.record import StepTotals
 
@@ -22,14 +22,6 @@ def totals(num_bad: int, *, before: int = 0, consumed: int = 9) -> StepTotals:
 
 def skipped(text: str, reason: SkipReason = SkipReason.BAD_RECORD) -> Skipped:
     return Skipped(reason=reason, message=text)
-
-
-@pytest.mark.parametrize(
-    ("limit", "consumed", "most"),
-    [(7, 10, 7), (7, 10**6, 7), (0, 8, 100), (0, 10_000, 100), (0, 10_100, 101)],
-)
-def test_the_limit(limit: int, consumed: int, most: int) -> None:
-    assert max_bad_records(limit, consumed=consumed) == most
 
 
 def test_the_error_names_counts_limit_and_the_first_of_this_replica() -> None:
@@ -50,9 +42,5 @@ def test_the_error_names_counts_limit_and_the_first_of_this_replica() -> None:
         other.add_up(totals(1, before=11))
 
 
-def test_without_a_limit_of_the_users_own() -> None:
-    default = BadRecords(0, num=99)  # resumed
-    default.add_up(totals(1))
-    with pytest.raises(TooManyBadRecordsError, match="100, the larger of 100 and 1 in 100 are all"):
-        default.add_up(totals(1, before=108))
-    BadRecords(None).add_up(totals(10**6))  # an evaluation's are only counted
+def test_an_evaluation_only_counts() -> None:
+    BadRecords(None).add_up(totals(10**6))

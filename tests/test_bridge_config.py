@@ -72,7 +72,7 @@ def test_overlay_of_the_examples(bridge: Bridge) -> None:
     run = bridge.train(*SHORT, "dataset.odb.token_budget=96", options=("--config", str(OVERLAY)))
     assert (
         "odb: reproduce with dataset.odb.token_budget=96 dataset.odb.overlong=truncate "
-        "dataset.odb.bad_record=skip "
+        "dataset.odb.max_bad_records=100 "
     ) in run.output
     assert [record["samples"] for record in run.records] == [8, 8]
 
@@ -148,21 +148,17 @@ def test_data_set_of_a_fine_tuning_recipe(bridge: Bridge, tmp_path: Path) -> Non
         (["+dataset.odb.token_budget=1"], "write dataset.odb.NAME=VALUE"),
         (["dataset.odb.token_budget=many"], "argument dataset.odb.token_budget: invalid int"),
         (["dataset.odb.overlong=fifo"], "argument dataset.odb.overlong: invalid choice: 'fifo'"),
-        (["dataset.odb.pad_to_budget=1"], "dataset.odb.pad_to_budget is 1: give true or false"),
+        (["dataset.odb.dry_run=1"], "dataset.odb.dry_run is 1: give true or false"),
         (["dataset.odb.order=batch"], "dataset.odb.order is 'batch': give single"),
         (["+dataset.nothing=1"], "nothing"),  # Bridge's own warning, or that it is not there
         (["dataset.nothing=1"], "Could not override 'dataset.nothing'"),
-        (["dataset.odb.shape_buckets=[1"], "dataset.odb.shape_buckets=[1 is no override"),
+        (["dataset.odb.pad_to=[1"], "dataset.odb.pad_to=[1 is no override"),
         (["~dataset"], "~dataset: a deletion would do nothing"),
         (["~dataset.num_workers"], "~dataset.num_workers: a deletion would do nothing"),
         (["dataset=null"], "dataset is a section of the configuration and cannot be None"),
         (["train=null"], "train is a section of the configuration and cannot be None"),
         (["+dataset._target_=somewhere.Nothing"], "_target_ would make another object of this"),
         (["dataset.odb.token_budget=-5"], "dataset.odb.token_budget"),
-        (
-            ["dataset.odb.max_bad_records=16"],
-            "dataset.odb.max_bad_records would do nothing with data",
-        ),
         (["dataset.odb.train_data_path=/nope.jsonl"], "/nope.jsonl does not exist"),
         (["dataset.odb.valid_data_path=[1,/nope/some]"], "no data at '/nope/some': "),
         (["model.num_moe_experts=4"], "routers of a mixture of experts no padding mask"),
@@ -257,10 +253,6 @@ def test_recipe_that_cannot_be_used(
         (["validation.multiple_validation_sets=true"], "drop validation.multiple_validation_sets"),
         (["checkpoint.non_persistent_ckpt_type=local"], "checkpoint.non_persistent_ckpt_type"),
         (["dataset.eod_mask_loss=true"], "dataset.eod_mask_loss and "),
-        (
-            ["dataset.odb.max_bad_records=16"],
-            "dataset.odb.max_bad_records would do nothing with data",
-        ),
         (["train.train_iters=0"], "SystemExit: 2"),
         (["dataset.odb.data_path=x.jsonl"], "dataset.odb.data_path is for all splits, and"),
         (["dataset.odb.token_budget=32"], "dataset.odb.token_budget 32 is below model.seq_length"),

@@ -36,7 +36,7 @@ TOPOLOGIES = {
     "pp2": ("model.pipeline_model_parallel_size=2",),
     "pp2_one_shape": (
         "model.pipeline_model_parallel_size=2",
-        "dataset.odb.pad_to_budget=true",
+        "dataset.odb.pad_to=budget",
     ),
     "vpp2x2": (
         "model.pipeline_model_parallel_size=2",

@@ -37,14 +37,11 @@ def test_every_setting_is_a_flag_or_names_data() -> None:
         ({}, "odb_token_budget", None),
         ({"token_budget": 96}, "odb_token_budget", 96),
         ({"token_budget": "96"}, "odb_token_budget", 96),  # as an override may have it
-        ({"pad_to_budget": True}, "odb_pad_to_budget", True),
-        ({"pad_to_budget": False}, "odb_pad_to_budget", None),
-        ({"resume_strict": False}, "odb_resume_strict", False),
-        ({"resume_strict": True}, "odb_resume_strict", True),
+        ({"pad_to": "budget"}, "odb_pad_to", ["budget"]),
+        ({"pad_to": [32, 64]}, "odb_pad_to", ["32", "64"]),
         ({"log_dir": "a b"}, "odb_log_dir", "a b"),
-        ({"log_dir": "a b", "log_ids": True}, "odb_log_ids", True),
         ({"dry_run": True}, "odb_dry_run", True),
-        ({"log_ids": False}, "odb_log_ids", None),
+        ({"dry_run": False}, "odb_dry_run", False),
         ({"cost": "linear=0.5,patch=2"}, "odb_cost", "linear=0.5,patch=2"),
     ],
 )
@@ -57,7 +54,7 @@ def test_values(settings: dict[str, object], name: str, value: object) -> None:
     [
         ("token_budgt", "there is no dataset.odb.token_budgt: did you mean dataset.odb.token_budg"),
         ("overlonk", "did you mean dataset.odb.overlong?"),
-        ("nothing", "there is no dataset.odb.nothing: the settings are token_budget, pad_to_budg"),
+        ("nothing", "there is no dataset.odb.nothing: the settings are token_budget, "),
     ],
 )
 def test_attribute_that_is_no_setting(name: str, text: str) -> None:
@@ -70,10 +67,9 @@ def test_attribute_that_is_no_setting(name: str, text: str) -> None:
 
 
 def test_described() -> None:
-    settings = OdbSettings(token_budget=96, pad_to_budget=True, data_path=["0.5", "a", "0.5", "b"])
+    settings = OdbSettings(token_budget=96, dry_run=True, data_path=["0.5", "a", "0.5", "b"])
     assert described(settings) == (
-        "dataset.odb.token_budget=96 dataset.odb.pad_to_budget=true "
-        "dataset.odb.data_path=[0.5,a,0.5,b]"
+        "dataset.odb.token_budget=96 dataset.odb.dry_run=true dataset.odb.data_path=[0.5,a,0.5,b]"
     )
     prices = OdbSettings(cost="linear=1,patch=2")
     assert described(prices) == """'dataset.odb.cost="linear=1,patch=2"'"""
@@ -85,7 +81,6 @@ def test_described() -> None:
         ("--odb-token-budget 8", "dataset.odb.token_budget 8"),
         ("--odb needs --micro-batch-size 1:", "dataset.odb needs train.micro_batch_size 1:"),
         ("or anew (--finetune)", "or anew (checkpoint.finetune=true)"),
-        ("pass --no-odb-resume-strict to", "pass dataset.odb.resume_strict=false to"),
         ("--unknown-flag stays", "--unknown-flag stays"),
     ],
 )

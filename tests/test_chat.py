@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from odb_megatron.data.chat import CHATML_TEMPLATE, ChatRenderer
+from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.chat_record import (
     ChatFormatError,
     ChatRecord,
@@ -28,7 +28,7 @@ from odb_megatron.data.chat_record import (
     parse_record,
 )
 from odb_megatron.data.records import open_records
-from odb_megatron.data.tokenizer import load_tokenizer, train_bpe
+from odb_megatron.data.tokenizer import CHATML_TEMPLATE, load_tokenizer, train_bpe
 
 DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 
@@ -509,15 +509,13 @@ def test_one_bos_and_only_where_the_post_processor_adds_it(folder: Path, tokeniz
     with_bos.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{bos} $A", special_tokens=[(bos, 1)]
     )
-    for add, prefix in ((True, bos), (False, "")):
-        renderer = ChatRenderer(with_bos, add_special_tokens=add)
-        ids, weights = renderer.render(PlainText(text="hello"))
-        assert tokenizer.decode(ids) == f"{prefix}hello<|endoftext|>"
-        ids, weights = renderer.render(PlainText(text=f"{bos}hello"))
+    renderer = ChatRenderer(with_bos)
+    for text in ("hello", f"{bos}hello"):
+        ids, weights = renderer.render(PlainText(text=text))
         assert tokenizer.decode(ids) == f"{bos}hello<|endoftext|>"
         assert len(ids) == len(weights)
-        ids, _ = renderer.render(CHAT)
-        assert tokenizer.decode(ids) == _chatml(CHAT)[0]
+    ids, _ = renderer.render(CHAT)
+    assert tokenizer.decode(ids) == _chatml(CHAT)[0]
 
 
 LABELLED = """\
@@ -716,13 +714,13 @@ class SlowTokenizer:
 
 
 class Bytes:
-    """A text tokenizer."""
+    """A tokenizer of Megatron's."""
 
     def __init__(self, chat_template: str | None, eos_id: int | None) -> None:
         self.chat_template = chat_template
         self.eos_id = eos_id
 
-    def encode(self, text: str) -> list[int]:
+    def text_to_ids(self, text: str) -> list[int]:
         return list(text.encode())
 
 
@@ -744,24 +742,6 @@ def test_text_tokenizers(template: str | None) -> None:
     assert ids.tolist() == [97, 98, 999]
     ids, _ = ChatRenderer(Bytes(None, None)).render(PlainText(text="ab"))
     assert ids.tolist() == [97, 98]
-
-
-def test_tokenizers_that_cannot_be_used(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot tokenize with a object; .*usable_tokenizer"):
-        ChatRenderer(object())
-    loaded = load_tokenizer(folder)
-    own = type("OwnFormat", (type(loaded),), {"apply_chat_template": lambda self: None})
-    loaded.__class__ = own
-    with pytest.raises(ValueError, match="OwnFormat formats chats by its own code"):
-        ChatRenderer(loaded)
-
-
-def test_truncation_set_later_has_no_effect(folder: Path) -> None:
-    loaded = load_tokenizer(folder)
-    loaded.backend_tokenizer.enable_truncation(3)
-    renderer = ChatRenderer(loaded)
-    loaded.backend_tokenizer.enable_truncation(2)
-    assert renderer.render(CHAT)[0].size > 20
 
 
 def _render(renderer: ChatRenderer, record: ChatRecord) -> tuple[list[int], list[float]]:

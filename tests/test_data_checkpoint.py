@@ -97,7 +97,6 @@ def resumed(
     text: str | None,
     *,
     num_replicas: int = 2,
-    strict: bool = True,
     **changes: Any,
 ) -> list[Any]:
     """Return by replica what each emits from there on, and the state; or the error it raised."""
@@ -107,8 +106,7 @@ def resumed(
         loader = make(channel)
         values = {"consumed_train_samples": consumed, "rank": channel.replica}
         args = megatron_args(**values | changes)
-        config: Any = argparse.Namespace(resume_strict=strict)
-        state = restore(args, config, loader, group=channel, text=text)
+        state = restore(args, loader, group=channel, text=text)
         return ids_of(steps_of(loader)), state
 
     return run_in_threads(go, thread_channels(num_replicas))
@@ -186,7 +184,7 @@ def test_the_state_of_one_replica_alone() -> None:
         own = changed(text, lambda state: state.update(sources=[sources[channel.replica]]))
         args = megatron_args(consumed_train_samples=36)
         loader = iterable(channel)
-        restore(args, argparse.Namespace(), loader, group=channel, text=own)  # type: ignore[arg-type]
+        restore(args, loader, group=channel, text=own)
         return ids_of(steps_of(loader))
 
     assert in_threads(go) == [ids for ids, _ in resumed(iterable, text)]
@@ -283,7 +281,7 @@ class Changed(Records):
         return "another"
 
 
-def test_files_that_have_changed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_have_changed() -> None:
     """On one replica alone too; the others name it."""
 
     def one_changed(channel: ThreadChannel) -> StepLoader:
@@ -291,11 +289,8 @@ def test_files_that_have_changed(capsys: pytest.CaptureFixture[str]) -> None:
 
     own, other = reversed(refused(one_changed, TEXT))
     assert "data changed since the checkpoint was saved: " in own
-    assert "pass --no-odb-resume-strict to go on with every record number" in own
+    assert "start the data anew from this checkpoint's weights (--finetune)" in own
     assert other == f"replica 1 cannot resume its data: {own}"
-    found = resumed(lambda channel: map_style(channel, kind=Changed), TEXT, strict=False)
-    assert [ids for ids, _ in found] == [ids for ids, _ in resumed(map_style, TEXT)]
-    assert "odb: WARNING: data changed since the checkpoint was saved: " in capsys.readouterr().out
 
 
 def test_what_one_replica_raises_all_raise() -> None:

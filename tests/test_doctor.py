@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from odb_megatron import doctor
 from odb_megatron.doctor import FAILURE, NOT_APPLICABLE, OK, WARNING, Finding, Host, Load, Megatron
-from odb_megatron.megatron.attention.registry import BACKENDS
+from odb_megatron.megatron.attention import absent
 
 GIB, MIB = 1 << 30, 1 << 20
 TWO = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "ib0": "10.1.0.7"}
@@ -30,7 +30,7 @@ def packages(python: tuple[int, ...] = (3, 12, 1), *, without: str = "", **megat
 
 def torch(driver: str = "580", visible: str | None = None, **facts: Any) -> Any:
     found = {"version": "torch 2.13 for CUDA 13.0", "devices": ["H100"] * 8, "has_nccl": True}
-    found |= {"gloo_error": "", "attention": dict.fromkeys(BACKENDS, ""), **facts}
+    found |= {"gloo_error": "", "attention": dict.fromkeys(absent(), ""), **facts}
     return doctor.check_torch(found, driver=driver, visible=visible)
 
 
@@ -68,7 +68,12 @@ def network(nodes: int | None = 2, resolved: str = "10.0.0.7", **names: str) -> 
         (torch(devices=[], driver=""), NOT_APPLICABLE, "CUDA", "no NVIDIA driver"),
         (torch(has_nccl=False), FAILURE, "NCCL", "CUDA build"),
         (torch(gloo_error="no device"), FAILURE, "gloo", "no device"),
-        (torch(attention=dict.fromkeys(BACKENDS, "absent")), FAILURE, "attention", "on cuda"),
+        (
+            torch(attention={**dict.fromkeys(absent(), "absent"), "torch": ""}),
+            FAILURE,
+            "attention",
+            "on cuda",
+        ),
         (host(shared_free=64 * MIB), FAILURE, "shared memory", "--shm-size=1g"),
         (host(shared_free=GIB), WARNING, "shared memory", "NCCL of 8 ranks"),
         (host(None, shared_free=64 * MIB), WARNING, "shared memory", "64 MiB free"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -35,10 +35,6 @@ class _Listener:
 
     def on_header(self, header: StepHeader, *, training: bool) -> None:
         self.told.append(("header", header.totals.num_micro_batches, training))
-
-    def on_first_step(self, train_step: Mapping[str, Any]) -> None:
-        self.told.append(("first step", dict(train_step)))
-        train_step["forward_backward_func"](data_iterator=iter([1]), model="model", seq_length=3)
 
     def wants_backward(self) -> bool:
         return self.is_timing
@@ -213,26 +209,6 @@ def test_install_and_remove(training: SimpleNamespace, packed: bool, names: set[
     assert _functions(training) == before
     hooks.remove()
     assert _functions(training) == before
-
-
-def test_the_first_step_is_told_of_once(training: SimpleNamespace) -> None:
-    """A schedule that runs before it gets its arguments as they are, and nothing is told of it."""
-    listener, original = _Listener(), training.train_step
-    hooks = Hooks(listener, packed=True, micro_batch_length=64, tells_first_step=True)
-    hooks.install()
-    schedule = training.get_forward_backward_func()
-    for iteration in (5, 6):
-        assert training.train_step(schedule, iteration=iteration) == "trained"
-    assert listener.told == [("first step", {"forward_backward_func": schedule, "iteration": 5})]
-    (_, arguments), *steps = training.calls[1:]
-    assert next(arguments["data_iterator"]) == 1
-    assert arguments["seq_length"] == 3
-    assert "num_microbatches" not in arguments
-    assert steps == [("step", 5), ("step", 6)]
-    hooks.remove()
-    assert training.train_step is original
-    Hooks(listener, packed=True).install()
-    assert training.train_step is original
 
 
 @pytest.mark.parametrize("virtual", [False, True])

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odb_megatron.data import records as records_module
-from odb_megatron.data.chat import CHATML_TEMPLATE, ChatFormatError, ChatRenderer
+from odb_megatron.data.chat import ChatFormatError, ChatRenderer
 from odb_megatron.data.chat_record import parse_record
 from odb_megatron.data.index_check import check_index
 from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules, check_ids
@@ -37,7 +37,7 @@ from odb_megatron.data.step_wire import (
     encode_header,
     payload_bytes,
 )
-from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder, train_bpe
+from odb_megatron.data.tokenizer import CHATML_TEMPLATE, load_tokenizer, train_bpe
 from odb_megatron.megatron.data_checkpoint import DataState
 from odb_megatron.plan.padding import SizeRule
 from odb_megatron.plan.record import StepTotals
@@ -425,25 +425,14 @@ def test_a_hostile_template_is_refused_and_never_skipped(
 CODE = "import pathlib\npathlib.Path({mark!r}).write_text('')\nclass Tok: pass\n"
 
 
-@pytest.mark.parametrize("names_class", [True, False])
-def test_no_code_of_a_tokenizer_folder_is_run(
-    folder: Path, tmp_path: Path, names_class: bool
-) -> None:
+def test_no_code_of_a_tokenizer_folder_is_run(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["auto_map"] = {"AutoTokenizer": ["mine.Tok", "mine.Tok"]}
-    if not names_class:
-        config["tokenizer_class"] = "Tok"
+    config |= {"auto_map": {"AutoTokenizer": ["mine.Tok", "mine.Tok"]}, "tokenizer_class": "Tok"}
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "mine.py").write_text(CODE.format(mark=str(tmp_path / "was_run")))
-    if names_class:
-        assert tokenizer_folder(tmp_path, tmp_path / "cache") == tmp_path
-    else:
-        for load in (load_tokenizer, lambda path: tokenizer_folder(path, tmp_path / "cache")):
-            with pytest.raises(ValueError, match=r"its own code .*mine\.Tok.*, which is never run"):
-                load(tmp_path)
-        bare = tokenizer_folder(tmp_path / "tokenizer.json", tmp_path / "cache")
-        assert load_tokenizer(bare).encode("hello")
+    with pytest.raises(ValueError, match=r"its own code .*mine\.Tok.*, which is never run"):
+        load_tokenizer(tmp_path)
     assert not (tmp_path / "was_run").exists()
 
 
@@ -454,8 +443,6 @@ def test_a_damaged_tokenizer(folder: Path, tmp_path: Path, data: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(data)
     with pytest.raises(ValueError, match="holds no tokenizer that can be loaded"):
         load_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
-        tokenizer_folder(tmp_path / "tokenizer.json", tmp_path / "cache")
 
 
 # --- indices, states and what comes over the wire -------------------------------------------

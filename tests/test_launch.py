@@ -97,7 +97,7 @@ def test_two_processes_all_reduce_on_the_cpu(tmp_path: Path) -> None:
 FAILURES = """
 import atexit, os, signal, sys, time
 from odb_megatron.elastic import leave_reason
-from odb_megatron.megatron.usage import usage_errors
+from odb_megatron.errors import usage_errors
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 if how == "code":
     sys.exit(3)
@@ -256,7 +256,7 @@ def test_pretrain_is_the_packages_module(monkeypatch: pytest.MonkeyPatch) -> Non
     """Options of the launcher may stand between Megatron's; behind `--` all are Megatron's."""
     commands: list[list[str]] = []
     monkeypatch.setattr(elastic, "main", lambda command: commands.append(command) or 7)
-    flags = ["--odb", "--data-path", "a b.jsonl", "--odb-plan-ahead=4"]
+    flags = ["--odb", "--data-path", "a b.jsonl", "--odb-epochs=4"]
     assert elastic.pretrain([*flags, "--nproc-per-node", "2", "--lr", "-1", "--", "--device"]) == 7
     ours = ["-m", "odb_megatron.megatron.pretrain"]
     assert commands[0][1:] == ["--nproc-per-node=2", *ours, *flags, "--lr", "-1", "--device"]

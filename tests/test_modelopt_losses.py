@@ -261,8 +261,8 @@ TEACHER = {"modelopt_teacher": "big"}
         ({"modelopt_kd_cfg": "a.yaml"}, "--modelopt-kd-cfg would do nothing"),
         ({"modelopt_intermediate_weight": 2.0}, "--modelopt-intermediate-weight would do nothing"),
         (
-            {**TEACHER, "pipeline_model_parallel_size": 2, "odb_pad_to_budget": True},
-            "drop --odb-pad-to-budget",
+            {**TEACHER, "pipeline_model_parallel_size": 2, "odb_pad_to": ["budget"]},
+            "drop --odb-pad-to budget",
         ),
         ({**TEACHER, "manual_gc": True}, "drop --manual-gc"),
         ({**TEACHER, "tp_comm_overlap": True}, "does not work with --tp-comm-overlap"),

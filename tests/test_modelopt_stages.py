@@ -37,7 +37,10 @@ BIG = (
 TENSOR = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "32")
 """The vocabulary is padded to the same size as with one rank."""
 SEQUENCE = (*TENSOR, "--sequence-parallel")
-PADDED = ("--odb-pad-to-budget",)
+PADDED = (
+    "--odb-pad-to",
+    "budget",
+)
 PIPELINE = ("--pipeline-model-parallel-size", "2", "--num-layers", "2")
 
 

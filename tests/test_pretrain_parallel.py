@@ -292,7 +292,8 @@ def test_micro_batches_padded_to_the_budget(
     """The budget is 64 tokens; stages need not tell each other the length."""
     flags = (*MODEL, *LENGTH, *data_flags, *shlex.split(flags))
     plain, padded = (
-        megatron.train(*flags, *more, replicas=num_ranks) for more in ((), ("--odb-pad-to-budget",))
+        megatron.train(*flags, *more, replicas=num_ranks)
+        for more in ((), ("--odb-pad-to", "budget"))
     )
     assert_equal(padded, plain)
     for step in padded.steps:

@@ -55,7 +55,9 @@ def test_a_bad_record_ends_every_replica(megatron: Megatron, bad: BadFile) -> No
     errors = [replica.error for replica in run.replicas]
     _assert_failed_together(errors, "BadRecordError")
     own = [error for error in errors if error.startswith("BadRecordError")]
-    named = rf"BadRecordError: {re.escape(bad.path)}:({'|'.join(map(str, bad.lines))}): .*skip"
+    named = (
+        rf"BadRecordError: {re.escape(bad.path)}:({'|'.join(map(str, bad.lines))}): .*bad-records N"
+    )
     assert all(re.match(named, error) for error in own)
     assert all(replica.seconds < 60 for replica in run.replicas)  # not for Megatron's timeout
     assert f"{bad.path}:{bad.lines[0]}: " in errors[1]
@@ -81,12 +83,12 @@ def test_the_real_script_exits_promptly(megatron: Megatron, bad: BadFile, tmp_pa
 @pytest.mark.slow
 def test_the_real_script_refuses_before_training(megatron: Megatron, chats: ChatFile) -> None:
     flags = megatron.command_line("--odb", *_training(chats.path, 40))
-    flags = [flag for flag in map(str, flags) if flag != "--calculate-per-token-loss"]
-    done = _script([*flags, "--micro-batch-size", "2"], num_processes=1)
+    flags = [*map(str, flags), "--micro-batch-size", "2", "--dataloader-type", "external"]
+    done = _script(flags, num_processes=1)
     assert done.returncode == 2
     *_, first, second = done.stderr.splitlines()
-    assert first.startswith("odb: error: --odb needs --calculate-per-token-loss: without it ")
-    assert second.startswith("--odb needs --micro-batch-size 1: ")
+    assert first.startswith("odb: error: --odb needs --micro-batch-size 1: ")
+    assert second.startswith("--odb needs --dataloader-type single or cyclic: ")
     assert "Traceback" not in done.stderr
     assert "odb step" not in done.stdout
 
@@ -115,7 +117,7 @@ def test_the_real_script_prints_its_flags() -> None:
 def test_skipped_records_are_counted(
     megatron: Megatron, bad: BadFile, odb: tuple[str, ...]
 ) -> None:
-    run = megatron.train(*odb, "--odb-bad-record", "skip", *_training(bad.path, 40))
+    run = megatron.train(*odb, "--odb-max-bad-records", 99, *_training(bad.path, 40))
     assert len(set(run.all_ids)) == len(run.all_ids) == 38
     assert not {f"0:{line - 1}@0" for line in bad.lines} & set(run.all_ids)
     assert _emitted_and_left_out(run) == (38, 2)
@@ -136,7 +138,7 @@ def test_a_run_that_trains_nothing_fails(
 ) -> None:
     path = tmp_path / "unknown.jsonl"
     path.write_text('{"colour": "blue"}\n' * 16)
-    errors = megatron.refused(*odb, "--odb-bad-record", "skip", *_training(str(path), 16))
+    errors = megatron.refused(*odb, "--odb-max-bad-records", 99, *_training(str(path), 16))
     for error in errors:
         assert error.startswith("ValueError: nothing was trained: all 16 samples were left out")
         assert "colour" in error
@@ -144,7 +146,7 @@ def test_a_run_that_trains_nothing_fails(
 
 def test_what_only_the_other_replica_left_out_is_named(megatron: Megatron, bad: BadFile) -> None:
     """Replica 0 prints the summary; the one bad record of these 16 is replica 1's."""
-    run = megatron.train("--odb", "--odb-bad-record", "skip", *_training(bad.path, 16))
+    run = megatron.train("--odb", "--odb-max-bad-records", 99, *_training(bad.path, 16))
     assert "left out: 1 bad records" in run.summary
     assert f"first left out: {bad.path}:{bad.lines[0]}: " in run.summary
 
@@ -153,12 +155,12 @@ def test_what_evaluation_leaves_out_is_said(
     megatron: Megatron, chats: ChatFile, bad: BadFile
 ) -> None:
     run = megatron.train(
-        *("--odb", "--odb-bad-record", "skip", "--train-data-path", chats.path),
+        *("--odb", "--odb-max-bad-records", 99, "--train-data-path", chats.path),
         *("--valid-data-path", bad.path, "--eval-iters", 4, "--train-samples", 8),
     )
     assert "odb: evaluations left out 2 samples and truncated 0" in run.replicas[0].output
     padded = megatron.train(
-        *("--odb-bad-record", "skip", "--train-data-path", chats.path, "--valid-data-path"),
+        *("--odb-max-bad-records", 99, "--train-data-path", chats.path, "--valid-data-path"),
         *(bad.path, "--eval-iters", 4, "--train-samples", 8),
     )
     assert "odb: evaluations left out 2 samples and truncated 0" in padded.replicas[0].output

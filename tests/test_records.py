@@ -107,7 +107,7 @@ def test_a_bad_line_is_an_error_only_when_it_is_read(
         got[1]
     assert str(caught.value).startswith(f"{path}:3: {reason}")
     assert caught.value.line == 3
-    assert "--odb-bad-record skip" in str(caught.value)
+    assert "--odb-max-bad-records N" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_wants_odb(flags: list[str], wanted: bool) -> None:
     assert wants_odb(flags) is wanted
 
 
-@pytest.mark.parametrize("flag", ["--odb-cost", "--odb-cost=linear=1", "--no-odb-resume-strict"])
+@pytest.mark.parametrize("flag", ["--odb-cost", "--odb-cost=linear=1", "--odb-max-patches"])
 def test_flags_without_odb_are_refused(flag: str) -> None:
     with pytest.raises(
         ValueError, match=f"^{flag.partition('=')[0]} would do nothing without --odb"

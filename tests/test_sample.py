@@ -54,8 +54,8 @@ def test_what_is_no_weight_is_refused(weight: float) -> None:
 def test_a_bad_record_names_its_place_and_the_way_out() -> None:
     error = BadRecordError(path="a.jsonl", line=3, reason="no columns")
     assert str(error) == (
-        "a.jsonl:3: no columns. Mend the record, or pass --odb-bad-record skip to leave such "
-        "records out (counted in the summary)"
+        "a.jsonl:3: no columns. Mend the record, or pass --odb-max-bad-records N to leave "
+        "out up to N such records (counted in the summary)"
     )
     assert isinstance(error, ValueError)
 

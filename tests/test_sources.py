@@ -109,7 +109,7 @@ def test_bad_records_by_policy(tmp_path: Path) -> None:
 
 def test_a_single_token_is_a_bad_record(tmp_path: Path) -> None:
     source = _chat_source(_write_jsonl(tmp_path / "a.jsonl", [{"text": "good"}, {"text": "$"}]))
-    source._renderer._eos_id = None
+    source._renderer.tokenizer._eos_id = None
     with pytest.raises(BadRecordError, match=r"a.jsonl:2: 1 token\(s\): at least 2 are needed"):
         source.sample(1, source=0)
 

@@ -1,4 +1,4 @@
-"""`odb_megatron.megatron.topology`: where replicas wait for each other."""
+"""`odb_megatron.megatron.topology`: where replicas wait for each other, and multiples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from odb_megatron.megatron.topology import sync_of
+from odb_megatron.megatron.topology import padding_multiple, sync_of
+from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.record import Sync
 
 STEP, MICROBATCH = Sync.STEP, Sync.MICROBATCH
@@ -83,3 +84,41 @@ def test_the_names_are_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = next(a for a in parser._actions if a.dest == "moe_router_load_balancing_type").choices
     assert kinds is not None
     assert "global_aux_loss" in kinds
+
+
+@pytest.mark.parametrize(
+    ("values", "multiple"),
+    [
+        ({}, 1),
+        ({"fp8": "hybrid"}, 16),
+        ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, 16),
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, 32),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True, "fp8": "hybrid"}, 32),
+        ({"tensor_model_parallel_size": 2, "fp8": "hybrid"}, 16),
+        ({"context_parallel_size": 4, "fp8": "hybrid", "fp8_recipe": "mxfp8"}, 128),
+        ({"context_parallel_size": 2}, 4),
+    ],
+)
+def test_the_multiple_of_every_flag_together(values: dict[str, Any], multiple: int) -> None:
+    assert padding_multiple(argparse.Namespace(**values)) == multiple
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "padded"), [("delayed", 16, 11488), ("mxfp8", 32, 11520)]
+)
+def test_a_rank_s_share_in_fp8(recipe: str, size: int, padded: int) -> None:
+    """pitfalls.md, FP8 shapes: 11486 tokens, TP 2, sequence parallel."""
+    args = argparse.Namespace(
+        tensor_model_parallel_size=2, sequence_parallel=True, fp8="hybrid", fp8_recipe=recipe
+    )
+    assert padded_length(11486, padding_multiple(args)) == padded
+    assert padded // 2 % size == 0
+
+
+def test_megatrons_own_multiples() -> None:
+    fp8_utils = pytest.importorskip("megatron.core.fp8_utils")
+    from megatron.core.enums import Fp8Recipe
+
+    for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8"):
+        args = argparse.Namespace(fp8="hybrid", fp8_recipe=recipe)
+        assert padding_multiple(args) == fp8_utils.get_fp8_align_size(Fp8Recipe[recipe])

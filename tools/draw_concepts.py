@@ -69,7 +69,7 @@ def charts() -> dict[str, Chart]:
         num_replicas=NUM_REPLICAS, token_budget=BUDGET, global_batch_size=BATCH, cost=cost
     )
     steps = range(FIRST_STEP, FIRST_STEP + NUM_STEPS)
-    planned = {
+    planned: dict[str, list[Step]] = {
         "each trains what it has read": [_as_read(stream, setting, step) for step in steps],
         "planned together": [odb(stream, setting).step(step) for step in steps],
     }
@@ -168,7 +168,7 @@ def _replicas_chart(
     panels = []
     for name, steps in times.items():
         bars, ends = _timeline(steps)
-        replicas = {replica: str(replica) for replica in range(NUM_REPLICAS)}
+        replicas = {float(replica): str(replica) for replica in range(NUM_REPLICAS)}
         panels.append(
             Panel(
                 title=f"{name}: {_busy(steps):.1%} of the time computing",

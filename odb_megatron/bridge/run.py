@@ -20,7 +20,7 @@ from odb_megatron.bridge.hooks import BridgeHooks
 from odb_megatron.bridge.settings import described, in_bridge_words
 from odb_megatron.bridge.sft_samples import SftSamples
 from odb_megatron.bridge.validation import UnusableError, has_data, refuse
-from odb_megatron.megatron.attention.registry import AttentionBackend
+from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.data_checkpoint import restore
 from odb_megatron.megatron.hooks import Hooks
 from odb_megatron.megatron.replica_data import ReplicaData
@@ -119,9 +119,7 @@ class BridgeRun(OdbRun):
         if self._loader is None:
             return
         with _bridge_words():
-            state = restore(
-                self._args, self.config, self._loader, group=self._groups[-1], text=text
-            )
+            state = restore(self._args, self._loader, group=self._groups[-1], text=text)
         assert state is not None, "there is a text"
         self._tokens_before = state.tokens_so_far
         self._report.goes_on()
@@ -136,15 +134,9 @@ class BridgeRun(OdbRun):
 
     # --- what differs from Megatron's own `pretrain()` -------------------------------------------
 
-    def _choose_backend(self) -> AttentionBackend:
-        return AttentionBackend(
-            name="the recipe's",
-            core_attention="megatron.core.transformer:Attention",
-            auto_devices=(),
-            named_devices=(),
-            why_unavailable=lambda: None,
-            description="the model's own layer spec, as Bridge builds it",
-            reason="the model's own layer spec, as Bridge builds it",
+    def _choose_backend(self) -> Attention:
+        return Attention(
+            name="the recipe's", reason="the model's own layer spec, as Bridge builds it"
         )
 
     def _make_hooks(self) -> Hooks:
@@ -178,7 +170,6 @@ class BridgeRun(OdbRun):
         return ReplicaData(
             self._args,
             replace(self._place, context_size=1, context_rank=0),
-            plan_ahead=self.config.plan_ahead,
             deadlines=self._peers.deadlines if self._peers else None,
             num_chunks=1,
         )
@@ -191,7 +182,7 @@ class BridgeRun(OdbRun):
 
     def _prepare_transformer(self, transformer: Any) -> None:
         """Bridge builds the model after this."""
-        if self._args.pipeline_model_parallel_size > 1 and not self.config.pad_to_budget:
+        if self._args.pipeline_model_parallel_size > 1 and not self.config.pads_to_budget:
             transformer.variable_seq_lengths = True
             if transformer.num_moe_experts is None:
                 transformer.moe_token_dispatcher_type = "alltoall"

@@ -22,7 +22,7 @@ from typing import Any
 
 from odb_megatron import bridge
 from odb_megatron.bridge.settings import OdbSettings, unknown_setting
-from odb_megatron.megatron.usage import usage_errors
+from odb_megatron.errors import usage_errors
 
 __all__ = ["configured", "main"]
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from odb_megatron.megatron.arguments import add_odb_arguments
-from odb_megatron.megatron.usage import raise_usage_errors
+from odb_megatron.errors import raise_usage_errors
+from odb_megatron.megatron.config import add_odb_arguments
 
 __all__ = ["OdbSettings", "described", "flag_values", "in_bridge_words", "unknown_setting"]
 
@@ -46,21 +46,14 @@ class OdbSettings:
     """
 
     token_budget: int | None = None
-    pad_to_budget: bool | None = None
-    shape_buckets: Any = None
+    pad_to: Any = None
     cost: str | None = None
     template_args: Any = None
     overlong: str | None = None
     loss_per: str | None = None
-    bad_record: str | None = None
     max_bad_records: int | None = None
-    resume_strict: bool | None = None
-    plan_ahead: int | None = None
     timeout_s: float | None = None
-    stall_warn_s: float | None = None
-    on_peer_failure: str | None = None
     log_dir: str | None = None
-    log_ids: bool | None = None
     dry_run: bool | None = None
     data_path: Any = None
     train_data_path: Any = None
@@ -104,8 +97,6 @@ def flag_values(settings: OdbSettings) -> dict[str, Any]:
                 raise ValueError(f"dataset.odb.{field.name} is {value!r}: give true or false")
             if value:
                 flags.append(flag)
-            elif field.name == "resume_strict":
-                flags.append("--no-" + flag[2:])
         elif isinstance(value, Mapping):
             flags.append(f"{flag}={json.dumps(dict(value))}")
         elif isinstance(value, (list, tuple)):
@@ -171,7 +162,6 @@ _NAMES = {
     "--bf16": "mixed_precision=bf16_mixed",
     "--fp16": "mixed_precision=fp16_mixed",
     "--experimental-attention-variant": "model.experimental_attention_variant",
-    "--no-odb-resume-strict": "dataset.odb.resume_strict=false",
     "--microbatch-group-size-per-virtual-pipeline-stage": (
         "model.microbatch_group_size_per_vp_stage"
     ),

@@ -8,11 +8,7 @@ from __future__ import annotations
 from odb_megatron.data.sample import Skipped, SkipReason
 from odb_megatron.plan.record import StepTotals
 
-__all__ = ["BadRecords", "TooManyBadRecordsError", "max_bad_records"]
-
-_MIN, _SHARE = 100, 100
-"""Without a limit of the user's own: so many, or one in so many samples where that is more. What is
-wrong with all records shows within the first hundreds; rare ones never end a long run."""
+__all__ = ["BadRecords", "TooManyBadRecordsError"]
 
 _MAX_NAMED = 3
 
@@ -21,21 +17,11 @@ class TooManyBadRecordsError(ValueError):
     """More records are bad than `--odb-max-bad-records` allows."""
 
 
-def max_bad_records(limit: int, *, consumed: int) -> int:
-    """Return how many bad records a run may have met.
-
-    Args:
-        limit: the user's; 0 for none of their own.
-        consumed: samples consumed so far, bad ones included.
-    """
-    return limit or max(_MIN, consumed // _SHARE)
-
-
 class BadRecords:
     """Those of one loader.
 
     Args:
-        limit: see `max_bad_records`; None for any number.
+        limit: most bad records of a run; None for any number.
         num: bad records before a resume.
 
     Attributes:
@@ -60,15 +46,11 @@ class BadRecords:
         """
         self.num += totals.num_bad
         consumed = totals.consumed_before + totals.num_consumed
-        if self._limit is None or self.num <= max_bad_records(self._limit, consumed=consumed):
+        if self._limit is None or self.num <= self._limit:
             return
-        allowed = f"--odb-max-bad-records {self._limit}"
-        if not self._limit:
-            most = max_bad_records(0, consumed=consumed)
-            allowed = f"{most}, the larger of {_MIN} and 1 in {_SHARE}"
         named = " | ".join(self._first) or "none; other replicas name theirs"
         raise TooManyBadRecordsError(
-            f"{self.num} of the {consumed} samples consumed so far are bad records, and {allowed} "
-            f"are allowed. The first of this replica: {named}. Mend the data, or raise "
-            "--odb-max-bad-records"
+            f"{self.num} of the {consumed} samples consumed so far are bad records, and "
+            f"--odb-max-bad-records {self._limit} are allowed. The first of this replica: "
+            f"{named}. Mend the data, or raise --odb-max-bad-records"
         )

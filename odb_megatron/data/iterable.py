@@ -150,7 +150,7 @@ class PartReader:
         except StopIteration:
             return None, False
         except Exception as error:
-            note = "; an iterator cannot go on after that, so --odb-bad-record does not apply"
+            note = "; an iterator cannot go on after that, so --odb-max-bad-records does not apply"
             self.error = raised(self.name, error, note=note)
             return None, False
 

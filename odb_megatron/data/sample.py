@@ -17,8 +17,8 @@ __all__ = ["BAD_RECORD_WAY_OUT", "BadRecordError", "DataFileError", "Sample", "S
 __all__ += ["Skipped"]
 
 BAD_RECORD_WAY_OUT = (
-    ". Mend the record, or pass --odb-bad-record skip to leave such records out (counted in the "
-    "summary)"
+    ". Mend the record, or pass --odb-max-bad-records N to leave out up to N such records (counted "
+    "in the summary)"
 )
 """End of a bad record's message, before the traceback."""
 

@@ -104,7 +104,7 @@ def open_source(
         if renderer is None:
             raise ValueError(
                 f"{path} needs a tokenizer: pass --tokenizer-type HuggingFaceTokenizer and "
-                "--tokenizer-model with a folder or a tokenizer.json"
+                "--tokenizer-model with its folder"
             )
         if images is not None:
             from odb_megatron.data.image_chat import ImageChatSource

@@ -16,10 +16,8 @@ __all__ = [
     "MIN_VERSION",
     "NEWER",
     "describe_megatron",
-    "knows_sample_index",
     "megatron_version",
     "packed_seq_params",
-    "repeats_full_validation",
 ]
 
 MIN_VERSION = (0, 16)
@@ -73,29 +71,25 @@ def describe_megatron() -> str:
     return f"megatron-core {found} (supported: {low} to {high})"
 
 
-def repeats_full_validation() -> bool:
-    """Whether `--full-validation` of Megatron's own loaders can be evaluated more than once.
-
-    0.17.1 makes one pass over the loader (training.py 3719) and wraps it as cyclic only with
-    `--multiple-validation-sets`; 0.18.2 always does.
-    """
-    return megatron_version() >= (0, 18)
-
-
-def knows_sample_index() -> bool:
-    """Whether PackedSeqParams has `seq_idx`, by which state-space layers tell samples apart."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    return "seq_idx" in {field.name for field in dataclasses.fields(PackedSeqParams)}
-
-
 def _bounds() -> tuple[str, ...]:
     return tuple(".".join(map(str, bound)) for bound in (MIN_VERSION, MAX_VERSION))
 
 
 def packed_seq_params(**values: Any) -> Any:
-    """Build PackedSeqParams from the fields this Megatron knows; unknown ones must be None."""
+    """Build PackedSeqParams of samples without padding between them.
+
+    Raises:
+        ValueError: a field that this Megatron does not have.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     known = {field.name for field in dataclasses.fields(PackedSeqParams)}
-    return PackedSeqParams(**{name: value for name, value in values.items() if name in known})
+    unknown = values.keys() - known
+    if unknown:
+        raise ValueError(
+            f"PackedSeqParams of this Megatron has no {', '.join(sorted(unknown))}: use "
+            "megatron-core 0.17 or later"
+        )
+    if "pad_between_seqs" in known:  # 0.19 and later: Transformer Engine then does not look
+        values["pad_between_seqs"] = False
+    return PackedSeqParams(**values)

@@ -15,12 +15,10 @@ from __future__ import annotations
 import argparse
 import enum
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 __all__ = [
@@ -29,7 +27,6 @@ __all__ = [
     "already_parsed",
     "gpt_model_provider",
     "mtp_block_spec",
-    "prediction_module",
     "pretrain_form",
     "pretrain_gpt",
 ]
@@ -123,16 +120,6 @@ def pretrain_gpt(
         pretrain(*positional)
 
 
-def prediction_module() -> ModuleType:
-    """Return the module whose `mtp_block_spec` builds the layers of multi-token prediction."""
-    try:
-        from megatron.training.models import gpt
-    except ImportError:
-        return sys.modules[__name__]
-    found: ModuleType = gpt
-    return found
-
-
 def mtp_block_spec(config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> Any:
     """Return the spec of multi-token prediction, None without it; gpt_builders.py 0.17.1, 0.18.2.
 
@@ -184,8 +171,7 @@ def gpt_model_provider(
     model = GptModel(transformer=core_transformer_config_from_args(args))
     prepare_model(model)
     _keep_what_is_sent(model.transformer)
-    make_spec = model.transformer_layer_spec
-    assert make_spec is not None, "prepare_model sets the layer spec"
+    make_spec = model.transformer_layer_spec or _decoder_spec
 
     def model_provider(
         pre_process: bool = True,
@@ -216,6 +202,19 @@ def gpt_model_provider(
         )
 
     return model_provider
+
+
+def _decoder_spec(model: GptModel, vp_stage: int | None = None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    config = model.transformer
+    return get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=config.transformer_impl == "transformer_engine",
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.loop import Progress
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.errors import SettingError
 from odb_megatron.megatron.data_identity import changed_files, check_same_samples, data_identity
 
 __all__ = ["DataCheckpoint", "DataState", "restore", "together"]
@@ -201,7 +201,6 @@ class DataCheckpoint:
 
 def restore(
     args: argparse.Namespace,
-    config: OdbConfig,
     loader: StepLoader,
     *,
     group: Gathers,
@@ -211,7 +210,6 @@ def restore(
 
     Args:
         args: Megatron's, after the checkpoint was loaded.
-        config: ODB's.
         loader: of the training data.
         group: to the other replicas.
         text: what the checkpoint holds; None for nothing.
@@ -235,7 +233,7 @@ def restore(
                 flush=True,
             )
         return None
-    state, source = together(group, lambda: _restored(args, config, loader, text))
+    state, source = together(group, lambda: _restored(args, loader, text))
     stream = loader.stream
     if isinstance(stream, ItemStream):  # may be at its end, which the consumed samples do not tell
         has_ended = source["ended"] and source["passes"] == stream.passes
@@ -243,13 +241,11 @@ def restore(
     return state
 
 
-def _restored(
-    args: argparse.Namespace, config: OdbConfig, loader: StepLoader, text: str
-) -> tuple[DataState, Any]:
+def _restored(args: argparse.Namespace, loader: StepLoader, text: str) -> tuple[DataState, Any]:
     """Return the state and that of this replica's iterator."""
     state = DataState.parse(text)
     try:
-        _check(args, config, loader, state)
+        _check(args, loader, state)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(
             f"the checkpoint's data state is damaged ({type(error).__name__}: {error}): restore "
@@ -262,9 +258,7 @@ def _restored(
     return state, source
 
 
-def _check(
-    args: argparse.Namespace, config: OdbConfig, loader: StepLoader, state: DataState
-) -> None:
+def _check(args: argparse.Namespace, loader: StepLoader, state: DataState) -> None:
     """Hold a state against this run.
 
     Raises:
@@ -278,14 +272,12 @@ def _check(
             f"{args.consumed_train_samples}: one of them was changed; restore it"
         )
     changed = changed_files(state.data, current)
-    if changed and config.resume_strict:
-        raise ValueError(
-            f"data changed since the checkpoint was saved: {changed}. Restore it, or pass "
-            "--no-odb-resume-strict to go on with every record number that is left, whatever the "
-            "records now hold"
+    if changed:
+        raise SettingError(
+            "data changed since the checkpoint was saved: {changed}. Restore it, or start the data "
+            "anew from this checkpoint's weights ({finetune})",
+            changed=changed,
         )
-    if changed and args.rank == 0:
-        print(f"odb: WARNING: data changed since the checkpoint was saved: {changed}", flush=True)
 
 
 def together(group: Gathers, function: Callable[[], T]) -> T:

@@ -12,7 +12,6 @@ Each replacement wraps the original and is undone by `Hooks.remove`. Must not pl
 | `num_floating_point_operations` | in a log line, those of the mean step of its interval |
 | the same, where it knows one length for all (0.17) | counts real tokens |
 | three functions of `moe.router` | what they do with a padding mask, and with weights (`routers`) |
-| `train_step`, with `--odb-warmup-worst-case` | tells a listener of the first one |
 | `evaluate_and_print_results` | fails on `--full-validation` (training.py 4382, 0.19.2) |
 | `compile_helpers` of `core.datasets.utils` | ends the run with a wheel (`compat_helpers`) |
 """
@@ -21,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Protocol
@@ -51,12 +50,6 @@ class RunListener(Protocol):
 
     def on_header(self, header: StepHeader, *, training: bool) -> None:
         """A step is about to run its schedule (again, when Megatron replays it)."""
-
-    def on_first_step(self, train_step: Mapping[str, Any]) -> None:
-        """The first step is about to be trained; `train_step` are its arguments by name.
-
-        Schedules that run in here are not told of and take micro-batches without a header.
-        """
 
     def wants_backward(self) -> bool:
         """Whether `on_backward` should be told in the schedule that is about to run."""
@@ -94,7 +87,6 @@ class Hooks:
         packed: whether iterators carry step headers (ODB on).
         has_experts: whether the model is a mixture of experts.
         micro_batch_length: tokens of every micro-batch; 0 where they differ.
-        tells_first_step: whether the listener has something to do before the first step.
     """
 
     def __init__(
@@ -104,7 +96,6 @@ class Hooks:
         packed: bool,
         has_experts: bool = False,
         micro_batch_length: int = 0,
-        tells_first_step: bool = False,
     ) -> None:
         self._listener = listener
         self._packed = packed
@@ -112,8 +103,6 @@ class Hooks:
         self._count = 1
         self._totals: StepTotals | None = None
         self._logged = LoggedFlops()
-        self._tells_first_step = tells_first_step
-        self._is_before_steps = False
         self._router_fixes = RouterFixes() if packed and has_experts else None
         self._originals: list[tuple[Any, str, Any]] = []
 
@@ -130,8 +119,6 @@ class Hooks:
                 "compute_throughputs_and_append_to_progress_log": self._wrap_progress_log,
             }
             wrappers["num_floating_point_operations"] = self._wrap_flops
-        if self._tells_first_step:
-            wrappers["train_step"] = self._wrap_train_step
         for name, wrap in wrappers.items():
             self._replace(_training_module(), name, wrap)
         self._replace(_dataset_utils_module(), "compile_helpers", compiled_once)
@@ -160,8 +147,6 @@ class Hooks:
 
             def forward_backward_by_plan(**arguments: Any) -> Any:
                 training = not arguments.get("forward_only", False)
-                if self._is_before_steps:
-                    return schedule(**arguments)
                 self._listener.on_schedule(training=training)
                 if not self._packed:
                     return schedule(**arguments)
@@ -192,21 +177,6 @@ class Hooks:
             return forward_backward_by_plan
 
         return get_forward_backward_func
-
-    def _wrap_train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            if self._tells_first_step:
-                self._tells_first_step = False
-                self._is_before_steps = True
-                try:
-                    self._listener.on_first_step(signature.bind(*args, **kwargs).arguments)
-                finally:
-                    self._is_before_steps = False
-            return original(*args, **kwargs)
-
-        return train_step
 
     @contextmanager
     def _told_of_backward(self, model: Any) -> Iterator[None]:

@@ -90,7 +90,7 @@ def with_odb(
     Raises:
         SystemExit: ODB's flags without `--odb` (2).
     """
-    from odb_megatron.megatron.usage import usage_errors
+    from odb_megatron.errors import usage_errors
 
     with usage_errors():
         asked = wants_odb(sys.argv[1:])
@@ -127,8 +127,8 @@ class HostScript:
         Raises:
             SystemExit: flags that cannot be used (2).
         """
+        from odb_megatron.errors import usage_errors
         from odb_megatron.megatron.setup import parse_and_validate_args
-        from odb_megatron.megatron.usage import usage_errors
 
         with usage_errors():
             if ignore_unknown_args:
@@ -147,7 +147,7 @@ class HostScript:
         Raises:
             SystemExit: a call that ODB cannot stand in for, or flags that cannot be used (2).
         """
-        from odb_megatron.megatron.usage import usage_errors
+        from odb_megatron.errors import usage_errors
 
         self.has_trained = True
         with usage_errors():

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.records import require_data
+from odb_megatron.errors import usage_errors
 from odb_megatron.megatron.replica_ranks import replica_ranks
 from odb_megatron.megatron.setup import dataset_config, odb_config
-from odb_megatron.megatron.usage import usage_errors
 
 __all__ = ["require_paths"]
 

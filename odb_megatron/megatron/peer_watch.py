@@ -47,19 +47,18 @@ class PeerWatch:
         self._heartbeat = Heartbeat(
             f"replica {mpu.get_data_parallel_rank()}",
             timeout_s=timeout_s,
-            silent_s=config.stall_warn_s,
+            silent_s=config.warn_s,
         )
         if args.world_size > 1:
             self._watchdog = Watchdog(
                 self._heartbeat,
-                action=config.on_peer_failure,
                 grace_s=_GRACE_S,
                 is_saving=lambda: self._is_saving,
                 longest_save_s=timeout_s,
                 leave_reason=partial(leave_reason, is_told=True),
             )
         self.deadlines = {
-            name: Deadline(self._heartbeat, timeout_s=config.timeout_s, warn_s=config.stall_warn_s)
+            name: Deadline(self._heartbeat, timeout_s=config.timeout_s, warn_s=config.warn_s)
             for name in ("train", "valid", "test")
         }
 

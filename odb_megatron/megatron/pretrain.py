@@ -5,7 +5,7 @@ Megatron's own pretrain_gpt.py in shape: arguments, model configuration, `pretra
 it runs: data-loader workers import the main module again.
 
     torchrun --nproc-per-node 8 -m odb_megatron.megatron.pretrain --odb --odb-token-budget 16384 \
-        --calculate-per-token-loss --micro-batch-size 1 --data-path chat.jsonl ...
+        --data-path chat.jsonl ...
 """
 
 from __future__ import annotations

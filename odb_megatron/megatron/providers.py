@@ -28,10 +28,8 @@ from odb_megatron.data.show import as_lines, as_object
 from odb_megatron.data.sources import MapSource
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream, SourcePart
-from odb_megatron.data.tokenizer import adds_special_tokens, usable_tokenizer
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.cost_model import cost_model
-from odb_megatron.megatron.multimodal.arguments import image_rules
+from odb_megatron.megatron.images import image_rules
 from odb_megatron.megatron.setup import dataset_config, total_samples
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig
@@ -139,10 +137,10 @@ def build_loader(
         num_replicas=group.num_replicas,
         token_budget=config.token_budget,
         multiple=padding_multiple(args),
-        sizes=config.sizes,
-        context=config.context if config.sizes else 0,
+        sizes=config.pad_to,
+        context=config.context if config.pad_to else 0,
         count_multiple=count_multiple(args),
-        cost=cost_model(args, config),
+        cost=config.cost_model(args),
         sync=config.sync,
         max_patches=config.max_patches,
         has_iterators=isinstance(stream, ItemStream),
@@ -207,11 +205,7 @@ def _renderer(
         tokenizer = get_tokenizer()
     if args.tokenizer_type == "NullTokenizer":
         return None, tokenizer  # token data (.bin/.idx) needs no text
-    renderer = ChatRenderer(
-        usable_tokenizer(tokenizer),
-        template_arguments=config.template_args,
-        add_special_tokens=adds_special_tokens(tokenizer),
-    )
+    renderer = ChatRenderer(tokenizer, template_arguments=config.template_args)
     args.odb_templates = renderer.digest()  # for `data_identity`
     return renderer, tokenizer
 
@@ -223,7 +217,7 @@ def _show_first(stream: SampleStream, renderer: ChatRenderer) -> None:
     except ValueError:
         return  # the loader comes to it, and says what becomes of it
     if isinstance(sample, Sample):
-        shown = as_object(sample, renderer.decode)
+        shown = as_object(sample, renderer.tokenizer.decode)
         print(
             f"odb: the first record, {stream.describe(0)}; + is learnt; "
             f"chat template: {renderer.template().origin}",

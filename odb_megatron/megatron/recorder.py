@@ -179,7 +179,7 @@ class StepRecorder:
             self._loss_weight += float(item["loss_mask"].sum())
             self._truncated += int(item["truncated"].sum())
             self._bad += int((item["skipped"] == SkipReason.BAD_RECORD).sum())
-        if self._config.log_ids and self._stream is not None:
+        if self._config.log_dir is not None and self._stream is not None:
             self._ids.append(tuple(_name(self._stream, position) for position in positions))
         self._lengths.append(lengths)
         self._patches.append(patches)
@@ -306,7 +306,7 @@ class StepRecorder:
     def _computed_tokens(self, totals: StepTotals) -> int:
         if length := self._config.micro_batch_length(self._multiple):
             return totals.num_micro_batches * totals.num_replicas * length
-        if self._config.shape_buckets:
+        if self._config.pad_to:
             if self._group is None:
                 return 0
             return sum(own for (own,) in gather_counts(self._group, [sum(self._widths)]))

@@ -115,7 +115,7 @@ class ReplicaData:
         args: argparse.Namespace,
         place: ReplicaRanks,
         *,
-        plan_ahead: int = 0,
+        plan_ahead: int = 2,
         deadlines: Mapping[str, Deadline] | None = None,
         num_chunks: int | None = None,
         has_images: bool = False,

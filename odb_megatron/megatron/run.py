@@ -10,7 +10,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,8 +26,8 @@ from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.elastic import USAGE_ERROR, leave_reason
-from odb_megatron.megatron.attention.registry import AttentionBackend
-from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
+from odb_megatron.errors import usage_errors
+from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.counters import StepCalculator
 from odb_megatron.megatron.data_checkpoint import DataCheckpoint, restore
 from odb_megatron.megatron.data_identity import data_identity
@@ -54,8 +54,6 @@ from odb_megatron.megatron.run_report import Evaluated, RunReport
 from odb_megatron.megatron.series_writers import megatron_writers
 from odb_megatron.megatron.setup import choose_backend, odb_config, total_samples
 from odb_megatron.megatron.topology import has_state_layers, padding_multiple
-from odb_megatron.megatron.usage import usage_errors
-from odb_megatron.megatron.warmup import warm_up
 from odb_megatron.plan.record import ReplicaFailedError
 
 __all__ = ["OdbRun"]
@@ -103,7 +101,7 @@ class OdbRun:
         self._total = total_samples(args)
         self._backend = self._choose_backend()
         self._hooks = self._make_hooks()
-        self._prediction = PredictionLayers(self._backend) if args.mtp_num_layers else None
+        self._undo_attention: Callable[[], None] = lambda: None
         self._calculator: StepCalculator | None = None
         self._loader: StepLoader | None = None
         self._replica: ReplicaData | None = None
@@ -114,7 +112,6 @@ class OdbRun:
         self._checkpoint: DataCheckpoint | None = None
         self._saved: str | None = None  # data state of the loaded checkpoint
         self._tokens_before = 0
-        self._is_warming_up = False
         self._unfit = ""  # what of this machine fails, in a dry run
         self._place = replica_ranks(args, rank=args.rank)
         self.forward_step = self._make_forward_step()
@@ -122,7 +119,7 @@ class OdbRun:
 
     # --- what another host than Megatron's own `pretrain()` has otherwise -----------------------
 
-    def _choose_backend(self) -> AttentionBackend:
+    def _choose_backend(self) -> Attention:
         return choose_backend(self._args)
 
     def _make_hooks(self) -> Hooks:
@@ -131,7 +128,6 @@ class OdbRun:
             packed=self.config.enabled,
             has_experts=self._args.num_experts is not None,
             micro_batch_length=self.config.micro_batch_length(padding_multiple(self._args)),
-            tells_first_step=self.config.warmup_worst_case,
         )
 
     def _make_report(self) -> RunReport:
@@ -145,7 +141,11 @@ class OdbRun:
     def _make_forward_step(self) -> Callable[..., Any]:
         args = self._args
         padded = partial(padded_batch, multiple=padding_multiple(args))
-        packed = partial(packed_batch, has_state_layers=has_state_layers(args))
+        packed = partial(
+            packed_batch,
+            has_state_layers=has_state_layers(args),
+            context_size=self._place.context_size,
+        )
         return make_forward_step(
             packed if self.config.enabled else padded,
             on_batch=self._on_batch,
@@ -161,7 +161,6 @@ class OdbRun:
         return ReplicaData(
             self._args,
             self._place,
-            plan_ahead=self.config.plan_ahead,
             deadlines=self._peers.deadlines if self._peers else None,
         )
 
@@ -175,30 +174,25 @@ class OdbRun:
         if self._loader is None or not args.iteration or args.finetune or args.skip_train:
             return
         group = self._groups[0]
-        found = restore(args, self.config, self._loader, group=group, text=self._saved)
+        found = restore(args, self._loader, group=group, text=self._saved)
         if found is not None:
             self._tokens_before = found.tokens_so_far
             self._report.goes_on()
 
     # --- the host's calls -----------------------------------------------------------------------
 
-    def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
-        """Layer spec with the chosen attention backend; set as the model's layer spec."""
-        return layer_spec(config.transformer, backend=self._backend, vp_stage=vp_stage)
-
     def prepare_model(self, model_config: Any) -> None:
-        """Put the layer spec, and what micro-batches of varied size need, into the configuration.
+        """Put what micro-batches of varied size need into the configuration.
 
         Padded ones are cut to their longest sample. Pipeline stages learn the length of each
         micro-batch from each other (`variable_seq_lengths`), for which Megatron demands the
         alltoall token dispatcher, also of dense models (transformer_config.py, 0.16.1 to 0.19.2).
-        With `--odb-pad-to-budget` all have one length.
+        With `--odb-pad-to budget` all have one length.
 
         Args:
             model_config: from `megatron.training.argument_utils.gpt_config_from_args`.
         """
-        model_config.transformer_layer_spec = self.layer_spec
-        if self._args.pipeline_model_parallel_size > 1 and not self.config.pad_to_budget:
+        if self._args.pipeline_model_parallel_size > 1 and not self.config.pads_to_budget:
             transformer = model_config.transformer
             transformer.variable_seq_lengths = self._args.variable_seq_lengths = True
             if transformer.num_moe_experts is None:  # in args as well: scripts build more from them
@@ -218,8 +212,7 @@ class OdbRun:
 
     def __enter__(self) -> OdbRun:
         self._hooks.install()
-        if self._prediction is not None:
-            self._prediction.install()
+        self._undo_attention = self._backend.install()
         return self
 
     def __exit__(
@@ -238,8 +231,7 @@ class OdbRun:
         elif not clean and error is not None:
             self._tell_failure(error)
         self._hooks.remove()
-        if self._prediction is not None:
-            self._prediction.remove()
+        self._undo_attention()
         if self._calculator is not None:
             self._calculator.remove()
         ended = self._close_data(clean=clean)
@@ -299,22 +291,6 @@ class OdbRun:
             self._args.train_iters = done
         elif done >= self._args.train_iters:
             self._args.train_iters = done + 1
-
-    def on_first_step(self, train_step: Mapping[str, Any]) -> None:
-        """Run the worst micro-batches."""
-        self._is_warming_up = True
-        try:
-            took = warm_up(train_step, self._args, self.config, self._place)
-        except RuntimeError as error:  # of a collective, where another rank is out of memory
-            loss = "" if self._peers is None else self._peers.loss_behind(error)
-            if not loss:
-                raise
-            raise RuntimeError(f"the worst case could not be run to its end: {loss}") from error
-        finally:
-            self._is_warming_up = False
-        assert self._replica is not None, "it gives the data that is about to be trained on"
-        group = self._groups[-1] if self._groups else None  # on source ranks
-        self._report.warmed_up(took, replica=self._replica, group=group)
 
     def wants_backward(self) -> bool:
         return self._report.times_backward
@@ -548,8 +524,6 @@ class OdbRun:
         return {**values, "loss_dict": {**values["loss_dict"], "lm loss": found}}, own
 
     def _on_batch(self, item: Any) -> None:
-        if self._is_warming_up:
-            return
         if torch.is_grad_enabled():
             self._report.on_batch(item)
         elif not self.config.enabled:

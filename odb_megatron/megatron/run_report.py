@@ -18,12 +18,11 @@ from odb_megatron.data.feed import Delivered, StepFeed, StepHeader
 from odb_megatron.data.item_stream import ItemStream
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.megatron.attention.registry import AttentionBackend
+from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.compat import describe_megatron
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.cost_model import cost_model
 from odb_megatron.megatron.device_memory import MemoryUse
-from odb_megatron.megatron.multimodal.arguments import image_flags
+from odb_megatron.megatron.images import image_flags
 from odb_megatron.megatron.recorder import (
     CudaClock,
     Gathers,
@@ -31,11 +30,9 @@ from odb_megatron.megatron.recorder import (
     WallClock,
     gather_counts,
 )
-from odb_megatron.megatron.replica_data import ReplicaData
 from odb_megatron.megatron.series_writers import SeriesWriters
 from odb_megatron.megatron.setup import total_samples
 from odb_megatron.megatron.topology import padding_multiple, sync_of
-from odb_megatron.megatron.warmup import WarmUp
 from odb_megatron.plan.cost import CostModel, CostPrices
 from odb_megatron.plan.record import OPEN_TOTAL
 from odb_megatron.report.live import LiveReport, SourceTotals
@@ -81,7 +78,7 @@ class RunReport:
         args: argparse.Namespace,
         config: OdbConfig,
         *,
-        backend: AttentionBackend,
+        backend: Attention,
         lines: Sequence[str] | None = None,
         writers: Callable[[], SeriesWriters] | None = None,
     ) -> None:
@@ -121,7 +118,7 @@ class RunReport:
             clock = CudaClock() if torch.cuda.is_available() else WallClock()
         self.recorder = StepRecorder(args, config, stream, group=group, clock=clock)
         if config.enabled:
-            self._cost = cost_model(args, config)
+            self._cost = config.cost_model(args)
             if args.rank == 0:
                 print(f"odb: cost model {self._described(self._cost)}", flush=True)
         if args.rank == 0:
@@ -142,23 +139,6 @@ class RunReport:
     def goes_on(self) -> None:
         """The run is a resumed one: counts of sources are of what follows."""
         self._goes_on = True
-
-    def warmed_up(self, warm_up: WarmUp, *, replica: ReplicaData, group: Gathers | None) -> None:
-        """Print what the worst micro-batches took, at most on any source rank or last stage.
-
-        Args:
-            warm_up: on this rank.
-            replica: brings the last pipeline stage's to its source rank.
-            group: of the source ranks, for the main thread; None on other ranks.
-        """
-        own = warm_up.numbers()
-        numbers = list(map(max, own, replica.report(own)))
-        replica.num_reported()  # these are of no step
-        if group is not None:
-            gathered = gather_counts(group, [int(number) for number in numbers])
-            numbers = list(map(max, *gathered, numbers))
-        if self._args.rank == 0:
-            print(f"odb: {warm_up.with_numbers(numbers)}", flush=True)
 
     def begin_step(self, header: StepHeader) -> None:
         """A training step starts."""

@@ -9,7 +9,6 @@ import argparse
 import math
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +16,11 @@ import torch
 from odb_megatron.data.image_chat import ImageRules
 from odb_megatron.data.megatron_dataset import SampleDatasetConfig, count_epoch
 from odb_megatron.data.preprocess import SampleRules
-from odb_megatron.data.tokenizer import tokenizer_folder
-from odb_megatron.megatron.arguments import add_odb_arguments
-from odb_megatron.megatron.attention import registry
-from odb_megatron.megatron.attention.needs import need_of
-from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.errors import raise_usage_errors, usage_errors
+from odb_megatron.megatron.attention import Attention, select
+from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.modelopt.checkpoint import refuse_converted
-from odb_megatron.megatron.usage import raise_usage_errors, usage_errors
-from odb_megatron.megatron.validation import refuse_flags, refuse_unsupported
+from odb_megatron.megatron.validation import NEEDS, refuse_flags, refuse_unsupported, set_needs
 from odb_megatron.plan.record import OPEN_TOTAL
 
 __all__ = [
@@ -69,9 +65,9 @@ def read_args(
 ) -> argparse.Namespace:
     """Parse `sys.argv`, validate, and set Megatron's global variables.
 
-    Follows `megatron.training.arguments.parse_and_validate_args` (0.19.2), with three steps of its
-    own in between: `--odb-epochs` becomes `--train-samples`, a bare `tokenizer.json` becomes a
-    folder that Megatron's HuggingFaceTokenizer opens, and what cannot work is refused.
+    Follows `megatron.training.arguments.parse_and_validate_args` (0.19.2), with two steps of its
+    own in between: `--odb-epochs` becomes `--train-samples` and what cannot
+    work is refused.
 
     Args:
         args_defaults: as upstream.
@@ -129,6 +125,7 @@ def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None
 
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args)
+    set_of_needs = set_needs(args, vars(args).pop("odb_unset", {}))
     defaults = dict(args_defaults or {})
     length = defaults.pop("train_samples", None)
     if args.odb_epochs is args.train_samples is args.train_iters is None:
@@ -148,6 +145,8 @@ def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None
     messages = _messages(lambda: refuse_unsupported(args, config), lambda: refuse_converted(args))
     if messages:
         raise ValueError("\n".join(messages))
+    if set_of_needs and args.rank == 0:
+        print(f"odb: set {set_of_needs}", flush=True)
     if config.dry_run:
         args.tensorboard_dir = args.wandb_project = None
         args.log_progress = False
@@ -177,16 +176,15 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def choose_backend(args: argparse.Namespace) -> registry.AttentionBackend:
-    """Return the attention backend of validated arguments.
+def choose_backend(args: argparse.Namespace) -> Attention:
+    """Return the attention of validated arguments.
 
     Raises:
-        ValueError: see `registry.select`.
+        ValueError: see `attention.select`.
     """
     device = device_type()
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    need = need_of(args, capability=capability)
-    return registry.select(args.odb_attention, device_type=device, need=need)
+    return select(args, device_type=device, capability=capability)
 
 
 def odb_config(args: argparse.Namespace) -> OdbConfig:
@@ -256,6 +254,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     if device_type() == "cpu":
         parser.set_defaults(distributed_backend="gloo")
     raise_usage_errors(parser)
+    unset = {need.name: parser.get_default(need.name) for need in NEEDS if need.is_set}
+    parser.set_defaults(**dict.fromkeys(unset), odb_unset=unset)
     return add_odb_arguments(parser)
 
 
@@ -280,12 +280,13 @@ def _resolve_tokenizer(args: argparse.Namespace) -> None:
         return
     if model.startswith((".", "/", "~")) and not os.path.exists(model):
         raise ValueError(
-            f"--tokenizer-model {model} does not exist: give a Hugging Face tokenizer folder or a "
-            "tokenizer.json"
+            f"--tokenizer-model {model} does not exist: give a Hugging Face tokenizer folder"
         )
     if os.path.isfile(model):
-        cache = args.data_cache_path or Path(model).resolve().parent
-        args.tokenizer_model = str(tokenizer_folder(model, Path(cache)))
+        raise ValueError(
+            f"--tokenizer-model {model} is a file: give its folder, which has a "
+            "tokenizer_config.json too"
+        )
 
 
 def _resolve_epochs(args: argparse.Namespace) -> None:

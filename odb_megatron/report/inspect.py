@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     data = "chat or text files (.jsonl, .json), Megatron .bin/.idx prefixes, or WEIGHT PATH pairs, "
     add("data", nargs="*", metavar="DATA", help=data + "as --data-path of the training")
     add("--lengths", metavar="FILE", help=f"in place of DATA: {LENGTHS}; needs numpy alone")
-    add("--tokenizer", metavar="T", help="folder or tokenizer.json, for text")
+    add("--tokenizer", metavar="T", help="its folder, for text")
     template = "of its chat template, as --odb-template-args"
     add("--template-args", "--odb-template-args", metavar="JSON", help=template)
     show = (

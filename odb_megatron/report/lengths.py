@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -197,7 +196,7 @@ class DataRequest:
         paths: chat or text files, or Megatron prefixes.
         weights: of each path in a blend, as Megatron's `--data-path WEIGHT PATH ...`; empty for
             each record once.
-        tokenizer: folder or tokenizer.json; None for token data.
+        tokenizer: its folder; None for token data.
         template_args: further variables of its chat template.
         split: share of the records that is trained on, as (first, last) in 0 to 1.
         seed: of the order; `--seed` of the training.
@@ -229,7 +228,7 @@ def read_data(
             a worker process ended.
     """
     since = time.monotonic()
-    sources, _, vocab = _sources(request)
+    sources, renderer = _sources(request)
     first, last = request.split
     ranges = [range(round(first * len(one)), round(last * len(one))) for one in sources]
     num_records = sum(map(len, ranges))
@@ -268,7 +267,7 @@ def read_data(
         num_read=len(order),
         num_bad=len(bad),
         bad=tuple(message for *_, message in sorted(bad)[:NUM_NAMED]),
-        vocab_size=vocab,
+        vocab_size=0 if renderer is None else len(renderer.tokenizer),
         read_s=time.monotonic() - since,
         num_workers=workers,
     )
@@ -286,7 +285,7 @@ def show_records(request: DataRequest, count: int) -> Iterator[tuple[str, dict[s
     from odb_megatron.data.show import as_object
     from odb_megatron.data.sources import ChatSource
 
-    sources, renderer, _ = _sources(request, bad_record=BadRecordPolicy.ERROR)
+    sources, renderer = _sources(request, bad_record=BadRecordPolicy.ERROR)
     places = [(source, index) for source in sources for index in range(min(count, len(source)))]
     for source, index in places[:count]:
         try:
@@ -297,7 +296,7 @@ def show_records(request: DataRequest, count: int) -> Iterator[tuple[str, dict[s
         decode, origin, line = _as_text, "none: the data are tokens", index + 1
         if renderer is not None and isinstance(source, ChatSource):
             record, line = source.record(index), source.line(index)
-            decode, origin = renderer.decode, "none: plain text"
+            decode, origin = renderer.tokenizer.decode, "none: plain text"
             if isinstance(record, Conversation):
                 origin = renderer.template(has_tools=bool(record.tools)).origin
         yield f"{source.path}:{line}", as_object(sample, decode, template=origin)
@@ -329,12 +328,8 @@ def _order(ranges: Sequence[range], *, weights: Sequence[float], seed: int) -> I
 
 def _sources(
     request: DataRequest, *, bad_record: BadRecordPolicy | None = None
-) -> tuple[list[SampleSource], ChatRenderer | None, int]:
-    """Open the data for reading of any length, bad records skipped by default.
-
-    Returns:
-        The sources, what renders text, and the entries of its tokenizer.
-    """
+) -> tuple[list[SampleSource], ChatRenderer | None]:
+    """Open the data for reading of any length, bad records skipped by default."""
     try:
         from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
         from odb_megatron.data.records import has_records, require_data
@@ -346,16 +341,16 @@ def _sources(
             if has_records(path) and request.tokenizer is None:
                 raise ValueError(
                     f"{path} is text and needs the tokenizer of the training: pass --tokenizer "
-                    "with its folder or its tokenizer.json"
+                    "with its folder"
                 )
-        renderer, vocab = None, 0
+        renderer = None
         if request.tokenizer is not None:
             if not any(map(has_records, request.paths)):
                 raise ValueError(
                     f"--tokenizer {request.tokenizer!r} would do nothing: "
                     f"{' '.join(request.paths)} has tokens already; drop it"
                 )
-            renderer, vocab = _renderer(request.tokenizer, request.template_args)
+            renderer = _renderer(request.tokenizer, request.template_args)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"reading data needs {error.name}, which is not installed: pip install "
@@ -367,18 +362,15 @@ def _sources(
         overlong=OverlongPolicy.TRUNCATE,
         bad_record=bad_record or BadRecordPolicy.SKIP,
     )
-    found = [open_source(path, rules=rules, renderer=renderer) for path in request.paths]
-    return found, renderer, vocab
+    return [open_source(path, rules=rules, renderer=renderer) for path in request.paths], renderer
 
 
-def _renderer(tokenizer: str, template_args: Mapping[str, Any]) -> tuple[ChatRenderer, int]:
+def _renderer(tokenizer: str, template_args: Mapping[str, Any]) -> ChatRenderer:
     from odb_megatron.data.chat import ChatRenderer
-    from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder
+    from odb_megatron.data.tokenizer import load_tokenizer
 
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            found = load_tokenizer(tokenizer_folder(tokenizer, folder))
-            return ChatRenderer(found, template_arguments=template_args), len(found)
+        return ChatRenderer(load_tokenizer(tokenizer), template_arguments=template_args)
     except ModuleNotFoundError:
         raise
     except Exception as error:  # transformers raises whatever its parsers do

@@ -52,10 +52,17 @@ def local_layers(config: Any) -> Any:
 
     Bridge's own needs Transformer Engine.
     """
-    from odb_megatron.megatron.attention import registry
-    from odb_megatron.megatron.attention.spec import layer_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    return layer_spec(config, backend=registry.select("cpu", device_type="cpu"))
+    from odb_megatron.megatron.attention import Attention
+
+    undo = Attention(name="torch", reason="the only one for a CPU").install()
+    try:
+        return get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        )
+    finally:
+        undo()
 
 
 def _mend_initialisation() -> None:

@@ -126,9 +126,9 @@ def _refusals(args: argparse.Namespace, teacher: str | None) -> list[tuple[bool,
             "or drop this",
         ),
         (
-            teacher is not None and pipelined and bool(getattr(args, "odb_pad_to_budget", None)),
+            teacher is not None and pipelined and getattr(args, "odb_pad_to", None) == ["budget"],
             "--modelopt-teacher sends two hidden states between pipeline stages, which tell each "
-            "other the shape only where micro-batches differ in length: drop --odb-pad-to-budget",
+            "other the shape only where micro-batches differ in length: drop --odb-pad-to budget",
         ),
         (
             teacher is not None and bool(getattr(args, "manual_gc", False)),

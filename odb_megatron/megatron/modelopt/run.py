@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from odb_megatron.errors import usage_errors
 from odb_megatron.megatron.compat_pretrain import PretrainForm, pretrain_form
 from odb_megatron.megatron.forward_step import LossOf
 from odb_megatron.megatron.modelopt.arguments import refuse_unsupported
@@ -26,7 +27,6 @@ from odb_megatron.megatron.modelopt.checkpoint import (
 )
 from odb_megatron.megatron.run import OdbRun
 from odb_megatron.megatron.run_report import RunReport
-from odb_megatron.megatron.usage import usage_errors
 
 __all__ = ["CalibrationRun", "ModelOptRun"]
 

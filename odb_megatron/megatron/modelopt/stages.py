@@ -32,10 +32,10 @@ def train_gpt(*, datasets: Datasets | None = None) -> None:
     Raises:
         SystemExit: flags that cannot be used (2), or Megatron's own exits.
     """
+    from odb_megatron.errors import usage_errors
     from odb_megatron.megatron.compat_pretrain import pretrain_gpt
     from odb_megatron.megatron.modelopt.arguments import add_distillation_arguments
     from odb_megatron.megatron.modelopt.run import ModelOptRun
-    from odb_megatron.megatron.usage import usage_errors
 
     args = _parse(add_distillation_arguments, _DEFAULTS)
     with usage_errors():
@@ -61,10 +61,10 @@ def quantize_gpt(*, datasets: Datasets | None = None) -> None:
     Raises:
         SystemExit: flags that cannot be used (2).
     """
+    from odb_megatron.errors import usage_errors
     from odb_megatron.megatron.modelopt.arguments import add_quantization_arguments
     from odb_megatron.megatron.modelopt.run import CalibrationRun
     from odb_megatron.megatron.setup import total_samples
-    from odb_megatron.megatron.usage import usage_errors
 
     args = _parse(add_quantization_arguments)
     with usage_errors():
@@ -105,10 +105,10 @@ def export_gpt() -> None:
     Raises:
         SystemExit: flags that cannot be used (2).
     """
+    from odb_megatron.errors import usage_errors
     from odb_megatron.megatron.modelopt.arguments import add_export_arguments
     from odb_megatron.megatron.modelopt.run import ModelOptRun
     from odb_megatron.megatron.run import OdbRun
-    from odb_megatron.megatron.usage import usage_errors
 
     args = _parse(add_export_arguments, _TRAINS_NOTHING)
     with usage_errors():
@@ -136,9 +136,9 @@ def export_gpt() -> None:
 def _parse(
     add_arguments: Callable[[Any], Any], defaults: dict[str, Any] = _SAVES_ONCE
 ) -> argparse.Namespace:
+    from odb_megatron.errors import usage_errors
     from odb_megatron.megatron.modelopt.arguments import require_modelopt
     from odb_megatron.megatron.setup import parse_and_validate_args
-    from odb_megatron.megatron.usage import usage_errors
 
     with usage_errors():
         require_modelopt()
@@ -167,9 +167,9 @@ def _check_calibration(args: argparse.Namespace) -> None:
 
     if not args.odb:
         raise ValueError("calibration runs on packed micro-batches: add --odb")
-    if args.odb_pad_to_budget or padding_multiple(args) > 1:
+    if args.odb_pad_to or padding_multiple(args) > 1:
         raise ValueError(
-            "padding would count in the quantizers' ranges: calibrate without --odb-pad-to-budget, "
+            "padding would count in the quantizers' ranges: calibrate without --odb-pad-to, "
             "--context-parallel-size and --sequence-parallel (training can have them)"
         )
     if total_samples(args) < args.global_batch_size:

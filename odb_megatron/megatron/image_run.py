@@ -1,7 +1,4 @@
-"""A run whose samples have images: what differs from `run.OdbRun`.
-
-Holds no policy and prints nothing of its own.
-"""
+"""A run of `pretrain()` whose samples have images, with a model of your own."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ import torch
 from odb_megatron.data.images import mrope_positions
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
 from odb_megatron.megatron.forward_step import Batch, make_forward_step, packed_batch
-from odb_megatron.megatron.multimodal.arguments import vision_shape
 from odb_megatron.megatron.replica_data import ReplicaData
 from odb_megatron.megatron.run import OdbRun
 
@@ -23,18 +19,13 @@ __all__ = ["ImageRun", "image_batch"]
 
 
 class ImageRun(OdbRun):
-    """One run of `pretrain()` on samples with images; see `OdbRun`.
+    """One run; see `OdbRun`. Its arguments have the flags of `images.add_image_arguments`.
 
-    Attributes:
-        model_class: in the place of Megatron's `GPTModel`, see `compat_pretrain.pretrain_gpt`.
+    The model's `forward` is given `images` (`data.images.ImageLayout`; None where there are none)
+    and `pixel_values` ([P, C], in the first pipeline stage), and for `mrope` position_ids
+    [3, 1, T]. The planner takes a patch for `args.odb_patch_tokens` tokens, 0 where that is not
+    set, or as `--odb-cost` says.
     """
-
-    @property
-    def model_class(self) -> Callable[..., Any]:
-        """The class of the model's chunks."""
-        from odb_megatron.megatron.multimodal.model import ImageGPT
-
-        return partial(ImageGPT, vision=vision_shape(self._args))
 
     def _make_forward_step(self) -> Callable[..., Any]:
         is_mrope = self._args.position_embedding_type == "mrope"
@@ -48,7 +39,6 @@ class ImageRun(OdbRun):
         return ReplicaData(
             self._args,
             self._place,
-            plan_ahead=self.config.plan_ahead,
             deadlines=self._peers.deadlines if self._peers else None,
             has_images=True,
         )

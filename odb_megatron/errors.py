@@ -1,6 +1,5 @@
-"""How a run ends whose flags cannot be used: one message, exit code 2, no traceback.
-
-Must not decide what can be used.
+"""A user's mistakes: settings are named as the host of the run names them, Megatron or
+Megatron-Bridge, and a run whose flags cannot be used ends with one message and exit code 2.
 """
 
 from __future__ import annotations
@@ -9,16 +8,55 @@ import argparse
 import difflib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from odb_megatron.elastic import USAGE_ERROR, leave_reason
 
-__all__ = ["raise_usage_errors", "usage_errors", "usage_reason"]
+__all__ = ["SettingError", "flag_of", "name_settings", "raise_usage_errors", "setting_name"]
+__all__ += ["usage_errors", "usage_reason"]
 
-_HOST = "/megatron/"  # in the path of a file of Megatron's
-_OWN = "/odb_megatron/"
+_HOST, _OWN = "/megatron/", "/odb_megatron/"  # in the paths of files
+
+_FLAGS = {
+    "fp8": "--fp8-format",
+    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+}
+
+
+def flag_of(name: str) -> str:
+    """Return the command-line flag of one of Megatron's arguments, or of ODB's (`odb_...`)."""
+    return _FLAGS.get(name) or "--" + name.replace("_", "-")
+
+
+_host: dict[str, Callable[[str], str]] = {"name": flag_of}
+
+
+def name_settings(name: Callable[[str], str]) -> None:
+    """Let all texts of this process name settings as its host does; else they are flags."""
+    _host["name"] = name
+
+
+def setting_name(name: str) -> str:
+    """Return what this process's host calls a setting."""
+    return _host["name"](name)
+
+
+class SettingError(ValueError):
+    """A text in which `{micro_batch_size}` is a setting's name, and other fields are `values`."""
+
+    def __init__(self, text: str, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+        super().__init__(text, {**(values or {}), **more})  # so it can be pickled
+
+    def __str__(self) -> str:
+        text, values = self.args
+        return str(text).format_map(_Names(values))
+
+
+class _Names(dict[str, Any]):
+    def __missing__(self, name: str) -> str:
+        return setting_name(name)
 
 
 @contextmanager

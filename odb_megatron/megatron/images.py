@@ -1,21 +1,18 @@
-"""Flags of a run whose samples have images, and what they say.
+"""Flags of a run whose samples have images, and what they say; imports no Megatron.
 
-Must not import Megatron. What does not work with images is refused in `refuse_unsupported`.
+Pictures are cut into patches, and their visual tokens counted, on the data side. The vision tower
+is the model's: examples/multimodal has one.
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
-from fractions import Fraction
 
 from odb_megatron.data.image_chat import ImageRules
 from odb_megatron.data.patches import IMAGE_TOKEN, PatchRules
-from odb_megatron.megatron.multimodal.shape import VisionShape
-from odb_megatron.plan.cost import ModelShape
 
-__all__ = ["add_image_arguments", "has_images", "image_flags", "image_rules", "patch_tokens"]
-__all__ += ["refuse_unsupported", "vision_shape"]
+__all__ = ["add_image_arguments", "image_flags", "image_rules", "refuse_unsupported"]
 
 _DEFAULTS = PatchRules()
 
@@ -42,25 +39,12 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         default=IMAGE_TOKEN,
         help="The tokenizer's token at visual places.",
     )
-    sizes = (
-        ("layers", 2, "Layers of the vision tower."),
-        ("hidden-size", 64, "Its hidden size."),
-        ("ffn-hidden-size", 128, "Its MLPs' intermediate size."),
-        ("attention-heads", 4, "Its attention heads; a head's size is a multiple of 4."),
-    )
-    for name, default, meaning in sizes:
-        group.add_argument(f"--odb-vision-{name}", type=int, default=default, help=meaning)
     return parser
-
-
-def has_images(args: argparse.Namespace) -> bool:
-    """Whether the script has the flags of this module."""
-    return hasattr(args, "odb_image_patch_size")
 
 
 def image_flags(args: argparse.Namespace) -> list[str]:
     """Return the flags of this module that differ from their defaults, as a shell takes them."""
-    if not has_images(args):
+    if not hasattr(args, "odb_image_token"):
         return []
     defaults = vars(add_image_arguments(argparse.ArgumentParser()).parse_args([]))
     return [
@@ -76,7 +60,7 @@ def image_rules(args: argparse.Namespace) -> ImageRules | None:
     Raises:
         ValueError: sizes that do not fit each other.
     """
-    if not has_images(args):
+    if not hasattr(args, "odb_image_token"):
         return None
     token = args.odb_image_token
     return ImageRules(
@@ -92,36 +76,6 @@ def image_rules(args: argparse.Namespace) -> ImageRules | None:
     )
 
 
-def vision_shape(args: argparse.Namespace) -> VisionShape:
-    """Return the vision tower's sizes.
-
-    Raises:
-        ValueError: sizes that do not fit each other.
-    """
-    rules = image_rules(args)
-    assert rules is not None, "the script has image flags"
-    return VisionShape(
-        num_layers=args.odb_vision_layers,
-        hidden=args.odb_vision_hidden_size,
-        ffn_hidden=args.odb_vision_ffn_hidden_size,
-        num_heads=args.odb_vision_attention_heads,
-        patch_width=rules.patches.width,
-        merge=rules.patches.merge,
-        output=args.hidden_size,
-        seed=args.seed,
-    )
-
-
-def patch_tokens(args: argparse.Namespace, language: ModelShape) -> float:
-    """Return the price of a patch in linear costs of a token; 0 for a script without images."""
-    rules = image_rules(args)
-    if rules is None:
-        return 0.0
-    patches = rules.patches.max_patches
-    flops = vision_shape(args).flops_per_patch(num_patches=patches)
-    return float(Fraction(flops, language.linear_flops()))
-
-
 def refuse_unsupported(args: argparse.Namespace) -> None:
     """Raise for what does not work with images.
 
@@ -129,10 +83,9 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
         ValueError: every refusal that applies, one line each.
     """
     found = [message for applies, message in _refusals(args) if applies]
-    if not found:
-        vision_shape(args)  # refuses sizes
     if found:
         raise ValueError("\n".join(found))
+    image_rules(args)  # refuses sizes
 
 
 def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
@@ -170,10 +123,5 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
             bool(getattr(args, "mtp_num_layers", None)),
             "multi-token prediction embeds shifted tokens by itself, without images: drop "
             "--mtp-num-layers",
-        ),
-        (
-            bool(args.odb_warmup_worst_case),
-            "--odb-warmup-worst-case knows no images, so that memory could still run out: drop it, "
-            "and bound images by --odb-max-patches",
         ),
     ]

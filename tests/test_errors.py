@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from odb_megatron.megatron.arguments import add_odb_arguments
-from odb_megatron.megatron.usage import raise_usage_errors, usage_errors
+from odb_megatron.errors import raise_usage_errors, usage_errors
+from odb_megatron.megatron.config import add_odb_arguments
 
 
 @pytest.mark.parametrize(
