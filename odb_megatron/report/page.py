@@ -175,11 +175,12 @@ def need_pages(purpose: str) -> None:
             ) from error
 
 
-def render_page(template: str, **values: Any) -> str:
+def render_page(template: str, *, folder: Path | None = None, **values: Any) -> str:
     """Return a page as HTML.
 
     Args:
-        template: its file beside this module.
+        template: its file beside this module, or in `folder`.
+        folder: of further templates.
         values: for it; `title`, `summary` and `notes` (small print) are of the frame.
 
     Raises:
@@ -195,7 +196,12 @@ def render_page(template: str, **values: Any) -> str:
         return markupsafe.Markup(svg(chart, is_narrow=is_narrow, prefix=f"c{next(numbers)}"))
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("odb_megatron", "report"),
+        loader=jinja2.ChoiceLoader(
+            [
+                jinja2.PackageLoader("odb_megatron", "report"),
+                jinja2.FileSystemLoader([folder] if folder else []),
+            ]
+        ),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -248,7 +254,10 @@ def _tree(chart: Chart, is_narrow: bool, prefix: str) -> ElementTree.Element:
         figure = Figure(figsize=size, dpi=72, layout="constrained")
         num = len(chart.panels)
         shape = (num, 1) if is_narrow or chart.is_stacked else (1, num)
-        all_axes = figure.subplots(*shape, sharex=True, squeeze=False)
+        # Rows are as high in one panel as in the next.
+        heights = [abs((y.ends[1] or 0) - (y.ends[0] or 0)) for y in (p.y for p in chart.panels)]
+        ratios = heights if chart.is_stacked else None
+        all_axes = figure.subplots(*shape, sharex=True, squeeze=False, height_ratios=ratios)
         for axes, panel in zip(all_axes.flat, chart.panels, strict=True):
             _draw(axes, panel, is_narrow=is_narrow)
             axes.patch.set_gid("background")
