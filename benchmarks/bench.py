@@ -70,8 +70,8 @@ class Goal:
             found = None  # the part did not get that far, or the figure needs what is missing
         is_there = found is not None and found == found
         is_met = is_there and bool(_LIMITS[self.limit](found, self.value)) if self.limit else None
-        value = {True: "yes", False: "no"}.get(self.value, self.value)
-        text = str(value) if self.limit == "is" else f"{self.limit} {value}"
+        value = "yes" if self.value is True else str(self.value)
+        text = value if self.limit == "is" else f"{self.limit} {value}"
         goal = text if self.limit else ""
         return {"what": self.what, "goal": goal, "measured": found, "is_met": is_met}
 

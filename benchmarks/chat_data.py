@@ -19,8 +19,8 @@ from training_runs import ROOT
 
 from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.order import PassOrder
-from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
 from odb_megatron.data.records import open_records
+from odb_megatron.data.sample import SampleRules
 from odb_megatron.data.sources import ChatSource
 from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.data.tokenizer import load_tokenizer
@@ -120,7 +120,7 @@ def chat_stream(data: ChatData, *, context: int, budget: int, num_samples: int) 
         context=context,
         token_budget=budget,
         overlong=OverlongPolicy.TRUNCATE,
-        bad_record=BadRecordPolicy.SKIP,
+        skip_bad=True,
     )
     renderer = ChatRenderer(load_tokenizer(data.tokenizer))
     source = ChatSource(str(data.path), rules=rules, renderer=renderer)

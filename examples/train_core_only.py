@@ -49,8 +49,7 @@ from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.forward_step import packed_batch
 from odb_megatron.megatron.providers import build_loader, source_group
-from odb_megatron.megatron.replica_data import ReplicaData
-from odb_megatron.megatron.replica_ranks import replica_ranks
+from odb_megatron.megatron.replica import ReplicaData, replica_ranks
 from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.megatron.validation import refuse_unsupported
 

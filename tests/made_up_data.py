@@ -13,8 +13,7 @@ import numpy as np
 
 from odb_megatron.data.loop import PackedStep
 from odb_megatron.data.order import Order, PassOrder
-from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
-from odb_megatron.data.sample import Sample
+from odb_megatron.data.sample import Sample, SampleRules
 from odb_megatron.data.sources import MapSource
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.step_wire import StepMetadata, decode_header
@@ -38,7 +37,7 @@ BUDGET = 32
 LENIENT: dict[str, Any] = {
     "context": BUDGET,
     "token_budget": BUDGET,
-    "bad_record": BadRecordPolicy.SKIP,
+    "skip_bad": True,
     "overlong": OverlongPolicy.DROP,
 }
 
@@ -49,7 +48,7 @@ def rules(
     token_budget: int = 64,
     multiple: int = 1,
     overlong: OverlongPolicy = OverlongPolicy.ERROR,
-    bad_record: BadRecordPolicy = BadRecordPolicy.ERROR,
+    skip_bad: bool = False,
     vocab_size: int = 0,
 ) -> SampleRules:
     """Sample rules with small defaults."""
@@ -58,7 +57,7 @@ def rules(
         token_budget=token_budget,
         multiple=multiple,
         overlong=overlong,
-        bad_record=bad_record,
+        skip_bad=skip_bad,
         vocab_size=vocab_size,
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from odb_megatron.data.preprocess import BadRecordPolicy, LossPer
+from odb_megatron.data.sample import LossPer
 from odb_megatron.megatron.config import SETTINGS, OdbConfig, add_odb_arguments
 from odb_megatron.plan.cost import COST_UNIT, CostModel, CostPrices
 from odb_megatron.plan.padding import OverlongPolicy
@@ -131,7 +131,7 @@ def test_the_padded_baseline_has_the_record_policies(flags: str) -> None:
     rules = config.sample_rules(multiple=1)
     assert (rules.context, rules.token_budget) == (128, 128)
     assert (rules.overlong is OverlongPolicy.DROP) == bool(flags)
-    assert (rules.bad_record is BadRecordPolicy.SKIP) == bool(flags)
+    assert rules.skip_bad == bool(flags)
 
 
 @pytest.mark.parametrize("budget", [64, 128, 4096])

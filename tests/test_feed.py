@@ -28,7 +28,6 @@ from made_up_data import (
 
 from odb_megatron.data.feed import ContextPart, StepFeed, StepHeader
 from odb_megatron.data.loop import StepLoop
-from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.sample import BadRecordError
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
@@ -36,7 +35,7 @@ from odb_megatron.plan.record import LoaderClosedError, ReplicaFailedError
 from odb_megatron.testing.replicas import ThreadChannel, run_in_threads, thread_channels
 
 WAIT_S = 60.0
-ERROR = {"bad_record": BadRecordPolicy.ERROR}
+ERROR = {"skip_bad": False}
 LENGTHS = [random.Random(9).choice([0, *range(1, 33)]) for _ in range(40)]
 
 

@@ -24,12 +24,17 @@ from hypothesis import strategies as st
 from odb_megatron.data import records as records_module
 from odb_megatron.data.chat import ChatFormatError, ChatRenderer
 from odb_megatron.data.chat_record import parse_record
-from odb_megatron.data.index_check import check_index
-from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules, check_ids
 from odb_megatron.data.records import open_records, strict_json
-from odb_megatron.data.sample import BadRecordError, DataFileError, Sample, Skipped
+from odb_megatron.data.sample import (
+    BadRecordError,
+    DataFileError,
+    Sample,
+    SampleRules,
+    Skipped,
+    check_sample,
+)
 from odb_megatron.data.sample_wire import SampleWireError, decode_sample, encode_sample
-from odb_megatron.data.sources import ChatSource, MapSource
+from odb_megatron.data.sources import ChatSource, MapSource, check_index
 from odb_megatron.data.step_wire import (
     StepMetadata,
     StepWireError,
@@ -38,7 +43,7 @@ from odb_megatron.data.step_wire import (
     payload_bytes,
 )
 from odb_megatron.data.tokenizer import CHATML_TEMPLATE, load_tokenizer, train_bpe
-from odb_megatron.megatron.data_checkpoint import DataState
+from odb_megatron.megatron.checkpoint import DataState
 from odb_megatron.plan.padding import SizeRule
 from odb_megatron.plan.record import StepTotals
 
@@ -81,7 +86,7 @@ def test_a_line_of_100_mb_is_never_loaded(tmp_path: Path, folder: Path) -> None:
         assert [records[0], records[2]] == [{"text": "hello"}] * 2
         with pytest.raises(BadRecordError, match=rf"a.jsonl:2: has 104857586 bytes; .* {1 << 24} "):
             records[1]
-        rules = SampleRules(context=64, token_budget=64, bad_record=BadRecordPolicy.SKIP)
+        rules = SampleRules(context=64, token_budget=64, skip_bad=True)
         source = ChatSource(str(path), rules=rules, renderer=renderer)
         assert isinstance(source.sample(1, source=0), Skipped)
         assert isinstance(source.sample(2, source=0), Sample)
@@ -135,7 +140,7 @@ def test_what_is_no_regular_file(tmp_path: Path) -> None:
         _open(str(loop))
     (tmp_path / "d.idx").symlink_to(pipe)
     (tmp_path / "d.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"d.idx is no regular file"):
+    with pytest.raises(ValueError, match=r"d.idx or .bin is no regular file"):
         check_index(str(tmp_path / "d"))
 
 
@@ -148,13 +153,11 @@ def test_an_unreadable_file(tmp_path: Path) -> None:
         _open(str(path))
 
 
-@pytest.mark.parametrize("policy", BadRecordPolicy)
-def test_a_file_that_changes_is_no_bad_record(
-    tmp_path: Path, folder: Path, policy: BadRecordPolicy
-) -> None:
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_file_that_changes_is_no_bad_record(tmp_path: Path, folder: Path, skips: bool) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text":"hello"}\n' * 9)
-    rules = SampleRules(context=64, token_budget=64, bad_record=policy)
+    rules = SampleRules(context=64, token_budget=64, skip_bad=skips)
     source = ChatSource(str(path), rules=rules, renderer=ChatRenderer(load_tokenizer(folder)))
     assert isinstance(source.sample(8, source=0), Sample)
     copy = pickle.loads(pickle.dumps(source))
@@ -213,14 +216,14 @@ def test_ids_that_the_model_has_no_row_for() -> None:
     for record, text in ((1, "label id -100"), (2, "token id 320")):
         with pytest.raises(BadRecordError, match=rf"{text} is outside .* 320 ids \(0 to 319\)"):
             source.sample(record, source=0)
-    lenient = MapSource(items, rules=replace(RULES, bad_record=BadRecordPolicy.SKIP), name="own")
+    lenient = MapSource(items, rules=replace(RULES, skip_bad=True), name="own")
     for record, text in ((1, "label id -100"), (2, "token id 320")):
         found = lenient.sample(record, source=0)
         assert isinstance(found, Skipped)
         assert found.message.startswith(f"own:{record + 1}: {text} is outside the vocabulary")
     large = Sample(tokens=np.array([1 << 31]), labels=np.array([1]), loss_mask=np.ones(1, "f4"))
     with pytest.raises(ValueError, match="token id 2147483648 is outside"):
-        check_ids(large, SampleRules(context=9, token_budget=9))
+        check_sample(large, SampleRules(context=9, token_budget=9))
 
 
 def test_a_document_that_is_too_long(tmp_path: Path) -> None:
@@ -468,7 +471,7 @@ def test_random_indices(tmp_path_factory: pytest.TempPathFactory, data: st.DataO
 
 
 HOSTILE: list[Any] = [None, True, -7, 1 << 62, 10**4000, 1.5, "x", [], {}, [[]], [None] * 3]
-STATE = DataState(data={"sources": []}, consumed=8, num_bad=1, tokens_so_far=90, sources=[{"a": 1}])
+STATE = DataState(data={"sources": []}, consumed=8, num_bad=1, sources=[{"a": 1}])
 STATE_VALUES: dict[str, Any] = json.loads(STATE.to_text())
 
 

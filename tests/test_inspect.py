@@ -146,14 +146,14 @@ def _stream(chats: tuple[Path, Path], *, num: int, seed: int, **changes: Any) ->
     """Return the training's own stream over the first `num` records."""
     from odb_megatron.data.chat import ChatRenderer
     from odb_megatron.data.order import PassOrder
-    from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
+    from odb_megatron.data.sample import SampleRules
     from odb_megatron.data.sources import ChatSource
     from odb_megatron.data.stream import SampleStream, SourcePart
     from odb_megatron.data.tokenizer import load_tokenizer
 
     path, tokenizer = chats
     values = {"context": 512, "token_budget": 512, **changes}
-    rules = SampleRules(bad_record=BadRecordPolicy.SKIP, **values)
+    rules = SampleRules(skip_bad=True, **values)
     renderer = ChatRenderer(load_tokenizer(tokenizer))
     source = ChatSource(str(path), rules=rules, renderer=renderer)
     order = PassOrder(np.arange(num), seed=seed)

@@ -26,7 +26,6 @@ from odb_megatron.data.iterable import (
     is_iterable,
 )
 from odb_megatron.data.loop import PackedStep, Progress
-from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.replica_stream import WorkerError
 from odb_megatron.data.sample import BadRecordError
 from odb_megatron.data.step_loader import StepLoader
@@ -49,7 +48,7 @@ def stream_of(
     shards: IterableShards | Any, *, total: int | None = None, passes: int = 1, **policies: Any
 ) -> ItemStream:
     limits = {"context": BUDGET, "token_budget": BUDGET, "overlong": OverlongPolicy.DROP}
-    policies = {"bad_record": BadRecordPolicy.SKIP, **policies}
+    policies = {"skip_bad": True, **policies}
     return ItemStream(
         shards=as_shards(shards, name="train dataset"),
         rules=rules(**limits, **policies),
@@ -294,7 +293,7 @@ def test_an_iterator_that_raises_ends_the_run_whatever_the_policy() -> None:
 
 def test_a_bad_item_is_an_error_or_skipped() -> None:
     shards = IterableShards(make=MakeLines([5, 5, 0, 5] * 4, [0, 1] * 8))
-    strict = stream_of(shards, bad_record=BadRecordPolicy.ERROR)
+    strict = stream_of(shards, skip_bad=False)
     text = refused(strict, config_of(), BadRecordError)
     assert "train dataset, shard 0 of 2:2: no token to learn from" in text
     _, _, steps = run(stream_of(shards), config_of())
@@ -306,7 +305,7 @@ def test_an_id_that_the_model_has_no_row_for_is_a_bad_item() -> None:
     made = MakeLines([5] * 16, [0, 1] * 8)
     shards, limit = IterableShards(make=made), 14 * BASE + 1  # a label is one more
     text = refused(
-        stream_of(shards, vocab_size=limit, bad_record=BadRecordPolicy.ERROR),
+        stream_of(shards, vocab_size=limit, skip_bad=False),
         config_of(),
         BadRecordError,
     )

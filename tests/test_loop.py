@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from odb_megatron.data.bad_records import TooManyBadRecordsError
 from odb_megatron.data.iterable import SourceError
 from odb_megatron.data.loop import Gather, PackedStep, Progress, StepLoop
-from odb_megatron.data.sample import Skipped, SkipReason
+from odb_megatron.data.sample import Skipped, SkipReason, TooManyBadRecordsError
 from odb_megatron.data.step_wire import StepMetadata
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.record import (

@@ -409,9 +409,8 @@ def test_layers() -> None:
         ("comm/a.py", "from megatron.core import parallel_state", "megatron.core.parallel_state"),
         ("data/a.py", "from megatron.training import get_args", "megatron.training.get_args"),
         ("data/a.py", "import odb_megatron.megatron.flags", "odb_megatron.megatron.flags"),
-        ("simulation/a.py", "def f():\n    import torch", "torch"),
-        ("simulation/a.py", "from odb_megatron.comm import blocks", "odb_megatron.comm.blocks"),
-        ("simulation/a.py", "import odb_megatron.testing.worlds", "odb_megatron.testing.worlds"),
+        ("report/a.py", "def f():\n    import torch", "torch"),
+        ("report/a.py", "from odb_megatron.comm import blocks", "odb_megatron.comm.blocks"),
     ],
 )
 def test_layer_rule_sees(tmp_path: Path, file: str, source: str, name: str) -> None:

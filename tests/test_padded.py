@@ -8,7 +8,6 @@ import torch
 from made_up_data import Records, rules, single_stream
 
 from odb_megatron.data.padded import PaddedDataset
-from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.sample import BadRecordError, Sample
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import PAD_TOKEN
@@ -41,7 +40,7 @@ def test_items_are_the_streams_samples_padded_to_the_sequence_length() -> None:
 
 
 def test_a_position_that_emits_nothing_carries_no_loss() -> None:
-    skip = rules(bad_record=BadRecordPolicy.SKIP)
+    skip = rules(skip_bad=True)
     item = _padded(single_stream(Records([0]), sample_rules=skip))[0]
     assert (item["length"], item["loss_mask"].sum()) == (0, 0)
     assert item["tokens"].tolist() == [PAD_TOKEN] * 8

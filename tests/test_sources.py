@@ -18,7 +18,6 @@ from made_up_data import Letters, Records, rules
 
 from odb_megatron.data.chat import ChatFormatError, ChatRenderer
 from odb_megatron.data.fetch_limit import limited
-from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.sample import BadRecordError, Sample, Skipped, SkipReason
 from odb_megatron.data.sources import (
     ChatSource,
@@ -31,7 +30,6 @@ from odb_megatron.data.sources import (
 )
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy
 
-SKIP, ERROR = BadRecordPolicy.SKIP, BadRecordPolicy.ERROR
 INCONSISTENT = "{% for m in messages %}{{ m.content | length }}{{ m.content }}{% endfor %}"
 LAYOUTS = {
     "messages": {"messages": [{"role": "user", "content": "hi"},
@@ -94,7 +92,7 @@ def test_plain_text_ends_with_eos_and_is_learnt_whole(tmp_path: Path, column: st
 def test_bad_records_by_policy(tmp_path: Path) -> None:
     records = ["", {"text": "good"}, '{"text": ', {"other": 1}, "", [1], {"text": "fine"}]
     path = _write_jsonl(tmp_path / "a.jsonl", records)
-    strict, lenient = _chat_source(path), _chat_source(path, bad_record=SKIP)
+    strict, lenient = _chat_source(path), _chat_source(path, skip_bad=True)
     assert len(strict) == 5  # blank lines are no records
     assert _text(_sample(strict, 0)) == "good$"
     assert _text(_sample(lenient, 4)) == "fine$"
@@ -109,15 +107,15 @@ def test_bad_records_by_policy(tmp_path: Path) -> None:
 
 def test_a_single_token_is_a_bad_record(tmp_path: Path) -> None:
     source = _chat_source(_write_jsonl(tmp_path / "a.jsonl", [{"text": "good"}, {"text": "$"}]))
-    source._renderer.tokenizer._eos_id = None
+    source.renderer.tokenizer._eos_id = None
     with pytest.raises(BadRecordError, match=r"a.jsonl:2: 1 token\(s\): at least 2 are needed"):
         source.sample(1, source=0)
 
 
-@pytest.mark.parametrize("policy", BadRecordPolicy)
-def test_a_chat_template_error_is_never_skipped(tmp_path: Path, policy: BadRecordPolicy) -> None:
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_chat_template_error_is_never_skipped(tmp_path: Path, skips: bool) -> None:
     path = _write_jsonl(tmp_path / "a.jsonl", ["", LAYOUTS["messages"]])
-    source = _chat_source(path, template=INCONSISTENT, bad_record=policy)
+    source = _chat_source(path, template=INCONSISTENT, skip_bad=skips)
     with pytest.raises(ChatFormatError, match=rf"^{path}:2: .*generation"):
         source.sample(0, source=0)
 
@@ -185,7 +183,7 @@ def test_a_document_is_a_sample(write_indexed: Any, mmap: bool) -> None:
 
 
 def test_documents_left_out_by_policy(write_indexed: Any) -> None:
-    lenient = rules(context=2, bad_record=SKIP, overlong=OverlongPolicy.DROP)
+    lenient = rules(context=2, skip_bad=True, overlong=OverlongPolicy.DROP)
     source = IndexedSource(write_indexed(DOCUMENTS), rules=lenient)
     items = [source.sample(index, source=0) for index in range(5)]
     reasons = [item.reason if isinstance(item, Skipped) else len(item) for item in items]
@@ -228,19 +226,19 @@ def test_an_index_cut_anywhere_is_refused(write_indexed: Any) -> None:
     ("at", "value", "seen"),
     [
         (0, b"X", "bad header"),
-        (9, b"\2", "bad version"),
-        (17, b"\x63", "99 is not a valid DType"),
-        (17, b"\x06", "6 is not a valid DType of token ids .floating"),
-        (18, struct.pack("<Q", 1 << 63), "its header counts 9223372036854775808 sequences"),
-        (18, struct.pack("<q", -1), "its header counts 18446744073709551615 sequences"),
-        (26, struct.pack("<Q", 1 << 60), "1152921504606846976 document ends, which take"),
-        (26, struct.pack("<Q", 0), "damaged index: 5 sequences, 0 document ends"),
-        (34, struct.pack("<i", -5), "sequence 0 has -5 tokens at byte 0"),
-        (34, struct.pack("<i", 2**31 - 1), "the .bin file has 40 bytes, the index needs 858993458"),
-        (54, struct.pack("<q", -8), "sequence 0 has 3 tokens at byte -8"),
-        (54, struct.pack("<q", 2**62), "the .bin file has 40 bytes, the index needs 46116860184"),
+        (9, b"\2", "version 2 and token type 4; expected 1"),
+        (17, b"\x63", "token type 99; expected 1 and an integer type"),
+        (17, b"\x06", "token type 6; expected 1 and an integer type"),
+        (18, struct.pack("<Q", 1 << 63), " 9223372036854775808 sequences"),
+        (18, struct.pack("<q", -1), " 18446744073709551615 sequences"),
+        (26, struct.pack("<Q", 1 << 60), "1152921504606846976 document ends take"),
+        (26, struct.pack("<Q", 0), "and 5 sequences and 0 document ends take"),
+        (34, struct.pack("<i", -5), "sequence 0 at byte 0 with -5 tokens"),
+        (34, struct.pack("<i", 2**31 - 1), "with 2147483647 tokens, and the .bin file 40 bytes"),
+        (54, struct.pack("<q", -8), "sequence 0 at byte -8 with 3 tokens"),
+        (54, struct.pack("<q", 2**62), "at byte 4611686018427387904 with 3"),
         (94, struct.pack("<q", 1), "documents run from sequence 1 to 5; expected 0 to 5"),
-        (110, struct.pack("<q", 9), "document 2 ends before it begins .sequence 3 after 9"),
+        (110, struct.pack("<q", 9), "from sequence 0 to 5; expected 0 to 5, in order"),
     ],
 )
 def test_a_damaged_index_is_refused(write_indexed: Any, at: int, value: bytes, seen: str) -> None:
@@ -252,23 +250,21 @@ def test_a_damaged_index_is_refused(write_indexed: Any, at: int, value: bytes, s
         IndexedSource(prefix, rules=rules())
 
 
-@pytest.mark.parametrize("policy", BadRecordPolicy)
+@pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("mmap", [True, False])
-def test_tokens_cut_short_are_refused(
-    write_indexed: Any, mmap: bool, policy: BadRecordPolicy
-) -> None:
+def test_tokens_cut_short_are_refused(write_indexed: Any, mmap: bool, skips: bool) -> None:
     """Without mmap Megatron would hand out uninitialised memory as tokens."""
     prefix = write_indexed(DOCUMENTS)
     size = os.path.getsize(f"{prefix}.bin")
     _cut(f"{prefix}.bin", size - 1)
-    with pytest.raises(ValueError, match=rf"{prefix}.* has {size - 1} bytes, .* needs {size}: "):
-        IndexedSource(prefix, rules=rules(bad_record=policy), mmap=mmap)
+    with pytest.raises(ValueError, match=rf"{prefix}.* .bin file {size - 1} bytes: damaged, or"):
+        IndexedSource(prefix, rules=rules(skip_bad=skips), mmap=mmap)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_no_tokens_at_all(write_indexed: Any) -> None:
     with pytest.raises(
-        ValueError, match="no readable Megatron dataset .*damaged index: 0 sequences"
+        ValueError, match="no readable Megatron dataset .*damaged index: .* 0 sequences"
     ):
         IndexedSource(write_indexed([]), rules=rules())
 
@@ -346,7 +342,7 @@ BAD_ITEMS: list[tuple[object, str]] = [
 def test_bad_items_by_policy(item: object, reason: str) -> None:
     with pytest.raises(BadRecordError, match=rf"^mine:2: .*({reason})") as caught:
         _map_source(GOOD, item).sample(1, source=0)
-    lenient = _map_source(GOOD, item, bad_record=SKIP)
+    lenient = _map_source(GOOD, item, skip_bad=True)
     assert lenient.sample(1, source=4) == Skipped(
         reason=SkipReason.BAD_RECORD, message=str(caught.value), source=4
     )
@@ -360,7 +356,7 @@ def test_a_datasets_own_failure_is_a_bad_record_with_its_traceback() -> None:
     assert str(caught.value).startswith("mine:2: record 1 raised KeyError: ")
     assert "Original traceback:" in str(caught.value)
     assert "__getitem__" in caught.value.trace
-    lenient = MapSource(data, rules=rules(bad_record=SKIP), name="mine")
+    lenient = MapSource(data, rules=rules(skip_bad=True), name="mine")
     skipped = lenient.sample(1, source=4)
     assert isinstance(skipped, Skipped)
     assert (skipped.reason, skipped.source) == (SkipReason.BAD_RECORD, 4)

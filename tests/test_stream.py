@@ -20,7 +20,6 @@ from made_up_data import BASE, Letters, Records, rules, single_stream
 
 from odb_megatron.data.chat import ChatFormatError, ChatRenderer
 from odb_megatron.data.order import CyclicOrder, PassOrder
-from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.replica_stream import StreamReader, own_positions
 from odb_megatron.data.sample import BadRecordError, Sample, Skipped
 from odb_megatron.data.sources import ChatSource, MapSource
@@ -229,7 +228,7 @@ def test_workers_are_processes_and_end_with_the_reader(num_workers: int) -> None
 
 def test_workers_give_what_this_process_gives() -> None:
     lengths = [i % 4 for i in range(24)]  # every fourth is a bad record
-    sample_rules = rules(bad_record=BadRecordPolicy.SKIP)
+    sample_rules = rules(skip_bad=True)
     stream = single_stream(Records(lengths), sample_rules=sample_rules, num_samples=60)
     for replica in range(2):
         runs = [

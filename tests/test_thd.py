@@ -220,9 +220,9 @@ def test_shapes_follow_from_the_size_alone(
 )
 def test_megatron_takes_it(batch: MicroBatch) -> None:
     pytest.importorskip("megatron.core")
-    from odb_megatron.megatron.compat import packed_seq_params
+    from megatron.core.packed_seq_params import PackedSeqParams
 
-    params = packed_seq_params(
+    params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,

@@ -38,14 +38,14 @@ def vision_shape(args: argparse.Namespace) -> Any:
         hidden=args.vision_hidden_size,
         ffn_hidden=args.vision_ffn_hidden_size,
         num_heads=args.vision_attention_heads,
-        patch_width=rules.patches.width,
-        merge=rules.patches.merge,
+        patch_width=rules.width,
+        merge=rules.merge,
         output=args.hidden_size,
         seed=args.seed,
     )
     mlp = (3 if args.swiglu else 2) * args.hidden_size * args.ffn_hidden_size
     layer = 2 * (4 * args.hidden_size**2 + mlp)  # FLOPs of a token, output layer left out
-    flops = shape.flops_per_patch(num_patches=rules.patches.max_patches)
+    flops = shape.flops_per_patch(num_patches=rules.max_patches)
     args.odb_patch_tokens = flops / (args.num_layers * layer)
     return shape
 
@@ -53,7 +53,6 @@ def vision_shape(args: argparse.Namespace) -> Any:
 def main() -> None:
     """Train as the command line says."""
     from odb_megatron.errors import usage_errors
-    from odb_megatron.megatron.compat_pretrain import pretrain_gpt
     from odb_megatron.megatron.image_run import ImageRun
     from odb_megatron.megatron.images import refuse_unsupported
     from odb_megatron.megatron.setup import read_args
@@ -65,13 +64,7 @@ def main() -> None:
     from image_gpt import ImageGPT
 
     with ImageRun(args) as run:
-        pretrain_gpt(
-            args,
-            prepare_model=run.prepare_model,
-            datasets_provider=run.datasets_provider,
-            forward_step=run.forward_step,
-            model_class=partial(ImageGPT, vision=vision),
-        )
+        run.pretrain(model_class=partial(ImageGPT, vision=vision))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from odb_megatron.data.patches import IMAGE_TOKEN
+from odb_megatron.data.pictures import IMAGE_TOKEN
 from odb_megatron.data.tokenizer import train_bpe
 from odb_megatron.elastic import launch
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import metadata
 from types import TracebackType
@@ -21,12 +22,11 @@ from odb_megatron.bridge.settings import described, in_bridge_words
 from odb_megatron.bridge.sft_samples import SftSamples
 from odb_megatron.bridge.validation import UnusableError, has_data, refuse
 from odb_megatron.megatron.attention import Attention
-from odb_megatron.megatron.data_checkpoint import restore
+from odb_megatron.megatron.checkpoint import restore
 from odb_megatron.megatron.hooks import Hooks
-from odb_megatron.megatron.replica_data import ReplicaData
+from odb_megatron.megatron.replica import ReplicaData
 from odb_megatron.megatron.run import OdbRun
-from odb_megatron.megatron.run_report import RunReport, start_lines
-from odb_megatron.megatron.series_writers import SeriesWriters
+from odb_megatron.megatron.run_report import RunReport, SeriesWriters, start_lines
 from odb_megatron.megatron.setup import odb_config
 from odb_megatron.megatron.topology import padding_multiple
 
@@ -106,8 +106,7 @@ class BridgeRun(OdbRun):
     def save(self) -> str:
         """Return the state of the training data; source ranks call it."""
         assert self._checkpoint is not None, "asked for before the data were built"
-        tokens = self.tokens_so_far() or 0
-        return self._checkpoint.state(tokens_so_far=tokens).to_text()
+        return self._checkpoint.state().to_text()
 
     def restore(self, text: str) -> None:
         """Continue from the text of `save`; all ranks call it.
@@ -119,12 +118,14 @@ class BridgeRun(OdbRun):
         if self._loader is None:
             return
         with _bridge_words():
-            state = restore(self._args, self._loader, group=self._groups[-1], text=text)
-        assert state is not None, "there is a text"
-        self._tokens_before = state.tokens_so_far
+            restore(self._args, self._loader, group=self._groups[-1], text=text)
         self._report.goes_on()
 
     # --- what the hooks tell -------------------------------------------------------------------
+
+    def saving(self) -> AbstractContextManager[None]:
+        """No watchdog ends the process within; the data's state goes through the iterator."""
+        return nullcontext() if self._peers is None else self._peers.saving()
 
     def on_schedule(self, *, training: bool) -> None:
         if training and not self._has_begun:
@@ -176,6 +177,9 @@ class BridgeRun(OdbRun):
 
     def _tokenizer(self) -> Any:
         return self._context.tokenizer
+
+    def _saved_text(self) -> str | None:
+        return None
 
     def _go_on(self) -> None:
         """Bridge restores the data, after they were built."""

@@ -48,6 +48,18 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _SHORT = 200  # characters of a text that may stand elsewhere by chance
 _RESERVED = ("messages", "tools", "add_generation_prompt")
+_ANY_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+_MARK_IT = (
+    "put {% generation %} and {% endgeneration %} around the assistant's text and end marker in "
+    "the tokenizer's chat_template"
+)
 
 _Ids = npt.NDArray[np.int64]
 _Weights = npt.NDArray[np.float32]
@@ -115,7 +127,7 @@ class ChatRenderer:
         self.tokenizer = TextTokenizer(tokenizer)
         longest_first = sorted(map(re.escape, self.tokenizer.special), key=len, reverse=True)
         self._control = re.compile("|".join([*longest_first, r"<[^<>\s]{1,40}>", r"\[/?[A-Z_]+\]"]))
-        self._arguments = _checked_arguments(template_arguments or {})
+        self._arguments = dict(template_arguments or {})
         self._templates: dict[bool, ChatTemplate] = {}
         self._frames: dict[tuple[str, str], _Frame] = {}
         self._left_out: Counter[str] = Counter()
@@ -127,19 +139,20 @@ class ChatRenderer:
             ChatFormatError: the template does not show for certain where the assistant speaks.
             ValueError: nor does it in this record, or it refuses the record, or that is too long.
         """
+        text, spans = (record.text, []) if isinstance(record, PlainText) else self._spans(record)
+        if len(text) > MAX_TEXT_CHARS:
+            raise ValueError(
+                f"the text has {len(text)} characters; up to {MAX_TEXT_CHARS} are tokenized: split "
+                "the record"
+            )
         if isinstance(record, PlainText):
-            _check_text(record.text)
-            ids = np.asarray(self.tokenizer.encode_document(record.text), dtype=np.int64)
+            ids = np.asarray(self.tokenizer.encode_document(text), dtype=np.int64)
             return ids, np.full(ids.size, record.weight, dtype=np.float32)
-        text, spans = self._spans(record)
-        _check_text(text)
         ids, weights = self._encode(text, spans)
         if not weights.any():
             is_marked = self.template(has_tools=bool(record.tools)).is_marked
             raise (ChatFormatError if is_marked else ValueError)(
-                "no token of the rendered conversation carries loss; check that the chat template "
-                "prints the assistant's text, and put {% generation %} and {% endgeneration %} "
-                "around it and its end marker"
+                f"no token of the rendered conversation carries loss; {_MARK_IT}"
             )
         return ids, weights
 
@@ -147,11 +160,10 @@ class ChatRenderer:
         """Return the template of conversations with tools or without."""
         if has_tools not in self._templates:
             template = _choose(self.tokenizer.chat_template, has_tools=has_tools)
-            if unread := [name for name in self._arguments if name not in template.words]:
-                raise ChatFormatError(
-                    f"the chat template does not read {', '.join(unread)}, which the template "
-                    "arguments give: correct the name, or drop it"
-                )
+            try:
+                _check_arguments(self._arguments, template, "the template arguments")
+            except ValueError as error:
+                raise ChatFormatError(str(error)) from None
             self._templates[has_tools] = template
         return self._templates[has_tools]
 
@@ -161,40 +173,19 @@ class ChatRenderer:
         used = json.dumps([*sources, self._arguments], default=str)
         return hashlib.sha256(used.encode()).hexdigest()
 
-    def token_id(self, token: str) -> int:
-        """Return the id of a text that is one token.
-
-        Raises:
-            ValueError: it is several.
-        """
-        ids = self.tokenizer.encode(token)[0]
-        if len(ids) != 1:
-            raise ValueError(
-                f"the tokenizer has no token {token!r} (it makes {len(ids)} of the text): use the "
-                "tokenizer that belongs to the model, or add the token to it"
-            )
-        return int(ids[0])
-
     def _spans(self, conversation: Conversation) -> tuple[str, Sequence[_Span]]:
         """Return the rendered text and what of it carries loss."""
         template = self.template(has_tools=bool(conversation.tools))
         messages, tools = _for_template(conversation, template)
-        own = _checked_arguments(conversation.template_arguments)
-        for name in own:
-            if name not in template.words:
-                raise ValueError(
-                    f"the record gives the chat template {name!r}, which it does not read: take it "
-                    "out, or use the template of the model it is for"
-                )
+        own = conversation.template_arguments
+        _check_arguments(own, template, "the record's chat_template_kwargs")
         arguments = {**self.tokenizer.variables, **self._arguments, **own, "tools": tools}
         # Where tools were put into a message before the first, it has no weight.
         added = len(messages) - len(conversation.messages)
         weights = [0.0] * added + list(conversation.weights)
         rendering, lost = _rendered(template, arguments, messages)
         for what in lost:
-            self._warn(
-                f"the chat template leaves out {what}, so the model is trained without it there"
-            )
+            self._warn(f"the chat template leaves out {what}: the model is trained without it")
         text, marks = rendering.text, rendering.marks
         if template.is_marked:
             assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -212,26 +203,20 @@ class ChatRenderer:
         return text, spans
 
     def _frame(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> _Frame:
-        plain = {**arguments, "tools": None}
-        key = template.source, json.dumps(plain, default=str)
+        arguments = {**arguments, "tools": [_ANY_TOOL] if arguments["tools"] else None}
+        key = template.source, json.dumps(arguments, default=str)
         if key not in self._frames:
             try:
-                try:
-                    frame = _probe(template, plain, self._control)
-                except ValueError:
-                    if not arguments["tools"]:
-                        raise
-                    frame = _probe(template, arguments, self._control)  # one for tools alone
+                self._frames[key] = _probe(template, arguments, self._control)
             except ValueError as error:
                 raise ChatFormatError(
                     f"where the assistant speaks was not found in two plain turns: {error}"
                 ) from error
-            if not frame.end and not frame.last_end:
+            if not self._frames[key].end and not self._frames[key].last_end:
                 self._warn(
                     "no token was found by which the chat template ends a turn of the assistant, "
                     "so the model does not learn to stop; put one into the template"
                 )
-            self._frames[key] = frame
         return self._frames[key]
 
     def _encode(self, text: str, spans: Sequence[_Span]) -> tuple[_Ids, _Weights]:
@@ -267,20 +252,14 @@ class ChatRenderer:
             warnings.warn(f"{text} (seen {self._left_out[text]} times)", stacklevel=2)
 
 
-def _checked_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
-    if taken := [name for name in _RESERVED if name in arguments]:
-        raise ValueError(
-            f"template arguments have {', '.join(taken)}, which the conversation itself gives"
-        )
-    return dict(arguments)
-
-
-def _check_text(text: str) -> None:
-    if len(text) > MAX_TEXT_CHARS:
-        raise ValueError(
-            f"the text has {len(text)} characters; up to {MAX_TEXT_CHARS} are tokenized: split the "
-            "record"
-        )
+def _check_arguments(given: Mapping[str, Any], template: ChatTemplate, whose: str) -> None:
+    for name in given:
+        if name in _RESERVED or name not in template.words:
+            raise ValueError(
+                f"{whose} give the chat template {name!r}, which "
+                + ("the conversation itself gives" if name in _RESERVED else "it does not read")
+                + ": correct the name, or drop it"
+            )
 
 
 def _choose(given: str | Mapping[str, str] | None, *, has_tools: bool) -> ChatTemplate:
@@ -315,19 +294,13 @@ def _trained_by_trl() -> tuple[tuple[str, str, str], ...]:
     if found is None or not found.submodule_search_locations:
         return ()
     folder = Path(found.submodule_search_locations[0]) / "chat_templates"
-    pairs = [
-        (path, folder / path.name.replace("_training", ""))
-        for path in sorted(folder.glob("*_training.jinja"))
-    ]
-    if not pairs:
+    trained = {path.stem: path.read_text() for path in sorted(folder.glob("*.jinja"))}
+    names = [name for name in trained if f"{name}_training" in trained]
+    if not names:
         raise ChatFormatError(
             f"the installed TRL has no training templates in {folder}: install trl>=1.16,<2"
         )
-    return tuple(
-        (own.stem, own.read_text(), training.read_text())
-        for training, own in pairs
-        if own.is_file()
-    )
+    return tuple((name, trained[name], trained[f"{name}_training"]) for name in names)
 
 
 # --- rendering ----------------------------------------------------------------------------------
@@ -369,32 +342,27 @@ def _render(
     Raises:
         ValueError: the template refuses them.
     """
-    from jinja2 import TemplateError, TemplateSyntaxError
+    from jinja2 import TemplateSyntaxError
     from jinja2.exceptions import SecurityError
-    from transformers.utils.chat_template_utils import (
-        _compile_jinja_template,
-        _render_with_assistant_indices,
-    )
+    from transformers.utils import chat_template_utils
 
     given = {"tools": None, "documents": None, "strftime_now": _TEMPLATE_DATE.strftime, **arguments}
     given |= {"messages": messages, "add_generation_prompt": prompt}
+    hopeless = (SecurityError, TemplateSyntaxError, MemoryError, OverflowError, RecursionError)
     marks: list[tuple[int, int]] = []
     try:
         # Not `render_jinja_template`, which turns functions among the variables into text (5.24).
-        compiled = _compile_jinja_template(template.source)
+        compiled = chat_template_utils._compile_jinja_template(template.source)
         if template.is_marked:
-            text, marks = _render_with_assistant_indices(compiled, **given)
+            text, marks = chat_template_utils._render_with_assistant_indices(compiled, **given)
         else:
             text = compiled.render(given)
-    except (
-        *(SecurityError, TemplateSyntaxError),
-        *(MemoryError, OverflowError, RecursionError),
-    ) as error:
+    except hopeless as error:
         raise ChatFormatError(
             f"the chat template cannot be used ({str(error) or type(error).__name__}); take the "
             "one that belongs to the model"
         ) from error
-    except (TemplateError, TypeError, AttributeError, KeyError, ValueError) as error:
+    except Exception as error:  # whatever a template meets
         roles = ", ".join(str(message["role"]) for message in messages[:8])
         raise ValueError(
             f"the chat template cannot render this conversation ({error}); its roles are {roles}: "
@@ -415,73 +383,74 @@ def _rendered(
     Raises:
         ValueError: the template refuses all, or leaves out what must not be.
     """
-    best: tuple[list[tuple[str, bool]], _Rendering] | None = None
-    refusal: ValueError | None = None
+    found: list[tuple[list[tuple[str, bool]], _Rendering]] = []
+    refusals: list[ValueError] = []
     for form in _forms(messages):
         try:
             rendering = _render(template, arguments, form)
         except ChatFormatError:
             raise
         except ValueError as error:
-            refusal = refusal or error
+            refusals.append(error)
             continue
-        if best is not None and "[{'type': 't" in rendering.text:
+        if found and "[{'type': 't" in rendering.text:
             continue  # it prints Python's own form of what it does not know
-        lost = _left_out(rendering)
-        if best is None or len(lost) < len(best[0]):
-            best = lost, rendering
-        if not lost:
+        found.append((_left_out(rendering), rendering))
+        if not found[-1][0]:
             break
-    if best is None:
-        assert refusal is not None, "at least one form was tried"
-        raise refusal
-    for what, matters in best[0]:
-        if matters:
-            raise ValueError(
-                f"the chat template does not print {what}: use a model whose template does, or "
-                "leave the record out"
-            )
-    return best[1], [what for what, _ in best[0]]
+    if not found:
+        raise refusals[0]
+    lost, rendering = min(found, key=lambda one: len(one[0]))
+    if errors := [what for what, matters in lost if matters]:
+        raise ValueError(
+            f"the chat template does not print {errors[0]}: use a model whose template does, or "
+            "leave the record out"
+        )
+    return rendering, [what for what, _ in lost]
 
 
 def _forms(messages: _Messages) -> Iterator[_Messages]:
-    is_call = ["tool_calls" in message for message in messages]
-    for nothing, as_text in itertools.product((..., "", None), (False, True)):
-        form = [_with_arguments(message, as_text=as_text) for message in messages]
-        for message, calls in zip(form, is_call, strict=True):
-            if calls and nothing is not ... and not message.get("content"):
-                message["content"] = nothing
-        yield form
-        if not any(is_call):
-            break
-    for has_thoughts in (False, True):  # Mistral's templates want reasoning as a part
-        form = []
-        for message in messages:
-            parts = [{"type": "text", "text": message.get("content")}]
-            if has_thoughts and "thinking" in message:
-                parts.insert(0, {"type": "thinking", "thinking": message["thinking"]})
-            is_text = isinstance(message.get("content"), str)
-            form.append({**message, "content": parts} if is_text else message)
-        yield [_with_arguments(message, as_text=False) for message in form]
+    options: list[dict[str, Any]] = [{}]
+    if any("tool_calls" in message for message in messages):
+        pairs = itertools.product((..., "", None), (False, True))
+        options = [{"nothing": nothing, "as_text": as_text} for nothing, as_text in pairs]
+    options += [{"parts": ("text",)}, {"parts": ("thinking", "text")}]
+    return ([_form(message, **chosen) for message in messages] for chosen in options)
 
 
-def _with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """Return the message with the arguments of its tool calls as text, or as objects."""
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        if as_text and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        elif not as_text and isinstance(arguments, str):
-            try:
-                parsed = strict_json(arguments.encode())
-            except ValueError:
-                parsed = None
-            arguments = parsed if isinstance(parsed, dict) else arguments
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "tool_calls": calls}
+def _form(
+    message: dict[str, Any],
+    *,
+    nothing: Any = ...,
+    as_text: bool = False,
+    parts: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return a message in another form: what stands for no content beside a call, and so on."""
+    form, content = dict(message), message.get("content")
+    if "tool_calls" in message:
+        form["tool_calls"] = []
+        for call in message["tool_calls"]:
+            arguments = _arguments(call["function"]["arguments"], as_text=as_text)
+            function = {**call["function"], "arguments": arguments}
+            form["tool_calls"].append({**call, "function": function})
+        if nothing is not ... and not content:
+            form["content"] = nothing
+    if parts and isinstance(content, str):
+        texts = {"thinking": message.get("thinking"), "text": content}  # Mistral's want both
+        form["content"] = [{"type": k, k: texts[k]} for k in parts if texts[k] is not None]
+    return form
+
+
+def _arguments(given: Any, *, as_text: bool) -> Any:
+    if as_text and not isinstance(given, str):
+        return json.dumps(given, ensure_ascii=False)
+    if as_text or not isinstance(given, str):
+        return given
+    try:
+        parsed = strict_json(given.encode())
+    except ValueError:
+        return given
+    return parsed if isinstance(parsed, dict) else given
 
 
 def _left_out(rendering: _Rendering) -> list[tuple[str, bool]]:
@@ -540,15 +509,14 @@ def _leaves(value: Any) -> Iterator[str]:
 
 def _is_reasoning_printed(rendering: _Rendering, number: int) -> bool:
     """Whether a message's reasoning is printed beside its content, which may hold its words too."""
-    keys = ("content", "reasoning_content")
+    message = rendering.messages[number]
+    own = [message[key] for key in ("content", "reasoning_content") if message.get(key)]
+    mark = _marker(number, rendering.template.tags, outer=False)
     try:
-        marked = rendering.with_marks
+        printed = rendering.with_marks.text.count(_opening(number))
     except ValueError:
         return True  # it cannot be told
-    message = rendering.messages[number]
-    own = {key: message[key] for key in keys if message.get(key)}
-    mark = _marker(number, rendering.template.tags, outer=False)
-    return marked.text.count(_opening(number)) >= _count_marks(mark(own), number)
+    return printed >= _count_marks(mark(own), number)
 
 
 def _for_template(
@@ -566,7 +534,7 @@ def _for_template(
         if message["role"] == "developer" and "developer" not in template.words:
             message["role"] = "system"
         if "tool_calls" in message and "tool_calls" not in template.words:
-            calls = _with_arguments(message, as_text=False)["tool_calls"]
+            calls = _form(message)["tool_calls"]
             lines = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
             message["content"] = "\n".join(filter(None, [message.get("content"), *lines]))
             del message["tool_calls"]
@@ -705,9 +673,7 @@ def _render_marked(rendering: _Rendering) -> _Rendering:
         return replace(found, text=printed)
     raise ValueError(
         "the chat template prints other things around a message depending on its text, so the "
-        "assistant's tokens cannot be found for certain; put {% generation %} and "
-        "{% endgeneration %} around the assistant's text and end marker in the tokenizer's "
-        "chat_template"
+        f"assistant's tokens cannot be found for certain; {_MARK_IT}"
     )
 
 
@@ -731,10 +697,7 @@ def _runs(marked: str) -> list[_Run]:
     else:
         if closed:
             return runs
-    raise ValueError(
-        "the chat template prints a part of a message's text alone, so the assistant's tokens "
-        "cannot be found for certain; mark them in it by {% generation %} and {% endgeneration %}"
-    )
+    raise ValueError(f"the chat template prints a part of a message's text alone; {_MARK_IT}")
 
 
 def _owners(rendering: _Rendering, assistants: Sequence[int]) -> Sequence[int]:
@@ -742,16 +705,15 @@ def _owners(rendering: _Rendering, assistants: Sequence[int]) -> Sequence[int]:
     marks, marked = rendering.marks, rendering.with_marks
     spoken = [_MARK.findall(marked.text[start:end]) for start, end in marked.marks]
     found = [{(ord(mark) - _FIRST) // 2 for mark in own} for own in spoken]
-    if len(found) != len(marks) or any(len(own) > 1 for own in found):
+    owners = [next(iter(own), -1) for own in found]
+    is_clear = len(owners) == len(marks) and all(len(own) <= 1 for own in found)
+    if is_clear and len(owners) == len(assistants) and set(owners) <= {-1, *assistants}:
+        return assistants
+    if not is_clear or not set(assistants) <= set(owners):
         raise ChatFormatError(
             f"the chat template marks {len(marks)} spans that are not of one message each, so "
             "messages of different weight cannot be told apart; mark each message once"
         )
-    owners = [own.pop() if own else -1 for own in found]
-    if len(owners) == len(assistants) and set(owners) <= {-1, *assistants}:
-        return assistants
-    if not set(assistants) <= set(owners):
-        raise ChatFormatError("the chat template marks spans in which no message says anything")
     for at in range(len(owners)):  # one without strings, such as a last end-of-text token
         if owners[at] < 0:
             begins_next = at + 1 < len(owners) and marks[at][1] == marks[at + 1][0]
@@ -815,9 +777,7 @@ def _found_turns(rendering: _Rendering, weights: Sequence[float], frame: _Frame)
         is_said = "tool_calls" in message or str(message.get("content") or "").strip()
         if weights[number] and is_said and not printed[number]:
             raise ValueError(
-                f"what message {number + 1} says was not found in the rendered text, so it could "
-                "not be learnt: mark it in the chat template by {% generation %} and "
-                "{% endgeneration %}"
+                f"what message {number + 1} says was not found in the rendered text; {_MARK_IT}"
             )
     spans = []
     for at, run in enumerate(runs):

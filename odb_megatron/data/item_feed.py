@@ -22,9 +22,8 @@ from odb_megatron.data.iterable import (
     has_own_workers,
     raised,
 )
-from odb_megatron.data.preprocess import SampleRules
 from odb_megatron.data.replica_stream import WorkerError, end_with_trainer
-from odb_megatron.data.sample import BadRecordError, Sample, Skipped
+from odb_megatron.data.sample import BadRecordError, Sample, SampleRules, Skipped
 from odb_megatron.data.sources import ItemSource
 from odb_megatron.data.stream import FetchError
 from odb_megatron.data.workers import Workers, starting

@@ -20,8 +20,7 @@ from odb_megatron.data.item_feed import (
 )
 from odb_megatron.data.iterable import IterableShards, SourceError, has_own_workers
 from odb_megatron.data.loop import HEAD_ITEMS
-from odb_megatron.data.preprocess import SampleRules
-from odb_megatron.data.sample import Sample, Skipped
+from odb_megatron.data.sample import Sample, SampleRules, Skipped
 from odb_megatron.data.stream import Location
 from odb_megatron.data.workers import Workers
 from odb_megatron.plan.record import OPEN_TOTAL

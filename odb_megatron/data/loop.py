@@ -17,8 +17,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from odb_megatron.data.bad_records import BadRecords
-from odb_megatron.data.sample import Sample, Skipped
+from odb_megatron.data.sample import BadRecords, Sample, Skipped
 from odb_megatron.data.sample_wire import SampleWireError, decode_sample, encode_sample, wire_size
 from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.step_wire import encode_header, pack_step

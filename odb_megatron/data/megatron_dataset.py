@@ -18,9 +18,9 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
 from odb_megatron.data.chat import ChatRenderer
-from odb_megatron.data.image_chat import ImageRules
 from odb_megatron.data.order import Order, PassOrder
-from odb_megatron.data.preprocess import SampleRules
+from odb_megatron.data.pictures import ImageRules
+from odb_megatron.data.sample import SampleRules
 from odb_megatron.data.sources import SampleSource, count_records, open_source
 from odb_megatron.data.stream import Blend, SampleStream, SourcePart
 

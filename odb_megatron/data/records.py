@@ -18,10 +18,11 @@ import os
 import re
 import stat
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, BinaryIO, NoReturn, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,6 @@ _CHUNK_BYTES = 1 << 20
 _EDGE_BYTES = 64 << 10
 _BOM = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"
-_IS_TEXT = np.array([byte not in _BLANK for byte in range(256)])
 _ENDING = re.compile(r"\.(jsonl|ndjson|json|parquet|arrow|csv|tsv)(\.gz|\.zst)?$", re.IGNORECASE)
 _LINES = re.compile(r"\.(jsonl|ndjson|json)(\.gz)?$", re.IGNORECASE)
 _PART = r"[A-Za-z_][\w.-]*(?:\[[^\[\]]*\])?"
@@ -51,13 +51,11 @@ _OPENING = re.compile(r"[ \t\r\n]*\[[ \t\r\n]*(?:(\])[ \t\r\n]*)?")
 _SEPARATOR = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
 _MAX_SHOWN = 40
 _MAX_LISTED = 8
-_MAX_SLICES = 100_000
-"""Of a table, for its rows' sizes: each takes some 10 us."""
 
 Record = dict[str, object]
 
 
-class Records(Protocol):
+class Records:
     """The records of one data path, in its order; a copy may be pickled or forked.
 
     Attributes:
@@ -70,6 +68,7 @@ class Records(Protocol):
 
     def __len__(self) -> int:
         """Number of records, bad ones included."""
+        raise NotImplementedError
 
     def __getitem__(self, index: int) -> Record:
         """Record `index`, made anew at each call.
@@ -79,6 +78,7 @@ class Records(Protocol):
             IndexError: no such record.
             DataFileError: the file changed since it was opened, or cannot be read any more.
         """
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[Record]:
         return (self[index] for index in range(len(self)))
@@ -87,11 +87,9 @@ class Records(Protocol):
         """1-based line of record `index` (JSONL), or its 1-based number."""
         return index + 1
 
-    def num_bytes(self) -> npt.NDArray[np.int64]:
-        """Bytes of each record, about, int64 [N]."""
-
     def fingerprint(self) -> str:
         """Digest that changes with the data, mostly, and is the same for any copy of it."""
+        raise NotImplementedError
 
 
 # --- data paths ------------------------------------------------------------------------------
@@ -205,21 +203,21 @@ class _LineRecords(Records):
     def __init__(self, path: str, cache: str | None) -> None:
         self.path = path
         self.folder = os.path.dirname(os.path.abspath(path))
-        self._is_mapped = False
         self._data: bytes | None = None
         self._file: io.FileIO | None = None
+        self._is_mapped = False
         try:
             status = os.stat(path)
             if not stat.S_ISREG(status.st_mode):
-                self._refuse("is a pipe, socket or device; name a regular file")
+                raise ValueError(f"{path} is a pipe, socket or device; name a regular file")
             self._status = (status.st_size, status.st_mtime_ns)
             digest = hashlib.sha256(f"{os.path.realpath(path)} {self._status}".encode()).hexdigest()
             self._kept = "" if cache is None else f"{cache}/odb-index-{digest[:24]}.npy"
             self._index = self._indexed()
         except (OSError, EOFError, zlib.error) as error:
-            self._refuse(
-                f"cannot be read ({error}); check its permissions, or fetch the file again"
-            )
+            raise ValueError(
+                f"{path} cannot be read ({error}); check its permissions, or fetch the file again"
+            ) from error
 
     def __len__(self) -> int:
         return int(self._index.shape[1]) - 1
@@ -245,9 +243,6 @@ class _LineRecords(Records):
     def line(self, index: int) -> int:
         return 1 + (index if len(self._index) == 1 else int(self._index[1, index]))
 
-    def num_bytes(self) -> npt.NDArray[np.int64]:
-        return np.asarray(np.diff(self._index[0]), dtype=np.int64)
-
     def fingerprint(self) -> str:
         return file_fingerprint(self.path)
 
@@ -261,9 +256,6 @@ class _LineRecords(Records):
         if state["_index"] is None:
             self._check(os.stat(self.path))
             self._index = self._indexed()
-
-    def _refuse(self, reason: str) -> NoReturn:
-        raise ValueError(f"{self.path} {reason}")
 
     def _indexed(self) -> npt.NDArray[np.int64]:
         """Index, or hold, the file.
@@ -281,39 +273,36 @@ class _LineRecords(Records):
             file.seek(0)
             is_array = head[:1] == b"[" and name.removesuffix(".gz").endswith(".json")
             if not is_gzip and not is_array:
-                return self._saved(_line_index(file))  # type: ignore[arg-type]
+                index = _line_index(file)  # type: ignore[arg-type]
+                with contextlib.suppress(OSError, ValueError):  # else it stays in memory
+                    os.makedirs(os.path.dirname(self._kept), exist_ok=True)
+                    part = f"{self._kept}.{os.uname().nodename}.{os.getpid()}"  # as other ranks do
+                    with open(part, "wb") as target:
+                        np.save(target, index)
+                    os.replace(part, self._kept)
+                    return self._mapped()
+                return index
             self._data = file.read(MAX_HELD_BYTES + 1)
         if len(self._data) > MAX_HELD_BYTES:
-            self._refuse(
-                f"holds more than {MAX_HELD_BYTES >> 20} MiB, gzipped or as an array, which every "
-                "process would keep in memory: gunzip it, write one object per line as .jsonl, or "
-                "split it"
+            raise ValueError(
+                f"{self.path} holds more than {MAX_HELD_BYTES >> 20} MiB, gzipped or as an array, "
+                "which every process would keep in memory: gunzip it, write one object per line as "
+                ".jsonl, or split it"
             )
         if not is_array:
             return _line_index(io.BytesIO(self._data))
         try:
             self._data, starts = _array_elements(self._data.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
-            self._refuse(
-                f"starts with '[' but is no JSON array: {error}; repair it there, or write one "
-                "object per line and name the file .jsonl"
-            )
+            raise ValueError(
+                f"{self.path} starts with '[' but is no JSON array: {error}; repair it there, or "
+                "write one object per line and name the file .jsonl"
+            ) from error
         return np.array([starts], dtype=np.int64)
 
     def _mapped(self) -> npt.NDArray[np.int64]:
         index: npt.NDArray[np.int64] = np.load(self._kept, mmap_mode="r", allow_pickle=False)
         self._is_mapped = True
-        return index
-
-    def _saved(self, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Save the index and map it; it stays in memory where it cannot be saved."""
-        with contextlib.suppress(OSError, ValueError):
-            os.makedirs(os.path.dirname(self._kept), exist_ok=True)
-            part = f"{self._kept}.{os.uname().nodename}.{os.getpid()}"  # all ranks save the same
-            with open(part, "wb") as file:
-                np.save(file, index)
-            os.replace(part, self._kept)
-            return self._mapped()
         return index
 
     def _read(self, start: int, end: int) -> bytes:
@@ -365,34 +354,24 @@ def _array_elements(text: str) -> tuple[bytes, list[int]]:
 
 
 def _line_index(file: BinaryIO) -> npt.NDArray[np.int64]:
-    """See `_LineRecords._indexed`; blank lines are dropped while scanning: they take no memory."""
-    position = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
+    """See `_LineRecords._indexed`; blank lines take no memory, and long ones are not held."""
+    position = begin = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
     file.seek(position)
-    starts: list[npt.NDArray[np.int64]] = []
-    lines: list[npt.NDArray[np.int64]] = []
-    buffer = bytearray(_CHUNK_BYTES)
-    num_lines, open_start, open_has_text = 0, position, False
-    while size := file.readinto(buffer):  # type: ignore[attr-defined]
-        chunk = np.frombuffer(buffer, dtype=np.uint8, count=size)
-        heads = np.concatenate(([0], np.flatnonzero(chunk == ord("\n")) + 1))
-        begun = heads[heads < size]  # a line that begins at the chunk's end has no byte in it yet
-        has_text = np.zeros(len(heads), dtype=np.bool_)
-        has_text[: len(begun)] = np.logical_or.reduceat(_IS_TEXT[chunk], begun)
-        has_text[0] |= open_has_text
-        begins = heads + position
-        begins[0] = open_start
-        keep = np.flatnonzero(has_text[:-1])
-        starts.append(begins[keep])
-        lines.append(keep + num_lines)
-        num_lines += len(heads) - 1
-        open_start, open_has_text = int(begins[-1]), bool(has_text[-1])
-        position += size
-    if open_has_text:
-        starts.append(np.array([open_start]))
-        lines.append(np.array([num_lines]))
-    ends, numbers = np.array([position]), np.concatenate([*lines, [0]]).astype(np.int64)
-    is_gapless = len(numbers) < 2 or int(numbers[-2]) == len(numbers) - 2
-    return np.stack([np.concatenate([*starts, ends]), *([] if is_gapless else [numbers])])
+    starts, lines = array("q"), array("q")
+    number, has_text = 0, False
+    while part := file.readline(_CHUNK_BYTES):
+        position += len(part)
+        if not has_text and part.strip(_BLANK):
+            has_text = True
+            starts.append(begin)
+            lines.append(number)
+        if part.endswith(b"\n"):
+            begin, has_text = position, False
+            number += 1
+    starts.append(position)
+    is_gapless = not lines or lines[-1] == len(lines) - 1
+    rows = [starts] if is_gapless else [starts, lines + array("q", [0])]
+    return np.stack([np.frombuffer(row, dtype=np.int64) for row in rows])
 
 
 def file_fingerprint(path: str) -> str:
@@ -481,12 +460,6 @@ class _Table(Records):
     def __getitem__(self, index: int) -> Record:
         row: Record = _without_nulls(self._rows[range(len(self))[index]])
         return row
-
-    def num_bytes(self) -> npt.NDArray[np.int64]:
-        rows, size = self._rows.data, len(self)
-        step = -(-size // _MAX_SLICES)
-        slices = [rows.slice(at, step).nbytes // step for at in range(0, size, step)]
-        return np.repeat(np.array(slices, dtype=np.int64), step)[:size]
 
     def fingerprint(self) -> str:
         size = len(self)

@@ -16,9 +16,8 @@ from enum import Enum
 from typing import Any
 
 from odb_megatron.data.chat_record import template_arguments
-from odb_megatron.data.preprocess import (
+from odb_megatron.data.sample import (
     MAX_WEIGHT,
-    BadRecordPolicy,
     LossPer,
     SampleRules,
     count_scale,
@@ -331,7 +330,7 @@ class OdbConfig:
             token_budget=self.token_budget if self.enabled else self.context,
             multiple=multiple,
             overlong=self.overlong,
-            bad_record=BadRecordPolicy.SKIP if self.max_bad_records else BadRecordPolicy.ERROR,
+            skip_bad=self.max_bad_records > 0,
             loss_per=self.loss_per or LossPer.TOKEN,
             count_scale=self.count_scale,
             whole_weights=self.loss_per is None,

@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from odb_megatron.data.image_chat import ImageRules
-from odb_megatron.data.patches import IMAGE_TOKEN, PatchRules
+from odb_megatron.data.pictures import IMAGE_TOKEN, ImageRules
 
 __all__ = ["add_image_arguments", "image_flags", "image_rules", "refuse_unsupported"]
 
-_DEFAULTS = PatchRules()
+_DEFAULTS = ImageRules()
 
 
 def add_image_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -62,17 +61,13 @@ def image_rules(args: argparse.Namespace) -> ImageRules | None:
     """
     if not hasattr(args, "odb_image_token"):
         return None
-    token = args.odb_image_token
     return ImageRules(
-        patches=PatchRules(
-            patch=args.odb_image_patch_size,
-            merge=args.odb_image_merge,
-            min_pixels=args.odb_image_min_pixels,
-            max_pixels=args.odb_image_max_pixels,
-        ),
+        patch=args.odb_image_patch_size,
+        merge=args.odb_image_merge,
+        min_pixels=args.odb_image_min_pixels,
+        max_pixels=args.odb_image_max_pixels,
         folder=args.odb_image_folder,
-        token=token,
-        text=f"<|vision_start|>{token}<|vision_end|>",
+        token=args.odb_image_token,
     )
 
 

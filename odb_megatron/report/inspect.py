@@ -794,7 +794,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 def _show(options: argparse.Namespace, text_to: TextIO) -> None:
     """Print records token by token, and write one object for each."""
-    from odb_megatron.data.show import as_lines
+    from odb_megatron.data.sample import as_lines
 
     _fill_in(options)
     objects = []

@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from odb_megatron.data.chat import ChatRenderer
-    from odb_megatron.data.preprocess import BadRecordPolicy
     from odb_megatron.data.sources import SampleSource
 
 __all__ = ["LENGTHS", "DataRequest", "Reading", "length_summary", "read_data", "read_lengths"]
@@ -280,12 +279,10 @@ def show_records(request: DataRequest, count: int) -> Iterator[tuple[str, dict[s
         ValueError: as `read_data`; or one of the records is bad.
     """
     from odb_megatron.data.chat_record import ChatFormatError, Conversation
-    from odb_megatron.data.preprocess import BadRecordPolicy
-    from odb_megatron.data.sample import Sample
-    from odb_megatron.data.show import as_object
+    from odb_megatron.data.sample import Sample, as_object
     from odb_megatron.data.sources import ChatSource
 
-    sources, renderer = _sources(request, bad_record=BadRecordPolicy.ERROR)
+    sources, renderer = _sources(request, skip_bad=False)
     places = [(source, index) for source in sources for index in range(min(count, len(source)))]
     for source, index in places[:count]:
         try:
@@ -327,12 +324,12 @@ def _order(ranges: Sequence[range], *, weights: Sequence[float], seed: int) -> I
 
 
 def _sources(
-    request: DataRequest, *, bad_record: BadRecordPolicy | None = None
+    request: DataRequest, *, skip_bad: bool = True
 ) -> tuple[list[SampleSource], ChatRenderer | None]:
     """Open the data for reading of any length, bad records skipped by default."""
     try:
-        from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
         from odb_megatron.data.records import has_records, require_data
+        from odb_megatron.data.sample import SampleRules
         from odb_megatron.data.sources import open_source
         from odb_megatron.plan.padding import OverlongPolicy
 
@@ -360,7 +357,7 @@ def _sources(
         context=1 << 40,
         token_budget=1 << 40,
         overlong=OverlongPolicy.TRUNCATE,
-        bad_record=bad_record or BadRecordPolicy.SKIP,
+        skip_bad=skip_bad,
     )
     return [open_source(path, rules=rules, renderer=renderer) for path in request.paths], renderer
 

@@ -1,31 +1,113 @@
-"""The data of one rank of a replica: its source rank's loaders, or what the source rank sends.
+"""A replica: its ranks, what they share of its data, and what they know of other ranks' failures.
 
-All ranks build it together: what fails on the source rank is raised on every rank of the replica.
+All ranks build the data together: what fails on the source rank is raised on every rank of the
+replica.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
+from megatron.core import parallel_state as mpu
 from megatron.core.datasets.utils import Split
 
 from odb_megatron.comm.deadline import Deadline
 from odb_megatron.comm.delivery import ReplicaGroup
 from odb_megatron.comm.gloo_group import GlooGroup, numbered
+from odb_megatron.comm.heartbeat import Heartbeat
+from odb_megatron.comm.watchdog import Watchdog, limit_end
 from odb_megatron.data.feed import ChunkIterator, ContextPart, StepFeed
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.megatron.replica_ranks import ReplicaRanks
+from odb_megatron.elastic import leave_reason
+from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.plan.record import ReplicaFailedError
 
-__all__ = ["ReplicaData", "require_agreement"]
+__all__ = ["PeerWatch", "ReplicaData", "ReplicaRanks", "replica_ranks", "require_agreement"]
 
 Loaders = Sequence[StepLoader | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaRanks:
+    """One rank's place in its replica.
+
+    Attributes:
+        rank: this rank.
+        ranks: all ranks of the replica, ascending; the first one (tensor, pipeline and context
+            rank 0) is its source rank.
+        payload_ranks: those that use tokens, labels or loss masks: the ranks of the first and the
+            last pipeline stage; the source rank first.
+        first_stage: the ranks of the first pipeline stage, the source rank first; they encode
+            images.
+        reporter: the rank of the last pipeline stage (tensor and context rank 0) that knows the
+            loss.
+        context_size: context-parallel size.
+        context_rank: this rank's context-parallel rank.
+        tensor_rank: this rank's tensor-parallel rank.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    payload_ranks: tuple[int, ...]
+    reporter: int
+    context_size: int
+    context_rank: int
+    tensor_rank: int
+    first_stage: tuple[int, ...] = ()
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank reads data and plans: the source rank."""
+        return self.rank == self.ranks[0]
+
+
+def replica_ranks(args: argparse.Namespace, *, rank: int) -> ReplicaRanks:
+    """Return a rank's place: it follows from Megatron's sizes and rank order (`RankGenerator`).
+
+    Args:
+        args: `world_size`, the parallel sizes, and `use_tp_pp_dp_mapping`.
+        rank: global rank.
+    """
+    stages = args.pipeline_model_parallel_size
+    shape = {
+        "tp": args.tensor_model_parallel_size,
+        "cp": args.context_parallel_size,
+        "pp": stages,
+    }
+    size = shape["tp"] * shape["cp"] * stages
+    mapping = getattr(args, "use_tp_pp_dp_mapping", False)
+    generator = mpu.RankGenerator(
+        **shape,
+        ep=1,
+        dp=args.world_size // size,
+        order="tp-cp-ep-pp-dp" if mapping else "tp-cp-ep-dp-pp",
+    )
+
+    def group(token: str, member: int) -> list[int]:
+        found: list[int] = next(ranks for ranks in generator.get_ranks(token) if member in ranks)
+        return found
+
+    ranks = sorted(group("tp-cp-pp", rank))
+    stage_of = {other: group("pp", other).index(other) for other in ranks}
+    users = {0, stages - 1}
+    return ReplicaRanks(
+        rank=rank,
+        ranks=tuple(ranks),
+        payload_ranks=tuple(other for other in ranks if stage_of[other] in users),
+        reporter=group("pp", ranks[0])[-1],
+        context_size=shape["cp"],
+        context_rank=group("cp", rank).index(rank),
+        tensor_rank=group("tp", rank).index(rank),
+        first_stage=tuple(other for other in ranks if stage_of[other] == 0),
+    )
 
 
 _OWN_NAMES = ("rank", "local_rank")
@@ -130,36 +212,27 @@ class ReplicaData:
         self._plan_ahead = plan_ahead
         self.channels: list[ReplicaGroup] = []
         self._reports: ReplicaGroup | None = None
+        self.checkpoint_channel: ReplicaGroup | None = None
+        make = partial(ReplicaGroup, timeout_s=60.0 * args.distributed_timeout_minutes)
         if len(place.ranks) > 1:
             self.channels = [
-                ReplicaGroup(
+                make(
                     place.ranks,
                     payload_ranks=place.payload_ranks,
                     name=split.name,
-                    timeout_s=60.0 * args.distributed_timeout_minutes,
                     deadline=self._deadlines.get(split.name),
                     attachment_ranks=place.first_stage if has_images else (),
                 )
                 for split in Split
             ]
-        self.checkpoint_channel: ReplicaGroup | None = None
-        if self.channels:
-            self.checkpoint_channel = ReplicaGroup(
-                place.ranks,
-                payload_ranks=place.ranks[:1],
-                name="checkpoint",
-                timeout_s=60.0 * args.distributed_timeout_minutes,
-            )
+            source = place.ranks[:1]
+            self.checkpoint_channel = make(place.ranks, payload_ranks=source, name="checkpoint")
         if place.reporter != place.ranks[0] and place.rank in (place.ranks[0], place.reporter):
             # Of its own: the channels belong to the threads that make steps.
-            self._reports = ReplicaGroup(
-                [place.ranks[0], place.reporter],
-                payload_ranks=[place.ranks[0]],
-                name="report",
-                timeout_s=60.0 * args.distributed_timeout_minutes,
-            )
+            pair = [place.ranks[0], place.reporter]
+            self._reports = make(pair, payload_ranks=pair[:1], name="report")
 
-    @contextmanager
+    @contextlib.contextmanager
     def error_broadcast(self) -> Iterator[None]:
         """Run what only the source rank does; an error is told to the other ranks of the replica.
 
@@ -252,3 +325,86 @@ class ReplicaData:
             self.channels[0].header(json.dumps(own).encode() if leads else None)
         )
         return shared
+
+
+_GRACE_S = 8.0
+"""Seconds that a process has to end by itself once a peer is gone: its trainer may raise first."""
+
+_NEWS_S = 0.5
+"""Seconds in which the news of a loss comes that an error may be the consequence of."""
+
+_SHOWN = 600
+
+
+class PeerWatch:
+    """Every rank of the world makes one, in the same order.
+
+    Args:
+        args: Megatron's arguments.
+        config: ODB's.
+
+    Attributes:
+        deadlines: of each loader, by the split's name.
+    """
+
+    def __init__(self, args: argparse.Namespace, config: OdbConfig) -> None:
+        self._is_saving = False
+        self._watchdog: Watchdog | None = None
+        timeout_s = 60.0 * args.distributed_timeout_minutes
+        self._heartbeat = Heartbeat(
+            f"replica {mpu.get_data_parallel_rank()}",
+            timeout_s=timeout_s,
+            silent_s=config.warn_s,
+        )
+        if args.world_size > 1:
+            self._watchdog = Watchdog(
+                self._heartbeat,
+                grace_s=_GRACE_S,
+                is_saving=lambda: self._is_saving,
+                longest_save_s=timeout_s,
+                leave_reason=partial(leave_reason, is_told=True),
+            )
+        self.deadlines = {
+            name: Deadline(self._heartbeat, timeout_s=config.timeout_s, warn_s=config.warn_s)
+            for name in ("train", "valid", "test")
+        }
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """A checkpoint is written, or given up, within."""
+        self._is_saving = True
+        try:
+            yield
+        finally:
+            self._is_saving = False
+
+    def loss_behind(self, error: BaseException | None) -> str:
+        """Return the loss of a peer that an error may be the consequence of; empty for none."""
+        if self._watchdog is None or error is None:
+            return ""
+        return self._heartbeat.diagnosis() if self._heartbeat.wait_for_loss(_NEWS_S) else ""
+
+    def tell_failure(self, text: str) -> None:
+        """Tell all ranks that this one ends with an error."""
+        self._heartbeat.tell_failure(text[:_SHOWN])
+
+    def begin_step(self) -> None:
+        """The trainer begins a step, of training or evaluation."""
+        self._heartbeat.begin_step()
+
+    def leave(self, *, within_step: bool) -> None:
+        """The script has ended without an error: after the last step of all, or others miss it."""
+        self._heartbeat.leave(within_step=within_step)
+
+    def close(self, *, clean: bool) -> None:
+        """End; while a peer is gone the watchdog stays until the process has ended.
+
+        Args:
+            clean: the run has not failed.
+        """
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            if not clean:
+                limit_end()
+            if not self._heartbeat.gone:
+                self._heartbeat.close()
