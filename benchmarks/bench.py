@@ -116,7 +116,8 @@ def _steady(name: str) -> Callable[[Result], dict[str, Any]]:
 
     def read(result: Result) -> dict[str, Any]:
         (row,) = (row for row in result["rows"] if row["name"] == name)
-        return {name: one["steady"]["fraction_of_bound"] for name, one in row["policies"].items()}
+        policies = row["policies"].items()
+        return {policy: one["steady"]["fraction_of_bound"] for policy, one in policies}
 
     return read
 

@@ -43,7 +43,10 @@ COLOURS = dict(_FOUND[: len(_FOUND) // 2])
 """By name, as charts are drawn; page.css has the dark ones too."""
 
 WIDTHS = {False: 880, True: 328}  # in CSS pixels, by whether it is the phone's; a page has both
-STYLES = (("blue", "-", "o"), ("orange", "--", "s"), ("green", "-.", "^"), ("purple", ":", "D"))
+STYLES = (
+    *(("blue", "-", "o"), ("orange", "--", "s"), ("green", "-.", "^"), ("purple", ":", "D")),
+    *(("grey", "-", "v"), ("red", "--", "P")),
+)
 """Colour, line style and marker of series."""
 
 _BARS = {
