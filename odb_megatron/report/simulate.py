@@ -6,19 +6,26 @@ No model runs; the time of a step is a cost model's. docs/simulator.md says what
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from odb_megatron import __version__
 from odb_megatron.output_files import check_output, write_json
 from odb_megatron.plan.blocks import BLOCK
-from odb_megatron.simulation.lengths import FORMS, SampleLengths, read_lengths
-from odb_megatron.simulation.schedules import (
+from odb_megatron.report.lengths import (
+    LENGTHS,
+    DataRequest,
+    length_summary,
+    read_data,
+    read_lengths,
+)
+from odb_megatron.report.schedules import (
     ATTENTION_SHARE,
     FIXED_SHARE,
     POLICIES,
@@ -32,10 +39,10 @@ from odb_megatron.simulation.schedules import (
     shares_model,
 )
 
-__all__ = ["POLICY_NAMES", "compare", "main", "parse", "select_names", "simulate"]
+__all__ = ["POLICY_NAMES", "above_zero", "aligned", "compare", "main", "parse", "select_names"]
+__all__ += ["simulate", "whole"]
 
 Figures = dict[str, Any]
-Integers = npt.NDArray[np.int64]
 
 BOUND, BASELINE = "bound", "standard-safe"
 POLICY_NAMES = (*POLICIES, BOUND)
@@ -45,20 +52,16 @@ DEFAULT_COUNT, DEFAULT_FILL = 8, 0.93
 def main(argv: Sequence[str]) -> int:
     """Simulate, print one table, write the JSON.
 
-    Args:
-        argv: arguments behind `odb-megatron simulate`.
-
     Raises:
         SystemExit: arguments that do not parse or cannot be used (2), or `--help` (0).
     """
     parser = _parser()
     options = parser.parse_args(argv)
-    table = sys.stderr if options.json == "-" else sys.stdout
     try:
         if options.json not in (None, "-"):
             check_output("--json", options.json)
         report, text = simulate(options)
-        print(text, file=table)
+        print(text, file=sys.stderr if options.json == "-" else sys.stdout)
         write_json(options.json, report)
     except ValueError as error:
         parser.error(str(error))
@@ -77,17 +80,28 @@ def simulate(options: argparse.Namespace) -> tuple[Figures, str]:
         ValueError: an argument cannot be used.
     """
     names = select_names(options.policy)
-    lengths = read_lengths(
-        options.lengths,
+    lengths, about = _lengths(options)
+    batch = options.global_batch_size
+    if batch is None:
+        room = DEFAULT_COUNT * options.dp * options.token_budget
+        batch = max(options.dp, int(DEFAULT_FILL * room / float(lengths.mean())))
+    setting = Setting(
+        num_replicas=options.dp,
         token_budget=options.token_budget,
-        max_share=max(1, min(options.share_long, options.dp, BLOCK)),
-        tokenizer=options.tokenizer,
+        global_batch_size=batch,
+        cost=shares_model(
+            lengths,
+            token_budget=options.token_budget,
+            attention=options.attention_share,
+            fixed=options.fixed_cost,
+        ),
+        sync=options.sync or ("microbatch" if options.pp > 1 else "step"),
+        num_stages=options.pp,
+        num_chunks=options.vpp,
+        max_share=options.share_long,
         seed=options.seed,
     )
-    setting = _setting(options, lengths.values)
-    stream = Stream.of_epochs(
-        lengths.values, epochs=options.epochs, cost=setting.cost, seed=options.seed
-    )
+    stream = Stream.of_epochs(lengths, epochs=options.epochs, cost=setting.cost, seed=options.seed)
     policies, left_out = compare(names, stream, setting)
     report = {
         "policies": policies,
@@ -95,11 +109,11 @@ def simulate(options: argparse.Namespace) -> tuple[Figures, str]:
         "config": {
             **{key: value for key, value in vars(options).items() if key != "json"},
             "sync": setting.sync,
-            "global_batch_size": setting.global_batch_size,
+            "global_batch_size": batch,
             "cost_quadratic": setting.cost.quadratic,
             "cost_fixed": setting.cost.fixed,
         },
-        "lengths": lengths.summary(),
+        "lengths": about,
         "versions": {
             "odb_megatron": __version__,
             "online_dynamic_batching": next(
@@ -107,11 +121,18 @@ def simulate(options: argparse.Namespace) -> tuple[Figures, str]:
             ),
         },
     }
-    lines = [_headline(options, setting, lengths), _table(policies)]
+    how = "" if options.global_batch_size else f" (what M = {DEFAULT_COUNT} holds)"
+    lines = [
+        f"{about['num_samples']} samples, mean {about['mean']:.1f}, CV {about['cv']:.2f}, longest "
+        f"{about['max']} ({about['num_truncated']} cut, {about['num_left_out']} left out); "
+        f"{options.epochs} epoch(s); {options.dp} replicas, token budget {options.token_budget}, "
+        f"global batch size {batch}{how}, sync {setting.sync}",
+        _table(policies),
+    ]
     if not any(figures["steady"] for name, figures in policies.items() if name != BOUND):
         lines.append(
-            f"warning: no steady steps: {len(stream)} samples are two global batches of "
-            f"{setting.global_batch_size} or less: give more samples or --epochs"
+            f"warning: no steady steps: {len(stream)} samples are two global batches of {batch} or "
+            "less: give more samples or --epochs"
         )
     lines += [f"{name} is left out: {reason}" for name, reason in left_out.items()]
     return report, "\n".join(lines)
@@ -126,7 +147,7 @@ def select_names(text: str) -> tuple[str, ...]:
     asked = {name.strip() for name in text.split(",") if name.strip()}
     if asked == {"all"}:
         return POLICY_NAMES
-    if not asked or not asked <= set(POLICY_NAMES):
+    if not asked or not asked <= {*POLICY_NAMES}:
         raise ValueError(
             f"--policy {text!r}: expected all, or some of {', '.join(POLICY_NAMES)}, separated by "
             "commas"
@@ -137,14 +158,16 @@ def select_names(text: str) -> tuple[str, ...]:
 def compare(
     names: Sequence[str], stream: Stream, setting: Setting
 ) -> tuple[dict[str, Figures], dict[str, str]]:
-    """Return the figures of each policy, and why one has none.
-
-    Args:
-        names: of `POLICY_NAMES`.
-        stream: the samples.
-        setting: what the policies have in common.
-    """
-    base = _rates(POLICIES[BASELINE](stream, setting), stream, setting)
+    """Return the figures of each policy, and why one has none."""
+    base = POLICIES[BASELINE](stream, setting)
+    times = measure(base, stream, setting)
+    spans = base.spans(stream, setting)
+    rates = [
+        [float(times.work[span].sum() / own[span].sum()) for own in (times.step, times.pipeline)]
+        if span.stop
+        else []
+        for span in spans
+    ]
     policies: dict[str, Figures] = {}
     left_out: dict[str, str] = {}
     for name in names:
@@ -153,7 +176,7 @@ def compare(
             best = work / bound_time(work=work, tokens=tokens, setting=setting)
             found: list[Figures | None] = [
                 {"fraction_of_bound": 1.0, "samples_per_s_rel": best / own[0]} if own else None
-                for own in base
+                for own in rates
             ]
         else:
             try:
@@ -163,32 +186,15 @@ def compare(
                 continue
             times = measure(schedule, stream, setting)
             found = [
-                _score(schedule, times, stream, setting, span=span, base=rates)
-                for span, rates in zip(schedule.spans(stream, setting), base, strict=True)
+                _score(schedule, times, setting, span=span, base=own)
+                for span, own in zip(schedule.spans(stream, setting), rates, strict=True)
             ]
         policies[name] = {**(found[0] or {}), "steady": found[1]}
     return policies, left_out
 
 
-def _rates(schedule: Schedule, stream: Stream, setting: Setting) -> list[list[float]]:
-    """Return work per time and per pipeline time; of the whole run and its steady part."""
-    times = measure(schedule, stream, setting)
-    return [
-        [float(times.work[span].sum() / own[span].sum()) for own in (times.step, times.pipeline)]
-        if span.stop
-        else []
-        for span in schedule.spans(stream, setting)
-    ]
-
-
 def _score(
-    schedule: Schedule,
-    times: Times,
-    stream: Stream,
-    setting: Setting,
-    *,
-    span: slice,
-    base: Sequence[float],
+    schedule: Schedule, times: Times, setting: Setting, *, span: slice, base: Sequence[float]
 ) -> Figures | None:
     """Return the figures of some steps against the baseline's rates; None where there are none."""
     if not span.stop:
@@ -223,38 +229,31 @@ def _score(
 # --- the command -----------------------------------------------------------------------------
 
 
-def _setting(options: argparse.Namespace, lengths: Integers) -> Setting:
-    batch = options.global_batch_size
-    if batch is None:
-        room = DEFAULT_COUNT * options.dp * options.token_budget
-        batch = max(options.dp, int(DEFAULT_FILL * room / float(lengths.mean())))
-    return Setting(
-        num_replicas=options.dp,
-        token_budget=options.token_budget,
-        global_batch_size=batch,
-        cost=shares_model(
-            lengths,
-            token_budget=options.token_budget,
-            attention=options.attention_share,
-            fixed=options.fixed_cost,
-        ),
-        sync=options.sync or ("microbatch" if options.pp > 1 else "step"),
-        num_stages=options.pp,
-        num_chunks=options.vpp,
-        max_share=options.share_long,
-        seed=options.seed,
-    )
-
-
-def _headline(options: argparse.Namespace, setting: Setting, lengths: SampleLengths) -> str:
-    about = lengths.summary()
-    how = "" if options.global_batch_size else f" (what M = {DEFAULT_COUNT} holds)"
-    return (
-        f"{about['num_samples']} samples, mean {about['mean']:.1f}, CV {about['cv']:.2f}, longest "
-        f"{about['max']} ({lengths.num_truncated} cut, {lengths.num_left_out} left out); "
-        f"{options.epochs} epoch(s); {options.dp} replicas, token budget {options.token_budget}, "
-        f"global batch size {setting.global_batch_size}{how}, sync {setting.sync}"
-    )
+def _lengths(options: argparse.Namespace) -> tuple[Any, dict[str, float | int]]:
+    """Return the lengths, and what describes them."""
+    spec, longest = options.lengths, options.token_budget
+    longest *= max(1, min(options.share_long, options.dp, BLOCK))
+    num_left_out = num_truncated = 0
+    if ":" in spec.split(os.sep)[0] and not os.path.exists(spec):
+        if options.tokenizer is not None:
+            raise ValueError(
+                f"--tokenizer {options.tokenizer!r} would do nothing: --lengths {spec!r} has "
+                "lengths, no text; drop it"
+            )
+        values = read_lengths(spec, seed=options.seed)
+        if values.max() > longest:
+            raise ValueError(
+                f"--lengths {spec!r} has a sample of {values.max()} tokens; the token budget is "
+                f"{options.token_budget}: raise --token-budget or --share-long, or leave such "
+                "samples out"
+            )
+    else:
+        request = DataRequest(paths=(spec,), tokenizer=options.tokenizer, seed=options.seed)
+        found = read_data(request)
+        num_left_out, num_truncated = found.num_bad, int((found.lengths > longest).sum())
+        values = np.minimum(found.lengths, longest)
+    cut = {"num_truncated": num_truncated, "num_left_out": num_left_out}
+    return values, {**length_summary(values), **cut}
 
 
 _COLUMNS = (
@@ -284,14 +283,43 @@ def _table(policies: Mapping[str, Figures]) -> str:
             if found is not None:
                 cells = [(found.get(key), decimals) for key, _, decimals in shown]
                 rows.append([name, part, *("-" if v is None else f"{v:.{n}f}" for v, n in cells)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return aligned(rows, names=2)
+
+
+def aligned(rows: Sequence[Sequence[str]], *, names: int) -> str:
+    """Return a table as text: the first columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if at < names else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     )
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return an argparse type: a whole number from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        value = int(text) if text.removeprefix("-").isdecimal() else least - 1
+        if value < least or (most is not None and value > most):
+            limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {limits}")
+        return value
+
+    return parse
+
+
+def above_zero(text: str) -> float:
+    """An argparse type: a finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -302,25 +330,30 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--lengths", required=True, metavar="SPEC", help=FORMS)
+    lengths = f"{LENGTHS}; or a data file (JSON or JSONL, or a Megatron .bin/.idx prefix)"
+    add("--lengths", required=True, metavar="SPEC", help=lengths)
     add("--tokenizer", metavar="FOLDER", help="tokenizer of a JSON or JSONL data file")
-    add("--dp", type=int, default=8, metavar="N", help="replicas (default 8)")
-    add("--token-budget", type=int, default=8192, metavar="B", help="default 8192")
-    add("--epochs", type=int, default=1, metavar="E", help="one stream of E epochs (default 1)")
+    add("--dp", type=whole(1), default=8, metavar="N", help="replicas (default 8)")
+    add("--token-budget", type=whole(1), default=8192, metavar="B", help="default 8192")
+    add(
+        "--epochs", type=whole(1), default=1, metavar="E", help="one stream of E epochs (default 1)"
+    )
     policies = f"all (default), or of {', '.join(POLICY_NAMES)}"
     add("--policy", default="all", metavar="P[,P...]", help=policies)
     sync = "where replicas wait for each other (default step; with --pp microbatch)"
     add("--sync", choices=("step", "microbatch"), help=sync)
     batch = f"samples per step (default: what {DEFAULT_COUNT} micro-batches hold)"
-    add("--global-batch-size", type=int, metavar="G", help=batch)
+    add("--global-batch-size", type=whole(1), metavar="G", help=batch)
     share = "let up to K replicas share a sample over the budget or a replica's share (odb)"
-    add("--share-long", type=int, default=1, metavar="K", help=share)
+    add("--share-long", type=whole(1), default=1, metavar="K", help=share)
     fixed = "per-micro-batch overhead, as a share of a full one's cost (default 0.05)"
     add("--fixed-cost", type=float, default=FIXED_SHARE, metavar="SHARE", help=fixed)
     attention = "of attention in the cost of all samples (default 0.3)"
     add("--attention-share", type=float, default=ATTENTION_SHARE, metavar="SHARE", help=attention)
-    add("--pp", type=int, default=1, metavar="P", help="pipeline stages: adds the 1F1B figures")
-    add("--vpp", type=int, default=1, metavar="V", help="virtual chunks per stage (with --pp)")
+    add(
+        "--pp", type=whole(1), default=1, metavar="P", help="pipeline stages: adds the 1F1B figures"
+    )
+    add("--vpp", type=whole(1), default=1, metavar="V", help="virtual chunks per stage (with --pp)")
     add("--seed", type=int, default=0, help="of epochs' orders and comparisons (default 0)")
     add("--json", metavar="OUT", help="write the figures as JSON; '-' for stdout")
     return parser

@@ -10,6 +10,7 @@ import importlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, repeat, zip_longest
@@ -28,16 +29,13 @@ __all__ += ["critical_path", "measure", "odb", "shares_model", "sorted_buckets",
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-Sync = Literal["step", "microbatch"]
 MicroBatches = Sequence[Sequence[int]]
 Pass = tuple[bool, int, int]  # is backward, chunk, micro-batch
 
 BYTES_PER_TOKEN = 4
-ATTENTION_SHARE, FIXED_SHARE = 0.3, 0.05
-FORWARD_SHARE = 1 / 3
+ATTENTION_SHARE, FIXED_SHARE, FORWARD_SHARE = 0.3, 0.05, 1 / 3
 NUM_BUCKETS = 32
-REFERENCE_BUFFER = 1024
-REFERENCE = "online-dynamic-batching"
+REFERENCE, REFERENCE_BUFFER = "online-dynamic-batching", 1024
 
 
 # --- what is compared ------------------------------------------------------------------------
@@ -63,20 +61,13 @@ class Setting:
     token_budget: int
     global_batch_size: int
     cost: CostModel
-    sync: Sync = "step"
+    sync: Literal["step", "microbatch"] = "step"
     num_stages: int = 1
     num_chunks: int = 1
     max_share: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for flag, value in {
-            **{"--dp": self.num_replicas, "--token-budget": self.token_budget},
-            **{"--global-batch-size": self.global_batch_size, "--share-long": self.max_share},
-            **{"--pp": self.num_stages, "--vpp": self.num_chunks},
-        }.items():
-            if value < 1:
-                raise ValueError(f"{flag} must be at least 1, got {value}")
         if self.num_chunks > 1 and self.num_stages == 1:
             raise ValueError(
                 f"--vpp {self.num_chunks} needs a pipeline: pass --pp with at least 2 stages"
@@ -139,17 +130,11 @@ class Stream:
     @classmethod
     def of_epochs(cls, lengths: Integers, *, epochs: int, cost: CostModel, seed: int) -> Stream:
         """Repeat the samples, each epoch but the first in an order of its own."""
-        if epochs < 1:
-            raise ValueError(f"--epochs must be at least 1, got {epochs}")
         random = np.random.default_rng([seed, 1])
         later = [lengths[random.permutation(len(lengths))] for _ in range(epochs - 1)]
         stream = np.concatenate([lengths, *later])
         costs = cost.samples(stream, np.zeros_like(stream))
         return cls(lengths=stream, costs=costs, num_epochs=epochs)
-
-    def epochs(self) -> list[Integers]:
-        """Return the positions of each epoch."""
-        return np.split(np.arange(len(self), dtype=np.int64), self.num_epochs)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -188,16 +173,14 @@ class Schedule:
     ) -> Schedule:
         """Flatten `steps[step][replica][m]`, stream positions each; `shares[position]` replicas."""
         rows = list(chain.from_iterable(steps))
-        counts = [len(step[0]) for step in steps]
-        assert all(len(row) == m for step, m in zip(steps, counts, strict=True) for row in step)
         positions = list(chain.from_iterable(chain.from_iterable(rows)))
-        parts = [shares.get(position, 1) for position in positions] if shares else [1]
+        parts = [(shares or {}).get(position, 1) for position in positions]
         return cls(
             num_replicas=len(steps[0]),
-            counts=np.array(counts, dtype=np.int64),
+            counts=np.array([len(step[0]) for step in steps], dtype=np.int64),
             sizes=np.array([len(batch) for row in rows for batch in row], dtype=np.int64),
             positions=np.array(positions, dtype=np.int64),
-            parts=np.resize(np.array(parts, dtype=np.int64), len(positions)),
+            parts=np.array(parts, dtype=np.int64),
             is_padded=is_padded,
             ramp=ramp,
         )
@@ -208,12 +191,12 @@ class Schedule:
     @property
     def micro_batch_starts(self) -> Integers:
         """Index into `sizes` of each step's first micro-batch [steps + 1]."""
-        return _starts(self.counts * self.num_replicas)
+        return _sums_before(self.counts * self.num_replicas)
 
     @property
     def sample_starts(self) -> Integers:
         """Index into `positions` of each micro-batch's first sample [micro-batches + 1]."""
-        return _starts(self.sizes)
+        return _sums_before(self.sizes)
 
     @property
     def step_samples(self) -> Integers:
@@ -239,7 +222,7 @@ class Schedule:
 
 
 def steps_like(
-    micro_batches: Sequence[Sequence[int]], num_replicas: int, *, count: int, multiple: int = 1
+    micro_batches: MicroBatches, num_replicas: int, *, count: int, multiple: int = 1
 ) -> list[list[list[Sequence[int]]]]:
     """Assign micro-batches to steps, neighbours to the replicas of one micro-batch index.
 
@@ -249,15 +232,11 @@ def steps_like(
         count: M.
         multiple: that the last step's M is a multiple of; it may be smaller.
     """
-    rows: list[list[Sequence[int]]] = []
-    for start in range(0, len(micro_batches), num_replicas):
-        row = list(micro_batches[start : start + num_replicas])
-        rows.append(row + [()] * (num_replicas - len(row)))
-    rows += [[()] * num_replicas for _ in range(-len(rows) % multiple)]
-    return [
-        [[row[replica] for row in rows[start : start + count]] for replica in range(num_replicas)]
-        for start in range(0, len(rows), count)
-    ]
+    idle = [()] * (-len(micro_batches) % (num_replicas * multiple))
+    filled = [*micro_batches, *idle]
+    size = count * num_replicas
+    steps = [filled[start : start + size] for start in range(0, len(filled), size)]
+    return [[step[replica::num_replicas] for replica in range(num_replicas)] for step in steps]
 
 
 # --- time ------------------------------------------------------------------------------------
@@ -300,7 +279,9 @@ def measure(schedule: Schedule, stream: Stream, setting: Setting) -> Times:
     parts, starts, bounds = schedule.parts, schedule.sample_starts, schedule.micro_batch_starts
     is_shared = parts > 1
     if schedule.is_padded:
-        longest = _largest(lengths, starts)
+        longest, filled = np.zeros_like(schedule.sizes), np.flatnonzero(schedule.sizes)
+        if len(filled):
+            longest[filled] = np.maximum.reduceat(lengths, starts[filled])
         computed = longest * schedule.sizes
         costs = setting.cost.samples(longest, np.zeros_like(longest)) * schedule.sizes
     else:
@@ -365,8 +346,7 @@ def critical_path(times: Floats, *, num_stages: int, num_chunks: int = 1) -> Flo
     spent = {False: part * FORWARD_SHARE, True: part * (1 - FORWARD_SHARE)}
     clock = [np.zeros(len(times)) for _ in range(num_stages)]
     done: dict[tuple[int, Pass], Floats] = {}
-    for stage, task in _evaluation_order(num_stages, num_chunks, times.shape[1]):
-        needed = _needs(stage, task, num_stages, num_chunks)
+    for stage, task, needed in _evaluation_order(num_stages, num_chunks, times.shape[1]):
         start = clock[stage] if needed is None else np.maximum(clock[stage], done[needed])
         clock[stage] = done[stage, task] = start + spent[task[0]][:, task[2]]
     latest: Floats = np.max(clock, axis=0)
@@ -376,11 +356,10 @@ def critical_path(times: Floats, *, num_stages: int, num_chunks: int = 1) -> Flo
 def _stage_order(stage: int, num_stages: int, num_chunks: int, count: int) -> list[Pass]:
     """Return the passes of a stage in the order in which it runs them."""
     assert num_chunks == 1 or count % num_stages == 0
-    total = count * num_chunks
     warm_up = num_stages - stage - 1
     if num_chunks > 1:
         warm_up = 2 * warm_up + (num_chunks - 1) * num_stages
-    warm_up = min(warm_up, total)
+    warm_up = min(warm_up, count * num_chunks)
     virtual = [
         (chunk, index)
         for start in range(0, count, num_stages)
@@ -390,36 +369,32 @@ def _stage_order(stage: int, num_stages: int, num_chunks: int, count: int) -> li
     forward = [(False, chunk, index) for chunk, index in virtual]
     backward = [(True, num_chunks - 1 - chunk, index) for chunk, index in virtual]
     pairs = zip(forward[warm_up:], backward, strict=False)
-    return [*forward[:warm_up], *chain.from_iterable(pairs), *backward[total - warm_up :]]
-
-
-def _needs(stage: int, task: Pass, num_stages: int, num_chunks: int) -> tuple[int, Pass] | None:
-    """Return the pass on another stage that must come first."""
-    is_backward, chunk, index = task
-    step, first, last = (-1, num_stages - 1, 0) if is_backward else (1, 0, num_stages - 1)
-    if stage != first:
-        return stage - step, task
-    before = chunk - step
-    return (last, (is_backward, before, index)) if 0 <= before < num_chunks else None
+    return [*forward[:warm_up], *chain.from_iterable(pairs), *backward[len(forward) - warm_up :]]
 
 
 @lru_cache(maxsize=256)
-def _evaluation_order(num_stages: int, num_chunks: int, count: int) -> tuple[tuple[int, Pass], ...]:
-    """Return all passes so that each comes after what it needs."""
+def _evaluation_order(
+    num_stages: int, num_chunks: int, count: int
+) -> tuple[tuple[int, Pass, tuple[int, Pass] | None], ...]:
+    """Return stage, pass, and what it needs of another stage, so that each comes after that."""
+
+    def needs(stage: int, task: Pass) -> tuple[int, Pass] | None:
+        is_backward, chunk, index = task
+        step, first, last = (-1, num_stages - 1, 0) if is_backward else (1, 0, num_stages - 1)
+        if stage != first:
+            return stage - step, task
+        before = chunk - step
+        return (last, (is_backward, before, index)) if 0 <= before < num_chunks else None
+
     left = [_stage_order(s, num_stages, num_chunks, count)[::-1] for s in range(num_stages)]
-    found: list[tuple[int, Pass]] = []
-    known: set[tuple[int, Pass]] = set()
+    found: dict[tuple[int, Pass], tuple[int, Pass] | None] = {}
     while any(left):
         before = len(found)
         for stage, order in enumerate(left):
-            while order:
-                needed = _needs(stage, order[-1], num_stages, num_chunks)
-                if needed is not None and needed not in known:
-                    break
-                found.append((stage, order.pop()))
-                known.add(found[-1])
+            while order and (needed := needs(stage, order[-1])) in (None, *found):
+                found[stage, order.pop()] = needed
         assert len(found) > before, "the schedule waits for itself"
-    return tuple(found)
+    return tuple((stage, task, needed) for (stage, task), needed in found.items())
 
 
 # --- policies --------------------------------------------------------------------------------
@@ -482,74 +457,66 @@ def _evened(tables: list[Integers], blocks: list[range], stream: Stream) -> list
     return tables
 
 
-def dp_balanced(stream: Stream, setting: Setting) -> Schedule:
-    """Return Megatron's `dp_balanced` (`DpBalancedScheduler`, core/datasets/data_schedule.py).
+Pack = Callable[[Sequence[int], int], list[list[int]]]
 
-    Each global batch goes in order into bins by next fit; samples move from the last bins into
-    bins of their own until the number of bins is a multiple of the replicas (times the group size
-    under virtual pipelining). Bin `k * replicas + r` is micro-batch k of replica r.
+
+def _packed(pack: Pack, stream: Stream, setting: Setting) -> Schedule:
+    """Pack each global batch into bins; bin `k * replicas + r` is micro-batch k of replica r.
+
+    Samples move from the last bins into bins of their own until the number of bins is a multiple of
+    the replicas (times the group size under virtual pipelining).
     """
-    return _per_global_batch(_next_fit, stream, setting)
-
-
-def ffd(stream: Stream, setting: Setting) -> Schedule:
-    """Return first-fit decreasing per global batch, as SkyRL and NeMo-RL pack, dealt as above."""
-    return _per_global_batch(_first_fit_decreasing, stream, setting)
-
-
-def _next_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room = -1
-    for slot, length in enumerate(lengths):
-        if not bins or length > room:
-            bins.append([])
-            room = token_budget
-        bins[-1].append(slot)
-        room -= length
-    return bins
-
-
-def _first_fit_decreasing(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    rooms = np.zeros(len(lengths), dtype=np.int64)
-    for slot in sorted(range(len(lengths)), key=lambda slot: -lengths[slot]):
-        fits = np.flatnonzero(rooms[: len(bins)] >= lengths[slot])
-        at = int(fits[0]) if len(fits) else len(bins)
-        if at == len(bins):
-            bins.append([])
-            rooms[at] = token_budget
-        bins[at].append(slot)
-        rooms[at] -= lengths[slot]
-    return bins
-
-
-def _to_multiple(bins: list[list[int]], multiple: int) -> list[list[int]]:
-    """Move the last samples of the last bins into bins of their own, up to a multiple.
-
-    Where there are too few samples for that (upstream stops there), empty bins are added.
-    """
-    index = len(bins) - 1
-    while len(bins) % multiple and index >= 0:
-        if len(bins[index]) > 1:
-            bins.append([bins[index].pop()])
-        else:
-            index -= 1
-    return bins + [[] for _ in range(-len(bins) % multiple)]
-
-
-def _per_global_batch(
-    pack: Callable[[Sequence[int], int], list[list[int]]], stream: Stream, setting: Setting
-) -> Schedule:
     num, steps = setting.num_replicas, []
-    multiple = num * setting.count_multiple
     for start in range(0, len(stream), setting.global_batch_size):
         batch = stream.lengths[start : start + setting.global_batch_size]
         filled = np.flatnonzero(batch)
-        bins = _to_multiple(pack(batch[filled].tolist(), setting.token_budget), multiple)
-        bins = bins or [[] for _ in range(multiple)]
+        bins = pack(batch[filled].tolist(), setting.token_budget)
+        multiple = num * setting.count_multiple
+        index = len(bins) - 1
+        while len(bins) % multiple and index >= 0:
+            if len(bins[index]) > 1:
+                bins.append([bins[index].pop()])
+            else:
+                index -= 1
+        # Upstream stops where there are too few samples; here empty bins are added.
+        bins += [[] for _ in range(-len(bins) % multiple or multiple * (not bins))]
         positions = [(start + filled[slots]).tolist() if slots else [] for slots in bins]
         steps += steps_like(positions, num, count=len(bins) // num)
     return Schedule.of_steps(steps)
+
+
+def dp_balanced(stream: Stream, setting: Setting) -> Schedule:
+    """Return Megatron's `dp_balanced` (`DpBalancedScheduler`, core/datasets/data_schedule.py)."""
+
+    def next_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+        bins: list[list[int]] = []
+        room = -1
+        for slot, length in enumerate(lengths):
+            if not bins or length > room:
+                bins.append([])
+                room = token_budget
+            bins[-1].append(slot)
+            room -= length
+        return bins
+
+    return _packed(next_fit, stream, setting)
+
+
+def ffd(stream: Stream, setting: Setting) -> Schedule:
+    """Return first-fit decreasing per global batch, as SkyRL and NeMo-RL pack."""
+
+    def first_fit_decreasing(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+        bins: list[list[int]] = []
+        rooms = np.full(len(lengths), token_budget)
+        for slot in sorted(range(len(lengths)), key=lambda slot: -lengths[slot]):
+            fits = np.flatnonzero(rooms[: len(bins)] >= lengths[slot])
+            at = int(fits[0]) if len(fits) else len(bins)
+            bins += [[]] * (at == len(bins))
+            bins[at] = [*bins[at], slot]
+            rooms[at] -= lengths[slot]
+        return bins
+
+    return _packed(first_fit_decreasing, stream, setting)
 
 
 def standard_safe(stream: Stream, setting: Setting) -> Schedule:
@@ -599,7 +566,7 @@ def _bucketed(stream: Stream, setting: Setting, *, most: int) -> list[list[int]]
     random = np.random.default_rng([setting.seed, 3])
     num, lengths = setting.num_replicas, stream.lengths
     dealt: list[list[int]] = []
-    for positions in stream.epochs():
+    for positions in np.split(np.arange(len(stream)), stream.num_epochs):
         filled = positions[lengths[positions] > 0]
         order = filled[np.argsort(-lengths[filled], kind="stable")]
         batches: list[list[int]] = []
@@ -620,9 +587,6 @@ def _bucketed(stream: Stream, setting: Setting, *, most: int) -> list[list[int]]
     return dealt
 
 
-# --- the reference package -------------------------------------------------------------------
-
-
 def odb_reference(stream: Stream, setting: Setting) -> Schedule:
     """Return the groups of the package `online-dynamic-batching`: join mode, its defaults.
 
@@ -635,13 +599,23 @@ def odb_reference(stream: Stream, setting: Setting) -> Schedule:
         ImportError: the package is missing; with the command that installs it.
     """
     try:
-        collate, grouping = (importlib.import_module(f"odb.{n}") for n in ("collate", "grouping"))
+        modules: list[Any] = [importlib.import_module(f"odb.{n}") for n in ("collate", "grouping")]
     except ImportError as error:
         raise ImportError(f"not importable ({error}): pip install {REFERENCE}==0.1.2") from error
-    num = setting.num_replicas
+    num, multiple = setting.num_replicas, setting.count_multiple
     groups: list[list[list[int]]] = [[] for _ in range(num)]
+    slots: list[Any] = [None] * num
+    barrier, own = threading.Barrier(num), threading.local()
+
+    def gather(output: Any, value: Any, *, group: object = None) -> None:
+        slots[own.rank] = value
+        barrier.wait()
+        for rank, part in enumerate(output.view(num, -1)):
+            part.copy_(slots[rank])
+        barrier.wait()
 
     def run(replica: int) -> None:
+        own.rank = replica
         shard = range(replica, len(stream), num)
         pairs = [(position, int(stream.lengths[position])) for position in shard]
         samples = ([{"input_ids": (0,) * num, "position": at}] for at, num in pairs if num)
@@ -651,45 +625,19 @@ def odb_reference(stream: Stream, setting: Setting) -> Schedule:
             if isinstance(item[1], dict):  # else an idle slot
                 groups[replica].append(item[1]["positions"])
 
-        collate.collate_loop_odb(
-            SimpleNamespace(get=lambda timeout=None: next(items)),
-            SimpleNamespace(put=put),
-            lambda batch: {"positions": [sample["position"] for sample in batch]},
-            REFERENCE_BUFFER,
-            setting.token_budget,
-            threading.Event(),
-            join_mode=True,
-        )
-
-    _run_in_threads(run, num, collate, grouping)
-    dealt: list[list[int]] = [group or [] for row in zip_longest(*groups) for group in row]
-    mean = max(1.0, sum(map(len, dealt)) / max(1, sum(map(len, groups))))
-    multiple = setting.count_multiple
-    rows = max(1, round(setting.global_batch_size / (num * mean * multiple)))
-    steps = steps_like(dealt, num, count=rows * multiple, multiple=multiple)
-    return Schedule.of_steps(steps, is_padded=True, ramp=REFERENCE_BUFFER * num)
-
-
-def _run_in_threads(run: Callable[[int], None], num: int, *modules: Any) -> None:
-    """Call `run(rank)` in N threads, which the package's modules see as N ranks; then undo all."""
-    barrier, own = threading.Barrier(num), threading.local()
-    slots: list[Any] = [None] * num
-    errors: list[BaseException] = []
-
-    def gather(output: Any, value: Any, *, group: object = None) -> None:
-        slots[own.rank] = value
-        barrier.wait()
-        for rank, part in enumerate(output.view(num, -1)):
-            part.copy_(slots[rank])
-        barrier.wait()
-
-    def guard(rank: int) -> None:
-        own.rank = rank
         try:
-            run(rank)
-        except BaseException as error:  # a broken barrier is another rank's, which comes first
-            errors.append(error)
+            modules[0].collate_loop_odb(
+                SimpleNamespace(get=lambda timeout=None: next(items)),
+                SimpleNamespace(put=put),
+                lambda batch: {"positions": [sample["position"] for sample in batch]},
+                REFERENCE_BUFFER,
+                setting.token_budget,
+                threading.Event(),
+                join_mode=True,
+            )
+        except BaseException:
             barrier.abort()
+            raise
 
     dist: SimpleNamespace = SimpleNamespace(
         distributed_c10d=SimpleNamespace(),
@@ -705,18 +653,18 @@ def _run_in_threads(run: Callable[[int], None], num: int, *modules: Any) -> None
     try:
         for module in modules:
             module.dist = dist
-        threads = [threading.Thread(target=guard, args=(rank,)) for rank in range(num)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(num) as pool:
+            list(pool.map(run, range(num)))
     finally:
         for module, old in zip(modules, before, strict=True):
             module.dist = old
         torch.set_num_threads(num_threads)
         torch.multiprocessing.set_sharing_strategy(sharing)
-    if errors:
-        raise errors[0]
+    dealt: list[list[int]] = [group or [] for row in zip_longest(*groups) for group in row]
+    mean = max(1.0, sum(map(len, dealt)) / max(1, sum(map(len, groups))))
+    rows = max(1, round(setting.global_batch_size / (num * mean * multiple)))
+    steps = steps_like(dealt, num, count=rows * multiple, multiple=multiple)
+    return Schedule.of_steps(steps, is_padded=True, ramp=REFERENCE_BUFFER * num)
 
 
 POLICIES: dict[str, Callable[[Stream, Setting], Schedule]] = {
@@ -729,19 +677,10 @@ POLICIES: dict[str, Callable[[Stream, Setting], Schedule]] = {
 }
 
 
-def _starts(sizes: Integers) -> Integers:
-    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)))
+def _sums_before(sizes: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.concatenate((np.zeros(1, dtype=sizes.dtype), np.cumsum(sizes)))
 
 
 def _sums(values: npt.NDArray[Any], starts: Integers) -> npt.NDArray[Any]:
-    total = np.concatenate((np.zeros(1, dtype=values.dtype), np.cumsum(values)))
-    found: npt.NDArray[Any] = total[starts[1:]] - total[starts[:-1]]
-    return found
-
-
-def _largest(values: Integers, starts: Integers) -> Integers:
-    filled = np.flatnonzero(np.diff(starts))
-    found = np.zeros(len(starts) - 1, dtype=np.int64)
-    if len(filled):
-        found[filled] = np.maximum.reduceat(values, starts[filled])
+    found: npt.NDArray[Any] = np.diff(_sums_before(values)[starts])
     return found
