@@ -20,6 +20,7 @@ from odb_megatron.data.chat_record import ChatFormatError
 from odb_megatron.data.order import Order, PassOrder, SingleOrder
 from odb_megatron.data.sample import BadRecordError, DataFileError, Sample, Skipped, SkipReason
 from odb_megatron.data.sources import SampleSource
+from odb_megatron.errors import SettingError
 from odb_megatron.plan.padding import OverlongError
 
 __all__ = ["Blend", "FetchError", "Location", "SampleStream", "SourcePart"]
@@ -96,10 +97,11 @@ class SampleStream(torch.utils.data.Dataset[Sample | Skipped | FetchError]):
             raise ValueError(f"{len(parts)} sources need a blend; one source needs none")
         for part in parts:
             if len(part.order) == 0:
-                raise ValueError(
-                    f"{part.source.path} has {len(part.source)} records and none of them falls "
-                    f"into the {split + ' ' if split else ''}split: change --split (100,0,0 with "
-                    "--eval-iters 0 trains on all of them), or add data"
+                raise SettingError(
+                    f"{{path}} has {len(part.source)} records and none of them falls into the "
+                    f"{split + ' ' if split else ''}split: change {{split}} (100,0,0 with "
+                    "{eval_iters} 0 trains on all of them), or add data",
+                    path=part.source.path,
                 )
         self._parts = tuple(parts)
         self._blend = blend
