@@ -22,8 +22,7 @@ from odb_megatron.data.chat_record import ChatFormatError
 from odb_megatron.data.order import Order, PassOrder, SingleOrder
 from odb_megatron.data.sample import BadRecordError, DataFileError, Sample, Skipped
 from odb_megatron.data.sources import SampleSource
-from odb_megatron.data.thd import PAD_TOKEN
-from odb_megatron.data.workers import WorkerError, Workers, limited, starting
+from odb_megatron.errors import SettingError
 from odb_megatron.plan.padding import OverlongError
 from odb_megatron.plan.record import PlanConfig
 
@@ -103,10 +102,11 @@ class SampleStream:
         assert len(parts) == 1 or (parts and blend), "several sources need a blend"
         for part in parts:
             if len(part.order) == 0:
-                raise ValueError(
-                    f"{part.source.path} has {len(part.source)} records and none of them falls "
-                    f"into the {split + ' ' if split else ''}split: change --split (100,0,0 with "
-                    "--eval-iters 0 trains on all of them), or add data"
+                raise SettingError(
+                    f"{{path}} has {len(part.source)} records and none of them falls into the "
+                    f"{split + ' ' if split else ''}split: change {{split}} (100,0,0 with "
+                    "{eval_iters} 0 trains on all of them), or add data",
+                    path=part.source.path,
                 )
         self._parts = tuple(parts)
         self._blend = blend
