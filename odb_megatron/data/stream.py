@@ -22,6 +22,8 @@ from odb_megatron.data.chat_record import ChatFormatError
 from odb_megatron.data.order import Order, PassOrder, SingleOrder
 from odb_megatron.data.sample import BadRecordError, DataFileError, Sample, Skipped
 from odb_megatron.data.sources import SampleSource
+from odb_megatron.data.thd import PAD_TOKEN
+from odb_megatron.data.workers import WorkerError, Workers, limited, starting
 from odb_megatron.errors import SettingError
 from odb_megatron.plan.padding import OverlongError
 from odb_megatron.plan.record import PlanConfig
