@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ __all__ = ["configured", "main"]
 _ODB = "dataset.odb."
 _STEP = "megatron.bridge.training.gpt_step:forward_step"
 _FINETUNE_WORDS = ("sft", "peft", "finetune", "lora", "dora")
+_SECTIONS = (
+    *("model", "dataset", "train", "validation", "optimizer", "ddp", "scheduler"),
+    *("logger", "tokenizer", "checkpoint", "dist", "rng"),
+)
+"""What every configuration has, so that null is no value of theirs."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cfg = configured(args.recipe, overlays=args.config, overrides=args.overrides)
         step = _found(args.step)
         mode = args.mode or _mode_of(args.recipe)
-        _require_weights(cfg, mode)
-        from odb_megatron.bridge.validation import UnusableError, refuse_early
+        from odb_megatron.bridge.arguments import UnusableError, refuse_early
 
         refuse_early(cfg)
     if args.dry_run:
@@ -55,16 +60,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UnusableError as error:
         with usage_errors():
             raise ValueError(str(error)) from error
-
-
-def _require_weights(cfg: Any, mode: str) -> None:
-    """Say what Bridge's `finetune()` asserts."""
-    checkpoint = cfg.checkpoint
-    if mode == "finetune" and checkpoint.pretrained_checkpoint is checkpoint.load is None:
-        raise ValueError(
-            "finetune() starts from weights: give checkpoint.pretrained_checkpoint=FOLDER (or "
-            "checkpoint.load=FOLDER), or --mode pretrain"
-        )
 
 
 @contextmanager
@@ -99,37 +94,118 @@ def configured(recipe: str, *, overlays: Sequence[str] = (), overrides: Sequence
     from omegaconf import OmegaConf
 
     from odb_megatron.bridge.activation import require_active
-    from odb_megatron.bridge.applied import applied
 
     own = [text for text in overrides if text.lstrip("+~").startswith(_ODB)]
     others = [text for text in overrides if text not in own]
     cfg = _found(recipe, module="megatron.bridge.recipes")()
-    base = OmegaConf.create({"dataset": {"odb": asdict(OdbSettings())}})
-    settings = base
+    settings = OmegaConf.create({"dataset": {"odb": asdict(OdbSettings())}})
     with tempfile.TemporaryDirectory() as folder:
         for at, path in enumerate(overlays):
             overlay = _loaded(path)
             odb = _taken(overlay)
-            settings = _merged(settings, odb, where=path)
-            _refuse_unknown(cfg, overlay, where=path)
+            for name in odb:
+                _require_setting(name, where=path)
+            settings = OmegaConf.merge(settings, {"dataset": {"odb": odb}})
+            for key in _keys(overlay):
+                _require_place(cfg, key, where=path)
             rest = Path(folder) / f"{at}.yaml"
             OmegaConf.save(OmegaConf.create(overlay), rest)
-            cfg = applied(cfg, where=path, overlay=str(rest))
+            cfg = _applied(cfg, where=path, overlay=rest)
     if others:
-        for text in others:
-            if "_target_" in text:
-                raise ValueError(
-                    f"{text}: _target_ would make another object of this section, or do nothing "
-                    "where Bridge cannot: use a recipe that has it (--recipe MODULE:FUNCTION)"
-                )
-        cfg = applied(cfg, where=" ".join(others), overrides=others)
-        _require_applied(cfg, others)
+        cfg = _applied(cfg, where=" ".join(others), overrides=others)
     for text in own:
         settings = _overridden(settings, text)
-    values = OmegaConf.to_container(settings, resolve=True)["dataset"]["odb"]
-    enable(cfg, **values)
+    enable(cfg, **OmegaConf.to_container(settings, resolve=True)["dataset"]["odb"])
     require_active(cfg)
     return cfg
+
+
+def _applied(
+    cfg: Any, *, where: str, overlay: Path | None = None, overrides: Sequence[str] = ()
+) -> Any:
+    """Return a configuration with a YAML file, or overrides, applied as Bridge does.
+
+    Bridge warns and goes on where a key is not known, or a value does not fit
+    (`omegaconf_utils._apply_overrides`, 0.6.2), and says nothing where a deletion, or a null in
+    place of a section, does not do what it says. All are errors here.
+    """
+    from megatron.bridge.training.utils.omegaconf_utils import (
+        OverridesError,
+        process_config_with_overrides,
+    )
+
+    for text in overrides:
+        if text.startswith("~"):
+            raise ValueError(f"{text}: Bridge keeps what is not named: give KEY=VALUE")
+        if text.startswith("+") or "_target_" in text:  # Hydra refuses others that are not there
+            _require_place(cfg, text.lstrip("+").partition("=")[0], where=text)
+    before = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
+    with _warnings() as usual:
+        process_config_with_overrides(cfg)  # says what Bridge drops of the recipe itself
+    with _warnings() as dropped:
+        try:
+            cfg = process_config_with_overrides(
+                cfg,
+                config_filepath=str(overlay) if overlay else None,
+                cli_overrides=list(overrides) or None,
+            )
+        except OverridesError as error:
+            raise ValueError(str(error)) from error
+    new = [text for text in dropped if text not in usual]
+    if new:
+        raise ValueError(f"{where}: Bridge would drop a part of it: {'; '.join(new)}")
+    for name, value in before.items():
+        now = getattr(cfg, name)
+        is_gone = is_dataclass(value) and name in _SECTIONS and not is_dataclass(now)
+        if is_gone or (isinstance(now, dict) and not isinstance(value, dict)):
+            raise ValueError(
+                f"{where}: {name} is {type(value).__name__} in this recipe and cannot be {now!r}: "
+                f"change {name}.KEY, or choose another recipe (--recipe MODULE:FUNCTION)"
+            )
+    return cfg
+
+
+def _keys(overlay: dict[str, Any]) -> Iterator[str]:
+    for key, value in overlay.items():
+        yield from (
+            (f"{key}.{inner}" for inner in _keys(value)) if isinstance(value, dict) else (key,)
+        )
+
+
+def _require_place(cfg: Any, key: str, *, where: str) -> None:
+    """Raise on a key that the configuration does not have: Bridge only warns, or not even that."""
+    if "_target_" in key:
+        raise ValueError(
+            f"{where}: _target_ would make another object of a section, or do nothing where "
+            "Bridge cannot: use a recipe that has it (--recipe MODULE:FUNCTION)"
+        )
+    owner = cfg
+    for part in key.split("."):
+        if owner is None or isinstance(owner, dict):
+            return
+        if not hasattr(owner, part):
+            raise ValueError(f"{where}: the configuration has no {key}, so it would do nothing")
+        owner = getattr(owner, part)
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect what Bridge warns of while it applies."""
+    found: list[str] = []
+    logger = logging.getLogger("megatron.bridge.training.utils.omegaconf_utils")
+    collector = logging.Handler(logging.WARNING)
+    collector.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    level, disabled = logger.level, logger.disabled  # logging.config disables loggers
+    logger.addHandler(collector)
+    logger.disabled = False
+    if not logger.isEnabledFor(logging.WARNING):
+        logger.setLevel(logging.WARNING)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(collector)
+        logger.setLevel(level)
+        logger.disabled = disabled
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -221,14 +297,6 @@ def _taken(overlay: dict[str, Any]) -> dict[str, Any]:
     return odb
 
 
-def _merged(settings: Any, odb: dict[str, Any], *, where: str) -> Any:
-    from omegaconf import OmegaConf
-
-    for name in odb:
-        _require_setting(name, where=where)
-    return OmegaConf.merge(settings, {"dataset": {"odb": odb}})
-
-
 def _overridden(settings: Any, text: str) -> Any:
     from megatron.bridge.training.utils.omegaconf_utils import OverridesError, parse_hydra_overrides
 
@@ -245,43 +313,8 @@ def _overridden(settings: Any, text: str) -> Any:
 
 
 def _require_setting(name: str, *, where: str) -> None:
-    if name not in asdict(OdbSettings()):
+    if name not in {field.name for field in fields(OdbSettings)}:
         raise ValueError(f"{where}: {unknown_setting(name)}")
-
-
-def _refuse_unknown(cfg: Any, overlay: dict[str, Any], *, where: str, prefix: str = "") -> None:
-    """Raise on a key of an overlay that the configuration does not have: Bridge only warns."""
-    for key, value in overlay.items():
-        name = f"{prefix}{key}"
-        if key == "_target_":
-            raise ValueError(
-                f"{where}: {name} would make another object of this section, or do nothing where "
-                "Bridge cannot: use a recipe that has it (--recipe MODULE:FUNCTION)"
-            )
-        has_key = key in cfg if isinstance(cfg, dict) else hasattr(cfg, str(key))
-        if not has_key and not isinstance(cfg, dict):
-            raise ValueError(f"{where}: the configuration has no {name}, so it would do nothing")
-        inner = cfg.get(key) if isinstance(cfg, dict) else getattr(cfg, str(key))
-        if isinstance(value, dict) and inner is not None:
-            _refuse_unknown(inner, value, where=where, prefix=f"{name}.")
-
-
-def _require_applied(cfg: Any, overrides: Sequence[str]) -> None:
-    """Raise on an override that added a key of no attribute: Bridge only warns."""
-    for text in overrides:
-        name = text.partition("=")[0]
-        if not name.startswith("+"):
-            continue  # Hydra refuses what is not there
-        name = name.lstrip("+")
-        owner = cfg
-        for part in name.split("."):
-            is_mapping = isinstance(owner, dict)
-            owner = owner.get(part, _ABSENT) if is_mapping else getattr(owner, part, _ABSENT)
-            if owner is _ABSENT:
-                raise ValueError(f"{text}: the configuration has no {name}, so it would do nothing")
-
-
-_ABSENT = object()
 
 
 if __name__ == "__main__":
