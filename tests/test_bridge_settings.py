@@ -16,7 +16,7 @@ from odb_megatron import errors
 from odb_megatron.bridge.hooks import require_names
 from odb_megatron.bridge.run import TrainBatches, as_batch
 from odb_megatron.bridge.settings import OdbSettings, described, setting_in_bridge
-from odb_megatron.data.thd import assemble_idle, layout
+from odb_megatron.data.thd import assemble, layout
 from odb_megatron.errors import SettingError, flag_of
 from odb_megatron.megatron.config import SETTINGS, OdbConfig
 from odb_megatron.plan.padding import OverlongPolicy, SizeRule
@@ -130,8 +130,8 @@ def test_layout_reaches_ranks_without_tokens() -> None:
 @pytest.mark.parametrize(
     ("item", "real"),
     [
-        (assemble_idle(rule=SizeRule(multiple=4)), [0, 4]),
-        (assemble_idle(rule=SizeRule(sizes=(16,), multiple=4)), [0, 16]),
+        (assemble([], positions=[], rule=SizeRule(multiple=4)), [0, 4]),
+        (assemble([], positions=[], rule=SizeRule(sizes=(16,), multiple=4)), [0, 16]),
         (layout([3], positions=[0], rule=SizeRule(sizes=(16,), multiple=4)), [0, 3, 15]),
     ],
 )

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from odb_megatron.data.item_stream import ItemStream
+from odb_megatron.data.iterable import ItemStream
 from odb_megatron.data.loop import Progress
 from odb_megatron.data.records import file_fingerprint
 from odb_megatron.data.step_loader import StepLoader

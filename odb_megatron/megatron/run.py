@@ -18,9 +18,9 @@ import torch
 from megatron.core.datasets.utils import Split
 
 from odb_megatron import doctor
-from odb_megatron.comm.blocks import SourceGroup
+from odb_megatron.comm.groups import SourceGroup
 from odb_megatron.data.feed import StepFeed, StepHeader
-from odb_megatron.data.item_stream import ItemStream
+from odb_megatron.data.iterable import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.elastic import USAGE_ERROR, leave_reason
