@@ -18,13 +18,13 @@ import torch
 from megatron.core.datasets.utils import Split
 
 from odb_megatron import doctor
-from odb_megatron.comm.blocks import SourceGroup
+from odb_megatron.comm.groups import SourceGroup
 from odb_megatron.data.feed import StepFeed, StepHeader
-from odb_megatron.data.item_stream import ItemStream
+from odb_megatron.data.iterable import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.elastic import USAGE_ERROR, leave_reason
-from odb_megatron.errors import usage_errors
+from odb_megatron.errors import SettingError, usage_errors
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.checkpoint import (
     DataCheckpoint,
@@ -413,14 +413,14 @@ class OdbRun:
         if not reads_data:
             return streams
         if streams[0] is None and not args.skip_train:
-            raise ValueError(
-                "there is nothing to train on: the train split is empty; change --split or "
-                "--data-path"
+            raise SettingError(
+                "there is nothing to train on: the train split is empty; change {split} or "
+                "{data_path}"
             )
         if streams[1] is None and args.eval_iters:
-            raise ValueError(
+            raise SettingError(
                 "there is nothing to evaluate on: the validation split is empty; change "
-                "--split, give --valid-data-path, or pass --eval-iters 0"
+                "{split}, give {valid_data_path}, or pass {eval_iters} 0"
             )
         self._groups = [
             source_group(
