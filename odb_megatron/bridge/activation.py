@@ -20,7 +20,7 @@ from odb_megatron.errors import name_settings
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.validation import NEEDS
 
-__all__ = ["OdbDatasetConfig", "enable", "require_active"]
+__all__ = ["OdbDatasetConfig", "enable", "require_active", "switch_on"]
 
 _MARK = "_has_odb"
 """Attribute of a configuration in which ODB was switched on; no field, and copied with it."""
@@ -98,13 +98,19 @@ def enable(cfg: Any, *, token_budget: int | None = None, **settings: Any) -> Non
     unknown = sorted(set(settings) - {field.name for field in fields(OdbSettings)})
     if unknown:
         raise ValueError(unknown_setting(unknown[0]))
-    require_names()
     name_settings(setting_in_bridge)
     odb = OdbSettings(token_budget=token_budget, **settings)
     OdbConfig.from_args(argparse.Namespace(**odb.as_flags(), seq_length=cfg.model.seq_length))
     errors = recipe_errors(cfg.dataset, odb)
     if errors:
         raise ValueError("\n".join(errors))
+    switch_on(cfg, odb)
+
+
+def switch_on(cfg: Any, odb: OdbSettings) -> None:
+    """Do what `enable` does, without a look at the settings and the recipe's data."""
+    require_names()
+    name_settings(setting_in_bridge)
     recipe = cfg.dataset
     given = {name: getattr(recipe, name) for name in _LOADER_FIELDS if hasattr(recipe, name)}
     cfg.dataset = OdbDatasetConfig(odb=odb, recipe=recipe, **given)

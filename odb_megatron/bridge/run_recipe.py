@@ -17,8 +17,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, is_dataclass
-from pathlib import Path
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from odb_megatron import bridge
@@ -90,40 +89,28 @@ def configured(recipe: str, *, overlays: Sequence[str] = (), overrides: Sequence
     Raises:
         ValueError: an override that is not known, or see `enable`.
     """
-    enable = bridge.enable  # first: says it where there is no Bridge
-    from omegaconf import OmegaConf
+    bridge.enable  # noqa: B018  # says it where there is no Bridge
+    from odb_megatron.bridge.activation import require_active, switch_on
 
-    from odb_megatron.bridge.activation import require_active
-
+    cfg = _found(recipe, module="megatron.bridge.recipes")()
+    loaded = [(path, _loaded(path)) for path in overlays]
+    settings = [(path, {"dataset": {"odb": _taken(overlay)}}) for path, overlay in loaded]
     own = [text for text in overrides if text.lstrip("+~").startswith(_ODB)]
     others = [text for text in overrides if text not in own]
-    cfg = _found(recipe, module="megatron.bridge.recipes")()
-    settings = OmegaConf.create({"dataset": {"odb": asdict(OdbSettings())}})
-    with tempfile.TemporaryDirectory() as folder:
-        for at, path in enumerate(overlays):
-            overlay = _loaded(path)
-            odb = _taken(overlay)
-            for name in odb:
-                _require_setting(name, where=path)
-            settings = OmegaConf.merge(settings, {"dataset": {"odb": odb}})
-            for key in _keys(overlay):
-                _require_place(cfg, key, where=path)
-            rest = Path(folder) / f"{at}.yaml"
-            OmegaConf.save(OmegaConf.create(overlay), rest)
-            cfg = _applied(cfg, where=path, overlay=rest)
-    if others:
-        cfg = _applied(cfg, where=" ".join(others), overrides=others)
-    for text in own:
-        settings = _overridden(settings, text)
-    enable(cfg, **OmegaConf.to_container(settings, resolve=True)["dataset"]["odb"])
+    for path, overlay in loaded:
+        cfg = _applied(cfg, overlay, where=path)
+    cfg = _applied(cfg, others, where=" ".join(others))
+    switch_on(cfg, OdbSettings())
+    for path, overlay in settings:
+        cfg = _applied(cfg, overlay, where=path)
+        require_active(cfg)
+    cfg = _applied(cfg, own, where=" ".join(own))
     require_active(cfg)
     return cfg
 
 
-def _applied(
-    cfg: Any, *, where: str, overlay: Path | None = None, overrides: Sequence[str] = ()
-) -> Any:
-    """Return a configuration with a YAML file, or overrides, applied as Bridge does.
+def _applied(cfg: Any, change: dict[str, Any] | Sequence[str], *, where: str) -> Any:
+    """Return a configuration with the content of a YAML file, or overrides, applied as Bridge does.
 
     Bridge warns and goes on where a key is not known, or a value does not fit
     (`omegaconf_utils._apply_overrides`, 0.6.2), and says nothing where a deletion, or a null in
@@ -133,24 +120,25 @@ def _applied(
         OverridesError,
         process_config_with_overrides,
     )
+    from omegaconf import OmegaConf
 
-    for text in overrides:
+    is_file = isinstance(change, dict)
+    for text in _keys(change) if isinstance(change, dict) else change:
         if text.startswith("~"):
             raise ValueError(f"{text}: Bridge keeps what is not named: give KEY=VALUE")
-        if text.startswith("+") or "_target_" in text:  # Hydra refuses others that are not there
-            _require_place(cfg, text.lstrip("+").partition("=")[0], where=text)
+        _require_place(cfg, text.lstrip("+").partition("=")[0], where=where)
     before = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
     with _warnings() as usual:
         process_config_with_overrides(cfg)  # says what Bridge drops of the recipe itself
-    with _warnings() as dropped:
+    with _warnings() as dropped, tempfile.NamedTemporaryFile(suffix=".yaml") as file:
+        OmegaConf.save(OmegaConf.create(change if is_file else {}), file.name)
+        overrides = None if is_file else list(change)
         try:
             cfg = process_config_with_overrides(
-                cfg,
-                config_filepath=str(overlay) if overlay else None,
-                cli_overrides=list(overrides) or None,
+                cfg, config_filepath=file.name, cli_overrides=overrides
             )
         except OverridesError as error:
-            raise ValueError(str(error)) from error
+            raise ValueError(f"{where}: {str(error)[:300]}") from error
     new = [text for text in dropped if text not in usual]
     if new:
         raise ValueError(f"{where}: Bridge would drop a part of it: {'; '.join(new)}")
@@ -184,7 +172,10 @@ def _require_place(cfg: Any, key: str, *, where: str) -> None:
         if owner is None or isinstance(owner, dict):
             return
         if not hasattr(owner, part):
-            raise ValueError(f"{where}: the configuration has no {key}, so it would do nothing")
+            text = f"the configuration has no {key}, so it would do nothing"
+            raise ValueError(
+                f"{where}: {unknown_setting(part) if isinstance(owner, OdbSettings) else text}"
+            )
         owner = getattr(owner, part)
 
 
@@ -286,35 +277,13 @@ def _loaded(path: str) -> dict[str, Any]:
     return loaded
 
 
-def _taken(overlay: dict[str, Any]) -> dict[str, Any]:
+def _taken(overlay: dict[str, Any]) -> Any:
     """Take `dataset.odb` out of an overlay."""
     dataset = overlay.get("dataset")
     odb = dataset.pop("odb", {}) if isinstance(dataset, dict) else {}
-    if not isinstance(odb, dict):
-        raise ValueError(f"dataset.odb is {odb!r}: it holds settings, such as token_budget: 16384")
-    if isinstance(dataset, dict) and not dataset:
+    if dataset == {}:
         del overlay["dataset"]
     return odb
-
-
-def _overridden(settings: Any, text: str) -> Any:
-    from megatron.bridge.training.utils.omegaconf_utils import OverridesError, parse_hydra_overrides
-
-    name, sign, _ = text.partition("=")
-    if name[0] in "+~" or not sign:
-        raise ValueError(
-            f"{text}: settings of dataset.odb are there already: write {_ODB}NAME=VALUE"
-        )
-    _require_setting(name.removeprefix(_ODB).partition(".")[0], where=text)
-    try:
-        return parse_hydra_overrides(settings, [text])
-    except OverridesError as error:
-        raise ValueError(f"{text} is no override: {str(error)[:300]}") from error
-
-
-def _require_setting(name: str, *, where: str) -> None:
-    if name not in {field.name for field in fields(OdbSettings)}:
-        raise ValueError(f"{where}: {unknown_setting(name)}")
 
 
 if __name__ == "__main__":
