@@ -102,8 +102,8 @@ def install_entry(make_run: Callable[[Any], Any]) -> None:
 class BridgeHooks(Hooks):
     """Installs and removes the replacements; see `megatron.hooks.Hooks`."""
 
-    def __init__(self, listener: RunListener, *, state: Any, micro_batch_length: int = 0) -> None:
-        super().__init__(listener, packed=True, micro_batch_length=micro_batch_length)
+    def __init__(self, listener: RunListener, *, state: Any, plans_shapes: bool = False) -> None:
+        super().__init__(listener, packed=True, plans_shapes=plans_shapes)
         self._state = state
 
     def install(self) -> None:
@@ -122,8 +122,6 @@ class BridgeHooks(Hooks):
             schedule = original(*args, **kwargs)
 
             def forward_backward(**arguments: Any) -> Any:
-                if self._length and "decoder_seq_length" in arguments:  # as `seq_length`, in Bridge
-                    arguments["decoder_seq_length"] = self._length
                 reports = schedule(**arguments)
                 if not arguments.get("collect_non_loss_data", False):
                     _avoid_zero_counts(reports)

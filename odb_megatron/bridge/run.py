@@ -31,7 +31,6 @@ from odb_megatron.megatron.replica import ReplicaData
 from odb_megatron.megatron.run import OdbRun
 from odb_megatron.megatron.run_report import RunReport, SeriesWriters, start_lines
 from odb_megatron.megatron.setup import odb_config
-from odb_megatron.megatron.topology import padding_multiple
 
 __all__ = ["Batches", "BridgeRun", "SftSamples", "TrainBatches", "as_batch"]
 
@@ -65,11 +64,6 @@ class BridgeRun(OdbRun):
         self._built: Sequence[Any] = ()
         self._is_restored = self._has_begun = self._has_ended = False
         super().__init__(args, datasets=(lambda _: self._built) if self._reads_recipe else None)
-        if args.pipeline_model_parallel_size > 1 and not config.pads_to_budget:
-            transformer = getattr(cfg.model, "transformer", cfg.model)
-            transformer.variable_seq_lengths = True  # Bridge builds the model after this
-            if transformer.num_moe_experts is None:
-                transformer.moe_token_dispatcher_type = "alltoall"
 
     def __enter__(self) -> BridgeRun:
         super().__enter__()
@@ -157,8 +151,7 @@ class BridgeRun(OdbRun):
         )
 
     def _make_hooks(self) -> Hooks:
-        length = self.config.micro_batch_length(padding_multiple(self._args))
-        return BridgeHooks(self, state=self._state, micro_batch_length=length)
+        return BridgeHooks(self, state=self._state, plans_shapes=self._plans_shapes)
 
     def _make_report(self) -> RunReport:
         args, config = self._args, self.config

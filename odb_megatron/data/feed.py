@@ -78,10 +78,12 @@ class StepHeader:
     Attributes:
         totals: the step, over all replicas.
         micro_batches: this replica's stream positions per micro-batch.
+        lengths: tokens of each of them, padding and all context-parallel parts included.
     """
 
     totals: StepTotals
     micro_batches: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +229,11 @@ class _Pass:
             items = list(map(_pinned, items))
         after = (channel.num_collectives, channel.num_bytes) if channel else (0, 0)
         return _Step(
-            header=StepHeader(totals=metadata.totals, micro_batches=metadata.positions),
+            header=StepHeader(
+                totals=metadata.totals,
+                micro_batches=metadata.positions,
+                lengths=tuple(int(item.cu_seqlens_padded[-1]) for item in items),
+            ),
             micro_batches=tuple(items),
             delivered=Delivered(
                 plan_s=metadata.plan_us / 1e6,

@@ -125,8 +125,13 @@ class OdbRun:
             self,
             packed=self.config.enabled,
             has_experts=self._args.num_experts is not None,
-            micro_batch_length=self.config.micro_batch_length(padding_multiple(self._args)),
+            plans_shapes=self._plans_shapes,
         )
+
+    @property
+    def _plans_shapes(self) -> bool:
+        """Whether pipeline stages take each other's shapes from step headers."""
+        return self.config.enabled and self._args.pipeline_model_parallel_size > 1
 
     def _make_report(self) -> RunReport:
         return RunReport(
