@@ -7,8 +7,8 @@ as listed in `REPLACEMENTS` with a reason each. `torch.cuda.is_available` and
 
 Megatron has no official CPU mode: `use_cpu_initialization` still asks CUDA for its RNG state
 (megatron/core/tensor_parallel/random.py, up to 0.19.2). What is replaced was found by running
-0.16.1 and 0.19.2 (core: GPTModel, DDP, distributed optimizer, all schedules, MoE; training: `pretrain()`
-with evaluation and checkpoints).
+0.16.1 and 0.19.2 (core: GPTModel, DDP, distributed optimizer, all schedules, MoE; training:
+`pretrain()` with evaluation and checkpoints).
 """
 
 from __future__ import annotations
@@ -95,8 +95,12 @@ def _import_megatron() -> None:
     C++ compiler. Modules imported before the layer keep their compiled functions; `torch.compile`
     itself is as before when this returns.
     """
-    compile_function = torch.compile
-    torch.compile = lambda model=None, **_: model or (lambda function: function)
+    compile_function: Any = torch.compile
+
+    def leave_uncompiled(model: Any = None, **_: Any) -> Any:
+        return model or (lambda function: function)
+
+    torch.compile = leave_uncompiled
     try:
         for name in _MEGATRON_MODULES:
             if _is_installed(".".join(name.split(".")[:2])):
