@@ -47,8 +47,6 @@ class Need(NamedTuple):
 
 
 _LOSS = "without it the loss is averaged per micro-batch first: it depends on the packing"
-    "without it the loss is averaged per micro-batch first, and depends on how samples are packed"
-)
 _SIZES = "micro-batches have different sizes on different replicas and stages"
 _ORDER = "the data loader is its own, and takes the order of the samples from this"
 
