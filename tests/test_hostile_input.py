@@ -34,7 +34,7 @@ from odb_megatron.data.sample import (
     check_sample,
 )
 from odb_megatron.data.sample_wire import SampleWireError, decode_sample, encode_sample
-from odb_megatron.data.sources import ChatSource, MapSource, check_index
+from odb_megatron.data.sources import ChatSource, IndexedSource, MapSource
 from odb_megatron.data.step_wire import (
     StepMetadata,
     StepWireError,
@@ -140,8 +140,8 @@ def test_what_is_no_regular_file(tmp_path: Path) -> None:
         _open(str(loop))
     (tmp_path / "d.idx").symlink_to(pipe)
     (tmp_path / "d.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"d.idx or .bin is no regular file"):
-        check_index(str(tmp_path / "d"))
+    with pytest.raises(ValueError, match=r"d.idx and .bin are no readable .*no regular files"):
+        IndexedSource(str(tmp_path / "d"), rules=RULES)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -177,8 +177,6 @@ def test_a_file_that_changes_is_no_bad_record(tmp_path: Path, folder: Path, skip
 def test_tokens_that_are_cut_in_use(tmp_path: Path) -> None:
     module = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     import torch
-
-    from odb_megatron.data.sources import IndexedSource
 
     prefix = str(tmp_path / "a")
     builder = module.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
@@ -229,7 +227,6 @@ def test_ids_that_the_model_has_no_row_for() -> None:
 def test_a_document_that_is_too_long(tmp_path: Path) -> None:
     """Its length is known from the index: nothing is read or allocated."""
     module = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    from odb_megatron.data.sources import IndexedSource
 
     count = (1 << 24) + 1
     header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, 1, 2)
@@ -467,7 +464,7 @@ def test_random_indices(tmp_path_factory: pytest.TempPathFactory, data: st.DataO
     Path(f"{prefix}.idx").write_bytes(content[: data.draw(st.integers(0, len(content)))])
     Path(f"{prefix}.bin").write_bytes(bytes(data.draw(st.integers(0, 20))))
     with _peak_below(8 * MIB), contextlib.suppress(ValueError):
-        check_index(prefix)
+        IndexedSource(prefix, rules=RULES)
 
 
 HOSTILE: list[Any] = [None, True, -7, 1 << 62, 10**4000, 1.5, "x", [], {}, [[]], [None] * 3]
