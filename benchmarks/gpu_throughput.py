@@ -30,8 +30,8 @@ from intervals import rate_ratio_interval
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from odb_megatron.plan.cost import CostModel
-from odb_megatron.simulation.lengths import SampleLengths, read_lengths
-from odb_megatron.simulation.schedules import (
+from odb_megatron.report.lengths import length_summary, read_lengths
+from odb_megatron.report.schedules import (
     Schedule,
     Setting,
     Stream,
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from gpu_model import Trainer, choose_attention, shape_of, start_device
 
-    from odb_megatron.megatron.compat import megatron_version
+    from odb_megatron.megatron.versions import megatron_version
 
     lengths = {row: row_lengths(row, options) for row in options.rows}
     start_device(options.device, seed=options.seed)
@@ -152,7 +152,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def check(
-    trainer: Any, options: argparse.Namespace, lengths: SampleLengths, result: dict[str, Any]
+    trainer: Any,
+    options: argparse.Namespace,
+    lengths: npt.NDArray[np.int64],
+    result: dict[str, Any],
 ) -> None:
     """Hold every kernel to the reference, time it, and packed samples to padded in the model."""
     import torch
@@ -161,7 +164,7 @@ def check(
     from odb_megatron.megatron.attention import absent
     from odb_megatron.testing.backends import report
 
-    values = trainer.lengths = lengths.values.tolist()
+    values = trainer.lengths = lengths.tolist()
     full = next(n for n in range(1, len(values)) if sum(values[: n + 1]) > options.token_budget)
     backends = result["backends"] = {name: report(name) for name in absent()}
     for name, one in backends.items():
@@ -184,7 +187,7 @@ def check(
 def measure(
     trainer: Any,
     row: str,
-    lengths: SampleLengths,
+    lengths: npt.NDArray[np.int64],
     cost: CostModel,
     options: argparse.Namespace,
     result: dict[str, Any],
@@ -204,12 +207,12 @@ def measure(
         cost=cost,
         seed=options.seed,
     )
-    stream = Stream.of_epochs(lengths.values, epochs=1, cost=cost, seed=options.seed)
+    stream = Stream.of_epochs(lengths, epochs=1, cost=cost, seed=options.seed)
     schedules: dict[str, Schedule] = {name: ARMS[name](stream, setting) for name in options.arms}
     trainer.lengths = stream.lengths.tolist()
     steps: dict[str, list[Any]] = {name: [] for name in schedules}
     failed: dict[str, str] = {}
-    found: dict[str, Any] = {"name": row, "lengths": lengths.summary(), "rounds": 0}
+    found: dict[str, Any] = {"name": row, "lengths": length_summary(lengths), "rounds": 0}
     longest_s = 0.0
     for round_ in range(1 + options.rounds):
         started, done = time.monotonic(), {}
@@ -279,7 +282,7 @@ def summary(
     return {"arms": arms, "ratios": ratios}
 
 
-def row_lengths(row: str, options: argparse.Namespace) -> SampleLengths:
+def row_lengths(row: str, options: argparse.Namespace) -> npt.NDArray[np.int64]:
     """Draw a row's lengths, cut to the context.
 
     Raises:
@@ -290,18 +293,15 @@ def row_lengths(row: str, options: argparse.Namespace) -> SampleLengths:
     values: npt.NDArray[np.int64]
     if row in SPREADS:
         spec = f"lognormal:mean={options.mean_length},cv={SPREADS[row]},max={options.seq_length}"
-        values = read_lengths(
-            f"{spec},n={count},seed={options.seed}", token_budget=options.seq_length
-        ).values
+        values = read_lengths(f"{spec},n={count},seed={options.seed}")
     elif options.chat_lengths is not None:
         spec = f"file:{options.chat_lengths}#lengths"
-        values = np.resize(read_lengths(spec, token_budget=1 << 40).values, count)
+        values = np.resize(read_lengths(spec), count)
     else:
         places = random.random(count) * (len(CHAT_QUANTILES) - 1)
         drawn = np.interp(places, np.arange(len(CHAT_QUANTILES)), CHAT_QUANTILES)
         values = np.rint(drawn).astype(np.int64)
-    cut = int((values > options.seq_length).sum())
-    return SampleLengths(values=np.minimum(values, options.seq_length), num_truncated=cut)
+    return np.minimum(values, options.seq_length)
 
 
 def save(options: argparse.Namespace, result: dict[str, Any]) -> None:

@@ -21,9 +21,7 @@ from chat_data import ChatData, MissingDataError, prepare
 from flags import data_name, output_file, whole
 from training_runs import ROOT, Launch, TrainingRun, data_flags, run_training, write_json
 
-from odb_megatron.inspection.command import inspect, parse
-from odb_megatron.inspection.options import EXAMPLE_FLAGS
-from odb_megatron.inspection.report import as_json
+from odb_megatron.report.inspect import EXAMPLE_FLAGS, inspect, parse
 
 SPLIT = "98,1,1"
 NUM_WARM_UP_STEPS = 2
@@ -86,7 +84,7 @@ def predict(data: ChatData, *, num_replicas: int, num_samples: int) -> dict[str,
     flags += ["--vocab-divisible-by", str(EXAMPLE_FLAGS["vocab_divisible_by"])]
     flags += ["--dp", str(num_replicas), "--train-samples", str(num_samples)]
     flags += ["--max-samples", str(num_samples)]  # the first of the order: those trained on
-    return as_json(inspect(parse(flags)))
+    return inspect(parse(flags)).values
 
 
 def fixed_size(predicted: Mapping[str, Any], *, num_replicas: int) -> int:

@@ -25,17 +25,13 @@ from typing import Any
 
 from global_balance import run_together
 from gradient_log import log_gradients
-from megatron.core.enums import ModelType
-from megatron.training import training
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from routing_log import log_routing
 
-from odb_megatron.data.loop import PackedStep, Progress
+from odb_megatron.data.loop import PackedStep, Progress, SourceCounts
 from odb_megatron.data.sample import Sample, Skipped
-from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.step_wire import encode_header, pack_step
 from odb_megatron.data.stream import SampleStream
+from odb_megatron.data.wire import encode_header, pack_step
 from odb_megatron.megatron import providers, run
 from odb_megatron.megatron.setup import parse_and_validate_args
 from odb_megatron.plan.record import StepTotals
@@ -174,7 +170,6 @@ def _run() -> None:
 def _pretrain(own: argparse.Namespace) -> None:
     num_together = len(ReplayLoader.records[0]) if own.together else 1
     args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
-    model_config = gpt_config_from_args(args)
     with contextlib.ExitStack() as stack:
         odb = stack.enter_context(run.OdbRun(args))
         forward_step = odb.forward_step
@@ -183,13 +178,7 @@ def _pretrain(own: argparse.Namespace) -> None:
             forward_step = stack.enter_context(logged)
         if num_together > 1:
             forward_step = stack.enter_context(run_together(forward_step, num_together))
-        odb.prepare_model(model_config)
-        training.pretrain(
-            pretrain_cfg_container_from_args(args, model_config),
-            odb.datasets_provider,
-            ModelType.encoder_or_decoder,
-            forward_step,
-        )
+        odb.pretrain(forward_step=forward_step)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 from flags import output_file, whole
 
-from odb_megatron.simulation.compare import parse, select_names, simulate
+from odb_megatron.report.simulate import parse, select_names, simulate
 
 SPREADS = ("0.29", "0.48", "1.0", "2.0")
 POLICIES = "standard-safe,sorted-bucketed,odb-reference,dp-balanced,ffd,odb"

@@ -13,16 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.enums import ModelType
-from megatron.training import pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from sorted_batches import SortedStep, num_padded, sorted_rounds, sorted_steps
 
 from odb_megatron.data.feed import StepHeader
-from odb_megatron.data.padded import PaddedDataset
 from odb_megatron.data.sample import Sample, Skipped
-from odb_megatron.megatron.counters import StepCalculator
-from odb_megatron.megatron.hooks import Hooks
+from odb_megatron.data.stream import PaddedDataset
+from odb_megatron.megatron.hooks import REPLACED, Hooks
 from odb_megatron.megatron.run import OdbRun
 from odb_megatron.megatron.setup import parse_and_validate_args
 from odb_megatron.plan.record import StepTotals
@@ -60,7 +56,8 @@ class SortedRun(OdbRun):
             num_replicas=group.num_replicas,
         )
         steps = sorted_steps(rounds, global_batch_size=args.global_batch_size, seed=args.seed)
-        self._calculator = StepCalculator.install(num_replicas=group.num_replicas)
+        calculator = REPLACED["_GLOBAL_NUM_MICROBATCHES_CALCULATOR"]
+        self._hooks.replace(calculator, self._make_calculator)
         args.dataloader_type = "external"
         args.train_iters = len(steps)
         totals = all_totals(steps, samples)
@@ -114,14 +111,8 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     sys.argv = [sys.argv[0], *rest]
     args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
-    model_config = gpt_config_from_args(args)
     with SortedRun(args, token_budget=options.sorted_token_budget) as run:
-        pretrain(
-            pretrain_cfg_container_from_args(args, model_config),
-            run.datasets_provider,
-            ModelType.encoder_or_decoder,
-            run.forward_step,
-        )
+        run.pretrain()
 
 
 def _items(

@@ -30,7 +30,7 @@ from typing import Any
 
 from odb_megatron import __version__
 from odb_megatron.megatron import attention
-from odb_megatron.megatron.compat import MAX_VERSION, MIN_VERSION, check_version
+from odb_megatron.megatron.versions import MAX_VERSION, MIN_VERSION, require_version
 from odb_megatron.output_files import check_output, write_json
 
 __all__ = ["FAILURE", "NOT_APPLICABLE", "OK", "WARNING", "Finding", "Host", "Load", "Megatron"]
@@ -162,7 +162,7 @@ def check_packages(
         return
     low, high = (".".join(map(str, bound)) for bound in (MIN_VERSION, MAX_VERSION))
     try:
-        is_old, is_new = False, check_version(megatron.version)[:2] > MAX_VERSION
+        is_old, is_new = False, require_version(megatron.version)[:2] > MAX_VERSION
     except ValueError:
         is_old, is_new = True, False
     seen, hint = f"{megatron.version} in {megatron.folder}", f"pip install 'megatron-core>={low}'"

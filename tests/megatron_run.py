@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import importlib
 import io
 import json
 import math
@@ -96,9 +97,7 @@ class Outcome:
         steps: this replica's lines of the step log (`--odb-log-dir`).
         forwards: training micro-batches run, by iteration (1-based).
         flops: arguments of Megatron's FLOPs function in each training iteration:
-            (batch size, real tokens, squared tokens); the first is None where that function knows
-            one length for all (0.17).
-        progress_tokens: tokens written to the progress log at each save.
+            (batch size, real tokens, squared tokens).
         learning_rates: as Megatron logs them, by iteration.
         eval_ids: stream positions of each evaluation step, in order.
         final: some of Megatron's arguments after the run.
@@ -118,8 +117,7 @@ class Outcome:
     output: str = ""
     steps: list[dict[str, Any]] = field(default_factory=list)
     forwards: dict[int, int] = field(default_factory=dict)
-    flops: list[tuple[int | None, float | None, float | None]] = field(default_factory=list)
-    progress_tokens: list[int] = field(default_factory=list)
+    flops: list[tuple[int, float | None, float | None]] = field(default_factory=list)
     learning_rates: dict[int, float] = field(default_factory=dict)
     eval_ids: list[tuple[int, ...]] = field(default_factory=list)
     final: dict[str, Any] = field(default_factory=dict)
@@ -192,18 +190,17 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
     """As examples/pretrain_gpt_odb.py, observed."""
     from megatron.training import training
 
-    from odb_megatron.megatron.compat_pretrain import pretrain_gpt
     from odb_megatron.megatron.run import OdbRun
     from odb_megatron.megatron.setup import read_args
 
     if case.stage:
         script = Path(__file__).parents[1] / "examples" / "modelopt" / f"{case.stage}.py"
-        made = "micro-batch calculator"  # by the stage
-        before = _replaced_names(training) | {made: None}
+        made = "_GLOBAL_NUM_MICROBATCHES_CALCULATOR"  # by the stage
+        before = _replaced_names() | {made: None}
         try:
             runpy.run_path(str(script), run_name="__main__")
         finally:
-            outcome.restored = _replaced_names(training) | {made: None} == before
+            outcome.restored = _replaced_names() | {made: None} == before
         return
     kind: type[OdbRun] = OdbRun
     extra = None
@@ -225,18 +222,13 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
         model_class = functools.partial(ImageGPT, vision=vision)
     datasets = None if case.items is None else _datasets(case.items)
     with _observed(training, outcome), _compared(training, outcome, case):
-        before = _replaced_names(training)
+        before = _replaced_names()
         try:
             with kind(args, datasets=datasets) as run:
-                pretrain_gpt(
-                    args,
-                    prepare_model=run.prepare_model,
-                    datasets_provider=run.datasets_provider,
-                    forward_step=_counted(run.forward_step, outcome, args, case),
-                    model_class=model_class,
-                )
+                step = _counted(run.forward_step, outcome, args, case)
+                run.pretrain(forward_step=step, model_class=model_class)
         finally:
-            outcome.restored = _replaced_names(training) == before
+            outcome.restored = _replaced_names() == before
 
 
 @contextlib.contextmanager
@@ -274,22 +266,10 @@ def _observed(training: Any, outcome: Outcome) -> Iterator[None]:
 
     def num_floating_point_operations(original: Any) -> Any:
         def observed(args: Any, batch_size: int, **sums: float | None) -> Any:
-            if sums:
-                tokens = sums["total_real_tokens_in_batch"]
-                squared = sums["seqlen_squared_sum_in_batch"]
-                outcome.flops.append((batch_size, tokens, squared))
-            else:  # 0.17: as many samples of one length
-                tokens = batch_size * args.seq_length
-                outcome.flops.append((None, round(tokens), round(tokens * args.seq_length)))
+            tokens = sums["total_real_tokens_in_batch"]
+            squared = sums["seqlen_squared_sum_in_batch"]
+            outcome.flops.append((batch_size, tokens, squared))
             return original(args, batch_size, **sums)
-
-        return observed
-
-    def progress(original: Any) -> Any:
-        def observed(*arguments: Any) -> Any:
-            args = training.get_args()
-            outcome.progress_tokens.append(args.consumed_train_samples * args.seq_length)
-            return original(*arguments)
 
         return observed
 
@@ -304,7 +284,6 @@ def _observed(training: Any, outcome: Outcome) -> Iterator[None]:
 
     observers = {
         "num_floating_point_operations": num_floating_point_operations,
-        "compute_throughputs_and_append_to_progress_log": progress,
         "training_log": training_log,
     }
     originals = {name: getattr(training, name) for name in observers}
@@ -434,23 +413,14 @@ class _Noted:
         return item
 
 
-def _replaced_names(training: Any) -> dict[str, Any]:
-    from megatron.core import num_microbatches_calculator
-    from megatron.core.datasets import utils
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.training import checkpointing
+def _replaced_names() -> dict[str, Any]:
+    from odb_megatron.megatron.hooks import CORRECTED, REPLACED
 
-    names = (
-        "get_forward_backward_func",
-        "training_log",
-        "save_checkpoint",
-        "compute_throughputs_and_append_to_progress_log",
-    )
-    return {name: getattr(training, name) for name in names} | {
-        "compile_helpers": utils.compile_helpers,
-        "check_checkpoint_args": checkpointing.check_checkpoint_args,
-        "core_attention": LocalSpecProvider.core_attention,
-        "micro-batch calculator": num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,
+    return {
+        one.name: functools.reduce(
+            getattr, one.name.split("."), importlib.import_module(one.module)
+        )
+        for one in (*REPLACED.values(), *CORRECTED.values())
     }
 
 
@@ -461,7 +431,6 @@ def _final_values() -> dict[str, Any]:
     if args is None:
         return {}
     names = ("train_iters", "consumed_train_samples", "consumed_valid_samples", "iteration")
-    names += ("variable_seq_lengths",)
     return {name: getattr(args, name, None) for name in names}
 
 

@@ -49,7 +49,7 @@ def test_help_of_the_installed_command(command: list[str]) -> None:
 )
 def test_no_heavy_import(arguments: list[str]) -> None:
     heavy = {"torch", "numpy", "megatron", "transformers", "tqdm"}
-    if arguments[0] == "simulate":  # its parser names the planner's defaults
+    if arguments[0] in ("simulate", "inspect"):  # their parsers name the planner's defaults
         heavy -= {"numpy"}
     code = (
         "import sys\n"

@@ -79,15 +79,6 @@ def test_an_end_before_that(
     assert run.losses == whole.losses[:num_steps]
 
 
-def test_full_validation_begins_each_pass_anew(
-    megatron: Megatron, data_flags: tuple[str, ...]
-) -> None:
-    flags = ("--full-validation", "--eval-interval", 2, "--exit-interval", 4)
-    run = megatron.train(*_flags(*flags), *data_flags)
-    assert len(run.evaluations) >= 2
-    _rested(run)
-
-
 def test_replicas_of_several_ranks_end_together(
     megatron: Megatron, data_flags: tuple[str, ...]
 ) -> None:

@@ -12,9 +12,9 @@ import pytest
 from megatron_world import Megatron
 
 from odb_megatron.megatron import validation
-from odb_megatron.megatron.compat import megatron_version
 from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.validation import _OFF, NEEDS, refuse_unsupported, set_needs
+from odb_megatron.megatron.versions import megatron_version
 
 pytest_plugins = ["megatron_fixtures"]
 

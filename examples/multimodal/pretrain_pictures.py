@@ -53,7 +53,6 @@ def vision_shape(args: argparse.Namespace) -> Any:
 def main() -> None:
     """Train as the command line says."""
     from odb_megatron.errors import usage_errors
-    from odb_megatron.megatron.compat_pretrain import pretrain_gpt
     from odb_megatron.megatron.image_run import ImageRun
     from odb_megatron.megatron.images import refuse_unsupported
     from odb_megatron.megatron.setup import read_args
@@ -65,13 +64,7 @@ def main() -> None:
     from image_gpt import ImageGPT
 
     with ImageRun(args) as run:
-        pretrain_gpt(
-            args,
-            prepare_model=run.prepare_model,
-            datasets_provider=run.datasets_provider,
-            forward_step=run.forward_step,
-            model_class=partial(ImageGPT, vision=vision),
-        )
+        run.pretrain(model_class=partial(ImageGPT, vision=vision))
 
 
 if __name__ == "__main__":

@@ -34,32 +34,21 @@ class Attention:
         """Put it into the local layers that are built from here on; returns what undoes that.
 
         Raises:
-            RuntimeError: this Megatron builds its local layers in another way.
+            ValueError: this Megatron builds its local layers in another way.
         """
         if self.name not in ("flash3", "flash", "torch"):
             return lambda: None
-        from megatron.core.models.backends import LocalSpecProvider
-
         from odb_megatron.megatron import packed_attention
+        from odb_megatron.megatron.hooks import REPLACED, Replacements
 
-        core_attention = packed_attention.CLASSES[self.name]
-        original = getattr(LocalSpecProvider, "core_attention", None)
-        if original is None:
-            raise RuntimeError(
-                "this Megatron's LocalSpecProvider has no core_attention, by which 0.16 to 0.19 "
-                "build the attention of local layers: use one of these, or --transformer-impl "
-                "transformer_engine"
-            )
+        core_attention, replaced = packed_attention.CLASSES[self.name], Replacements()
 
         def chosen(_provider: Any) -> type[Any]:
             return core_attention
 
-        def undo() -> None:
-            LocalSpecProvider.core_attention = original
-
         # All specs of GPT layers (dense, experts, multi-latent, prediction) ask this one method.
-        LocalSpecProvider.core_attention = chosen
-        return undo
+        replaced.replace(REPLACED["LocalSpecProvider.core_attention"], lambda _: chosen)
+        return replaced.undo
 
 
 def absent() -> dict[str, str]:

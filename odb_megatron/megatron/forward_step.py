@@ -1,23 +1,20 @@
 """Batch, loss and forward step for `megatron.training.pretrain()`, packed and padded.
 
-Must not plan: what a micro-batch holds was decided by the data loader. Follows pretrain_gpt.py of
-Megatron-LM core_v0.19 (`get_batch`, `loss_func`, `forward_step`).
+Follows pretrain_gpt.py of Megatron-LM core_v0.19 (`get_batch`, `loss_func`, `forward_step`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from odb_megatron.data.context_parallel import padding_mask
-from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, sample_index
-from odb_megatron.megatron.compat import packed_seq_params
-from odb_megatron.megatron.compat_metrics import seqlen_stats_updater
+from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, padding_mask, sample_index
 from odb_megatron.plan.padding import padded_length
 
 __all__ = [
@@ -145,6 +142,13 @@ def _layout_of(
     )
 
 
+def packed_seq_params(**values: Any) -> PackedSeqParams:
+    """Build PackedSeqParams of samples without padding between them."""
+    if "pad_between_seqs" in {field.name for field in fields(PackedSeqParams)}:
+        values["pad_between_seqs"] = False  # from 0.19 on: Transformer Engine then does not look
+    return PackedSeqParams(**values)
+
+
 def padded_batch(item: dict[str, Tensor], *, multiple: int = 1) -> Batch:
     """Move a padded micro-batch to the device, without the columns that pad every row.
 
@@ -206,8 +210,8 @@ def make_forward_step(
     """
     from megatron.core.utils import StragglerDetector
     from megatron.training import get_timers
+    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
-    update_seqlen_stats = seqlen_stats_updater()
     stimer = StragglerDetector()
 
     def forward_step(
@@ -226,7 +230,7 @@ def make_forward_step(
         if _is_first_chunk(model):
             on_batch(item)
             if batch.cu_seqlens is not None and torch.is_grad_enabled():
-                update_seqlen_stats(batch.cu_seqlens)
+                update_seqlen_stats_from_cu_seqlens(batch.cu_seqlens)
         options = dict(batch.model_inputs)
         if router_mask is not None:
             mask = router_mask.build(item, is_first_stage=_attribute(model, "pre_process"))

@@ -12,7 +12,7 @@ import torch
 from odb_megatron.data.images import mrope_positions
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
 from odb_megatron.megatron.forward_step import Batch, make_forward_step, packed_batch
-from odb_megatron.megatron.replica_data import ReplicaData
+from odb_megatron.megatron.replica import ReplicaData
 from odb_megatron.megatron.run import OdbRun
 
 __all__ = ["ImageRun", "image_batch"]

@@ -1,7 +1,4 @@
-"""Streams and step loaders built from Megatron's arguments; the padded baseline's datasets.
-
-Must not plan, print or keep global state.
-"""
+"""Streams and step loaders built from Megatron's arguments; the padded baseline's datasets."""
 
 from __future__ import annotations
 
@@ -13,19 +10,16 @@ from typing import Any
 from megatron.core import parallel_state as mpu
 from megatron.core.datasets.utils import Split
 
-from odb_megatron.comm.blocks import SourceGroup
-from odb_megatron.comm.deadline import Deadline
-from odb_megatron.comm.gloo_group import ranks_of
+from odb_megatron.comm.groups import SourceGroup, ranks_of
+from odb_megatron.comm.heartbeat import Deadline
 from odb_megatron.data.chat import ChatRenderer
-from odb_megatron.data.item_stream import ItemStream
-from odb_megatron.data.iterable import as_shards, is_iterable
+from odb_megatron.data.iterable import ItemStream, as_shards, is_iterable
 from odb_megatron.data.megatron_dataset import build_datasets, stream_from_dataset
 from odb_megatron.data.order import Order, PassOrder, build_order
-from odb_megatron.data.padded import PaddedDataset
 from odb_megatron.data.sample import Sample, SampleRules, as_lines, as_object
 from odb_megatron.data.sources import MapSource
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.stream import SampleStream, SourcePart
+from odb_megatron.data.stream import PaddedDataset, SampleStream, SourcePart
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.images import image_rules
 from odb_megatron.megatron.setup import dataset_config, total_samples
@@ -125,9 +119,8 @@ def build_loader(
         consumed = 0  # its state says where
     elif not training:
         batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
-        whole = getattr(args, "full_validation", False)
-        total = stream.epoch_size if whole else ENDLESS
-        goes_on = split is Split.valid and not whole and not args.skip_train
+        total = ENDLESS
+        goes_on = split is Split.valid and not args.skip_train
         consumed = args.consumed_valid_samples if goes_on else 0
     plan = PlanConfig(
         total=total,
@@ -231,7 +224,7 @@ def _order(
     """Return the order that Megatron's sampler of the split has; None for the stream's own."""
     if not config.enabled:
         return None  # the padded baseline has that sampler itself
-    if not length or (split is not Split.train and args.full_validation):
+    if not length:
         return None
     return build_order(
         args.dataloader_type,

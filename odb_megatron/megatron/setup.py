@@ -8,18 +8,21 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from odb_megatron.data.megatron_dataset import SampleDatasetConfig, count_epoch
 from odb_megatron.data.pictures import ImageRules
+from odb_megatron.data.records import require_data
 from odb_megatron.data.sample import SampleRules
 from odb_megatron.errors import raise_usage_errors, usage_errors
 from odb_megatron.megatron.attention import Attention, select
 from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.modelopt.checkpoint import refuse_converted
+from odb_megatron.megatron.replica import replica_ranks
 from odb_megatron.megatron.validation import NEEDS, refuse_flags, refuse_unsupported, set_needs
 from odb_megatron.plan.record import OPEN_TOTAL
 
@@ -28,10 +31,12 @@ __all__ = [
     "complete_args",
     "dataset_config",
     "device_type",
+    "exchange_shapes",
     "odb_config",
     "parse_and_validate_args",
     "parse_flags",
     "read_args",
+    "require_paths",
     "total_samples",
 ]
 
@@ -66,8 +71,7 @@ def read_args(
     """Parse `sys.argv`, validate, and set Megatron's global variables.
 
     Follows `megatron.training.arguments.parse_and_validate_args` (0.19.2), with two steps of its
-    own in between: `--odb-epochs` becomes `--train-samples` and what cannot
-    work is refused.
+    own in between: `--odb-epochs` becomes `--train-samples`, and what cannot work is refused.
 
     Args:
         args_defaults: as upstream.
@@ -145,11 +149,24 @@ def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None
     messages = _messages(lambda: refuse_unsupported(args, config), lambda: refuse_converted(args))
     if messages:
         raise ValueError("\n".join(messages))
+    if args.pipeline_model_parallel_size > 1 and not config.enabled:
+        exchange_shapes(args)  # the baseline's batches are as long as their longest sample
     if set_of_needs and args.rank == 0:
         print(f"odb: set {set_of_needs}", flush=True)
     if config.dry_run:
         args.tensorboard_dir = args.wandb_project = None
         args.log_progress = False
+
+
+def exchange_shapes(args: argparse.Namespace) -> None:
+    """Have pipeline stages learn shapes from each other, where no step header has them.
+
+    Megatron demands the alltoall dispatcher for it, also of dense models (transformer_config.py,
+    0.18.2, 0.19.2).
+    """
+    args.variable_seq_lengths = True
+    if args.num_experts is None:
+        args.moe_token_dispatcher_type = "alltoall"
 
 
 def _messages(*checks: Callable[[], object]) -> list[str]:
@@ -228,7 +245,6 @@ def dataset_config(
         blend=blend,
         blend_per_split=blend_per_split,
         split=args.split if blend is not None else None,
-        full_validation=getattr(args, "full_validation", False),
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,
@@ -334,3 +350,44 @@ def _leave_length_open(args: argparse.Namespace) -> None:
             "--train-samples N instead of --odb-epochs"
         )
     args.train_samples = OPEN_TOTAL
+
+
+def require_paths(args: argparse.Namespace, *, has_datasets: bool = False) -> None:
+    """Check the paths that this rank reads and writes; called by a script that is about to train.
+
+    Args:
+        args: from `setup.parse_and_validate_args`.
+        has_datasets: the script gives datasets of its own, so that no data flags are read.
+
+    Raises:
+        SystemExit: no data flags, or a path that cannot be used (2).
+    """
+    config = odb_config(args)
+    is_source = replica_ranks(args, rank=args.rank).is_source
+    with usage_errors():
+        if not has_datasets:
+            for path in _data_paths(args):
+                if is_source or not config.enabled:  # the padded baseline reads on every rank
+                    require_data(path)
+        if args.odb_log_dir is not None and is_source:
+            _require_folder(args.odb_log_dir)
+
+
+def _data_paths(args: argparse.Namespace) -> Iterator[str]:
+    rules = SampleRules(context=args.seq_length, token_budget=args.seq_length)
+    data = dataset_config(args, rules=rules)
+    for blend in (data.blend, *(data.blend_per_split or ())):
+        if blend is not None:
+            yield from blend[0]
+
+
+def _require_folder(folder: str) -> None:
+    """Make the folder of the step logs, and write to it: permissions do not tell all."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--odb-log-dir {folder} cannot be written ({error}): give a folder that can"
+        ) from error

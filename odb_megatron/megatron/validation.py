@@ -110,6 +110,8 @@ _OFF = {
     "count others; {ckpt_step} loads the checkpoint of that iteration",
     "phase_transition_iterations": _VERSION,
     "multiple_validation_sets": _VERSION,
+    "full_validation": "Megatron's own fails with one validation set (training.py 4382, 0.19.2); "
+    "{eval_iters} gives the steps of an evaluation",
     "perform_rl_step": "rollouts are not batched",
     "hybrid_context_parallel": _FORMS,
     "sequence_packing_scheduler": _FORMS,

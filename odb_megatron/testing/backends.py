@@ -108,7 +108,7 @@ def differences(
     """Return how far outputs, and gradients relative to their largest, are from the reference."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    from odb_megatron.megatron.compat import packed_seq_params
+    from odb_megatron.megatron.forward_step import packed_seq_params
 
     where = layout(case.lengths, positions=range(len(case.lengths)), rule=case.rule)
     offsets = where.cu_seqlens_padded.to(device)

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from odb_megatron.megatron.compat_helpers import compiled_once
-
 __all__ = ["REPLACEMENTS", "Replacement"]
 
 
@@ -309,15 +307,11 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         "restoring the state silently did nothing",
     ),
     _row(
-        "megatron.core.transformer.moe.moe_utils", "te_general_gemm", lambda original: original,
-        "core 0.16.1 without Transformer Engine never defines it", may_be_absent=True,
-    ),
-    _row(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm", "__new__",
         _norm_with_sequence_parallel, "refuses sequence parallelism; Apex's norms need CUDA",
     ),
     _row(
-        "megatron.core.datasets.utils", "compile_helpers", compiled_once,
+        "megatron.core.datasets.utils", "compile_helpers", _nothing,
         "the wheel ships the compiled helpers but no Makefile, so compiling exits",
     ),
     _row(
