@@ -301,6 +301,7 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     _row("torch.distributed", "all_gather", _all_gather, "experts with TP: unequal sizes"),
     _row("torch.distributed", "reduce_scatter", _reduce_scatter, "experts with TP: as above"),
     _row("torch.cuda", "device_count", _constant(1), "training initializes mpu only if >= 1"),
+    _row("torch.cuda", "is_current_stream_capturing", _constant(False), "asked by dev's p2p"),
     _row("torch.cuda", "set_device", _nothing, "training selects a device if there is one"),
     _row(
         "megatron.core.tensor_parallel.random", "_set_cuda_rng_state", _set_rng_state,
