@@ -409,10 +409,11 @@ def add_odb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     group = parser.add_argument_group(title="online dynamic batching")
     for name, setting in SETTINGS.items():
         flag = "--" + _dest(name).replace("_", "-")
-        text = setting.help + (
-            " Holds without --odb too." * (setting.baseline and not setting.dest)
-        )
-        text += f" Default: {setting.default}." * bool(setting.default)
+        text = setting.help
+        if setting.baseline and not setting.dest:
+            text += " Holds without --odb too."
+        if setting.default:
+            text += f" Default: {setting.default}."
         kind = setting.kind
         if kind.type is bool:
             group.add_argument(flag, action="store_true", help=text)
