@@ -34,7 +34,7 @@ from odb_megatron.data.sample import (
     check_sample,
 )
 from odb_megatron.data.sources import ChatSource, IndexedSource, MapSource
-from odb_megatron.data.tokenizer import load_tokenizer, train_bpe
+from odb_megatron.data.tokenizer import CHATML_TEMPLATE, load_tokenizer, train_bpe
 from odb_megatron.megatron.checkpoint import DataState
 
 _open = open_records.__wrapped__  # anew each time
@@ -366,6 +366,14 @@ def _plain(template: str) -> str:
 
 TURNS = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
 CHAT = parse_record({"messages": TURNS})
+
+
+def test_a_conversation_of_very_many_turns(folder: Path) -> None:
+    record = parse_record({"messages": TURNS * 20_000})
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = _plain(CHATML_TEMPLATE)
+    with pytest.raises(ValueError, match=r"has 40000 messages, .*split or clean the record"):
+        ChatRenderer(tokenizer).render(record)
 
 
 @pytest.mark.parametrize(

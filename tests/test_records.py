@@ -53,6 +53,23 @@ def test_lines(
     assert got.path.endswith(name)
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_an_array_is_read_record_by_record(tmp_path: Path, name: str) -> None:
+    text = (
+        '\n [ {"a": "é"},\n\n {"a": NaN} ,3,[{}], {"a": "\\\\"}, '
+        '{"a": 1, "a": 1}, {"a": [1, "\\"]"]}]  \n'
+    )
+    got = _open(_file(tmp_path, text.encode(), name))
+    assert len(got) == 7
+    assert got[0] == {"a": "é"}
+    assert got[4] == {"a": "\\"}
+    assert got[6] == got[-1] == {"a": [1, '"]']}
+    assert got.line(6) == 7
+    for i, reason in [(1, "NaN"), (2, "JSON int"), (3, "JSON list"), (5, "twice")]:
+        with pytest.raises(BadRecordError, match=rf"{name}:{i + 1}: .*{reason}"):
+            got[i]
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -110,6 +127,17 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, name: str, data: bytes, erro
     with pytest.raises(ValueError, match=error) as caught:
         _open(path)
     assert str(path) in str(caught.value)
+
+
+def test_missing_directory_and_damaged_gzip(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no\.jsonl does not exist; check the path"):
+        _open(str(tmp_path / "no.jsonl"))
+    path = tmp_path / "a.jsonl.gz"
+    whole = gzip.compress(json.dumps({"a": list(range(9999))}).encode())
+    for data in (b"not gzip", whole[:-20], whole[:4], whole[:60] + b"\xff" * 40 + whole[100:]):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"a\.jsonl\.gz cannot be read .*fetch the file again"):
+            _open(str(path))
 
 
 def test_fingerprint(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from odb_megatron.data.sources import (
     IndexedSource,
     MapSource,
     SampleSource,
+    count_records,
+    open_source,
 )
 from odb_megatron.data.workers import limited
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy
@@ -135,6 +137,17 @@ def write_indexed(
 DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]], [], [[7]], [[8, 9, 10]]]
 
 
+def test_overlong_chat_by_policy(tmp_path: Path) -> None:
+    path = _write_jsonl(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": 9 * "c"}])
+    with pytest.raises(OverlongError, match=rf"^{path}:2: 9 tokens; the limit is 8"):
+        _chat_source(path, context=8).sample(1, source=0)
+    skipped = _chat_source(path, context=8, overlong=OverlongPolicy.DROP).sample(1, source=0)
+    assert isinstance(skipped, Skipped)
+    assert skipped.reason is SkipReason.OVERLONG
+    cut = _sample(_chat_source(path, context=8, overlong=OverlongPolicy.TRUNCATE), 1)
+    assert (_text(cut), cut.truncated) == (9 * "c", 1)
+
+
 @pytest.mark.parametrize("mmap", [True, False])
 def test_a_document_is_a_sample(write_indexed: Any, mmap: bool) -> None:
     source = IndexedSource(write_indexed(DOCUMENTS), rules=rules(), mmap=mmap)
@@ -163,6 +176,12 @@ def test_documents_left_out_by_policy(write_indexed: Any) -> None:
 def _cut(path: str, size: int) -> None:
     with open(path, "r+b") as file:
         file.truncate(size)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int64])
+def test_token_types(write_indexed: Any, dtype: Any) -> None:
+    source = IndexedSource(write_indexed([[[60000, 2, 65535]]], dtype), rules=rules())
+    assert _sample(source, 0).labels.tolist() == [2, 65535]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Megatron's __del__
@@ -225,6 +244,27 @@ GOOD: dict[str, Any] = {"tokens": [5, 6, 7], "labels": [6, 7, 8], "loss_mask": [
 
 def _map_source(*items: object, **policies: Any) -> MapSource:
     return MapSource(list(items), rules=rules(**policies), name="mine")
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        list,
+        np.array,
+        torch.tensor,
+        lambda values: np.array(values, dtype=np.uint8),
+        lambda values: torch.tensor(values, dtype=torch.int32),
+    ],
+)
+def test_lists_arrays_and_tensors(convert: Callable[[Any], Any]) -> None:
+    item = {name: convert(values) for name, values in GOOD.items()} | {"extra": "ignored"}
+    sample = _sample(_map_source(item), 0, number=1)
+    assert sample.tokens.tolist() == [5, 6, 7]
+    assert sample.labels.tolist() == [6, 7, 8]
+    assert sample.loss_mask.tolist() == [0.0, 1.0, 1.0]
+    dtypes = (sample.tokens.dtype, sample.labels.dtype, sample.loss_mask.dtype)
+    assert dtypes == (np.int64, np.int64, np.float32)
+    assert sample.source == 1
 
 
 @pytest.mark.parametrize("patches", [7, np.int32(7), np.array(7), torch.tensor([7])])
@@ -330,6 +370,21 @@ def test_what_is_no_map_style_dataset() -> None:
 
 
 # --- opening, counting, fingerprints ---------------------------------------------------------
+
+
+def test_open_source_by_kind(tmp_path: Path, write_indexed: Any) -> None:
+    renderer = ChatRenderer(Letters())
+    path = _write_jsonl(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": "cd"}])
+    assert isinstance(open_source(path, rules=rules(), renderer=renderer), ChatSource)
+    with pytest.raises(ValueError, match="a.jsonl needs a tokenizer: pass --tokenizer-type Hugg"):
+        open_source(path, rules=rules(), renderer=None)
+    prefix = write_indexed(DOCUMENTS)
+    for name in (prefix, f"{prefix}.bin", f"{prefix}.idx"):
+        source = open_source(name, rules=rules(), renderer=None)
+        assert isinstance(source, IndexedSource)
+        assert source.path == prefix
+    assert count_records(path) == 2
+    assert count_records(prefix) == count_records(prefix, mmap=False) == 5
 
 
 def test_fingerprints_follow_the_content(tmp_path: Path, write_indexed: Any) -> None:
