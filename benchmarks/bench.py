@@ -212,6 +212,27 @@ PARTS = (
         timeout_s=420.0,
     ),
     Part(
+        "pipeline_shapes",
+        "Do pipelines do without shape messages?",
+        "benchmarks/pipeline_shapes.py",
+        (
+            Goal("messages about shapes", _of_all("cases", "shape_messages", max), "at most", 0),
+            Goal(
+                "largest difference of a step's loss",
+                _of_all("cases", "max_abs_loss_diff", max),
+                "at most",
+                1e-5,
+            ),
+            Goal(
+                "largest relative difference of a parameter's gradient",
+                _of_all("cases", "max_rel_grad_diff", max),
+                "at most",
+                1e-4,
+            ),
+        ),
+        is_full_only=True,
+    ),
+    Part(
         "simulate_stream",
         "How evenly and fully are 8 replicas loaded? Replicas meet once per step",
         "benchmarks/simulate_table.py --only 'step/dp8/*'",
