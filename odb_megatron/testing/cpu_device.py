@@ -7,7 +7,7 @@ as listed in `REPLACEMENTS` with a reason each. `torch.cuda.is_available` and
 
 Megatron has no official CPU mode: `use_cpu_initialization` still asks CUDA for its RNG state
 (megatron/core/tensor_parallel/random.py, up to 0.19.2). What is replaced was found by running
-0.16.1 and 0.19.2 (core: GPTModel, DDP, distributed optimizer, all schedules, MoE; training:
+0.18.2 and 0.19.2 (core: GPTModel, DDP, distributed optimizer, all schedules, MoE; training:
 `pretrain()` with evaluation and checkpoints).
 """
 
@@ -333,6 +333,7 @@ REPLACEMENTS = tuple(
         ("torch.distributed", "all_gather", _all_gather, "experts with TP: unequal sizes"),
         ("torch.distributed", "reduce_scatter", _reduce_scatter, "experts with TP: as above"),
         ("torch.cuda", "device_count", _gives(lambda: 1), "training initializes mpu only if >= 1"),
+        ("torch.cuda", "is_current_stream_capturing", _gives(lambda: False), "asked by dev's p2p"),
         ("torch.cuda", "set_device", _nothing, "training selects a device if there is one"),
         (_RANDOM, "_set_cuda_rng_state", _set_rng_state, "restoring the state did nothing"),
         (
