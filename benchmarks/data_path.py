@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from common import prepare
 
-from odb_megatron.comm.blocks import SourceGroup
+from odb_megatron.comm.groups import SourceGroup
 from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.feed import StepFeed, StepHeader
 from odb_megatron.data.order import PassOrder

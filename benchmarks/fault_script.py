@@ -104,7 +104,7 @@ def _killed_once_stuck(folder: str) -> None:
 
 
 def _killed_in_gather(folder: str) -> None:
-    from odb_megatron.comm.blocks import SourceGroup
+    from odb_megatron.comm.groups import SourceGroup
 
     original = SourceGroup.gather
 

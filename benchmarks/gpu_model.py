@@ -35,7 +35,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from odb_megatron.data.sample import Sample
-from odb_megatron.data.thd import PAD_TOKEN, MicroBatch, assemble, assemble_idle, layout
+from odb_megatron.data.thd import PAD_TOKEN, MicroBatch, assemble, layout
 from odb_megatron.megatron.attention import Attention, absent, select
 from odb_megatron.megatron.forward_step import Batch, packed_batch, padded_batch
 from odb_megatron.megatron.run_report import Clock, CudaClock, WallClock
@@ -273,7 +273,7 @@ class Trainer:
         """Make a micro-batch of random tokens with the stream's lengths, on the CPU."""
         samples = [self._sample(position) for position in positions]
         if not is_padded:
-            return assemble(samples, positions=positions) if samples else assemble_idle()
+            return assemble(samples, positions=positions) if samples else assemble([], positions=[])
         width = max(map(len, samples))
         tokens = np.full((len(samples), width), PAD_TOKEN, dtype=np.int64)
         labels, loss_mask = tokens.copy(), np.zeros(tokens.shape, dtype=np.float32)

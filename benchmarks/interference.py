@@ -29,8 +29,8 @@ from common import ChatData, chat_stream, prepare
 
 from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.sample import Sample
-from odb_megatron.data.sample_wire import encode_sample
 from odb_megatron.data.step_loader import StepLoader
+from odb_megatron.data.wire import encode_sample
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.record import HEADER, ROW, PlanConfig
 

@@ -27,12 +27,11 @@ from typing import Any
 from gradient_log import log_gradients
 from routing_log import log_routing
 
-from odb_megatron.data.loop import PackedStep, Progress
+from odb_megatron.data.loop import PackedStep, Progress, SourceCounts
 from odb_megatron.data.sample import Sample, Skipped
-from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.step_wire import encode_header, pack_step
 from odb_megatron.data.stream import SampleStream
+from odb_megatron.data.wire import encode_header, pack_step
 from odb_megatron.megatron import providers, run
 from odb_megatron.megatron.setup import parse_and_validate_args
 from odb_megatron.plan.record import StepTotals

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from odb_megatron.data.feed import StepHeader
-from odb_megatron.data.padded import PaddedDataset
 from odb_megatron.data.sample import Sample, Skipped
+from odb_megatron.data.stream import PaddedDataset
 from odb_megatron.megatron.hooks import REPLACED, Hooks
 from odb_megatron.megatron.run import OdbRun
 from odb_megatron.megatron.setup import parse_and_validate_args

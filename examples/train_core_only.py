@@ -48,6 +48,7 @@ from odb_megatron.errors import usage_errors
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.forward_step import packed_batch
+from odb_megatron.megatron.pipeline import planned_shapes
 from odb_megatron.megatron.providers import build_loader, source_group
 from odb_megatron.megatron.replica import ReplicaData, replica_ranks
 from odb_megatron.megatron.topology import padding_multiple
@@ -134,7 +135,6 @@ def start_processes(args: argparse.Namespace) -> None:
 
 def build_model(args: argparse.Namespace, config: OdbConfig) -> DistributedDataParallel:
     """Build this pipeline stage of a GPT whose attention takes packed samples."""
-    pipelined = args.pipeline_model_parallel_size > 1
     transformer = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -149,9 +149,6 @@ def build_model(args: argparse.Namespace, config: OdbConfig) -> DistributedDataP
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         pipeline_dtype=torch.float32,
-        # Micro-batches differ in length, which pipeline stages tell each other.
-        variable_seq_lengths=pipelined,
-        moe_token_dispatcher_type="alltoall" if pipelined else "allgather",
         # Σ token losses / Σ loss tokens over the whole step, whatever M is.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
@@ -220,15 +217,17 @@ def train(
         totals = header.totals
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        reports = schedule(
-            forward_step_func=forward_step,
-            data_iterator=items,
-            model=[model],
-            num_microbatches=totals.num_micro_batches,
-            seq_length=args.seq_length,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        arguments = {
+            "forward_step_func": forward_step,
+            "data_iterator": items,
+            "model": [model],
+            "num_microbatches": totals.num_micro_batches,
+            "seq_length": args.seq_length,
+            "micro_batch_size": 1,
+            "forward_only": False,
+        }
+        with planned_shapes(arguments, header.lengths):
+            reports = schedule(**arguments)
         optimizer.step()
         if mpu.is_pipeline_last_stage():
             loss = mean_loss(reports)

@@ -150,9 +150,9 @@ def _call(case: Case, outcome: Outcome) -> None:
 @contextlib.contextmanager
 def _merged() -> Any:
     """Leave out where samples begin, as far as attention goes."""
-    from odb_megatron.bridge import batches
+    from odb_megatron.bridge import run
 
-    original = batches.as_batch
+    original = run.as_batch
 
     def one_sample(item: Any) -> dict[str, Any]:
         batch = original(item)
@@ -163,11 +163,11 @@ def _merged() -> Any:
                 batch[name] = batch["cu_seqlens_q_padded"][-1]
         return batch
 
-    batches.as_batch = one_sample
+    run.as_batch = one_sample
     try:
         yield
     finally:
-        batches.as_batch = original
+        run.as_batch = original
 
 
 def _replaced_names() -> list[Any]:
@@ -180,7 +180,6 @@ def _replaced_names() -> list[Any]:
             "get_forward_backward_func",
             "training_log",
             "save_checkpoint_and_time",
-            "compute_throughputs_and_append_to_progress_log",
         ),
         "eval": ("get_forward_backward_func",),
         "pretrain": ("_finish_train", "_cleanup_after_pretrain_failure"),

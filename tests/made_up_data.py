@@ -16,9 +16,9 @@ from odb_megatron.data.order import Order, PassOrder
 from odb_megatron.data.sample import Sample, SampleRules
 from odb_megatron.data.sources import MapSource
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.step_wire import StepMetadata, decode_header
 from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.data.thd import MicroBatch
+from odb_megatron.data.wire import StepMetadata, decode_header
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.plan.record import PlanConfig

@@ -431,7 +431,6 @@ def _final_values() -> dict[str, Any]:
     if args is None:
         return {}
     names = ("train_iters", "consumed_train_samples", "consumed_valid_samples", "iteration")
-    names += ("variable_seq_lengths",)
     return {name: getattr(args, name, None) for name in names}
 
 

@@ -314,7 +314,7 @@ def _dropout() -> dict[str, Any]:
 def _measure_chunks(rank: int, size: int) -> dict[str, Any]:
     import torch
 
-    from odb_megatron.data.context_parallel import chunk_indices
+    from odb_megatron.data.thd import chunk_indices
 
     found = {"output": 0.0, "gradient": 0.0, "largest": 0.0}
     for lengths in ([2, 1], [1, 1, 4, 0], [1]):

@@ -145,24 +145,20 @@ def test_data_set_of_a_fine_tuning_recipe(bridge: Bridge, tmp_path: Path) -> Non
             ["dataset.odb.nothing=1"],
             "there is no dataset.odb.nothing: the settings are token_budget, ",
         ),
-        (["+dataset.odb.token_budget=1"], "write dataset.odb.NAME=VALUE"),
-        (["dataset.odb.token_budget=many"], "argument dataset.odb.token_budget: invalid int"),
-        (["dataset.odb.overlong=fifo"], "argument dataset.odb.overlong: invalid choice: 'fifo'"),
+        (["dataset.odb.token_budget=many"], "dataset.odb.token_budget is 'many': expected a whole"),
+        (["dataset.odb.overlong=fifo"], "dataset.odb.overlong is 'fifo': expected error, trunc"),
         (["dataset.odb.dry_run=1"], "dataset.odb.dry_run is 1: give true or false"),
         (["dataset.odb.order=batch"], "dataset.odb.order is 'batch': give single"),
         (["+dataset.nothing=1"], "nothing"),  # Bridge's own warning, or that it is not there
-        (["dataset.nothing=1"], "Could not override 'dataset.nothing'"),
-        (["dataset.odb.pad_to=[1"], "dataset.odb.pad_to=[1 is no override"),
-        (["~dataset"], "~dataset: a deletion would do nothing"),
-        (["~dataset.num_workers"], "~dataset.num_workers: a deletion would do nothing"),
-        (["dataset=null"], "dataset is a section of the configuration and cannot be None"),
-        (["train=null"], "train is a section of the configuration and cannot be None"),
-        (["+dataset._target_=somewhere.Nothing"], "_target_ would make another object of this"),
+        (["dataset.nothing=1"], "the configuration has no dataset.nothing"),
+        (["dataset.odb.pad_to=[1"], "dataset.odb.pad_to=[1: "),
+        (["~dataset"], "~dataset: Bridge keeps what is not named"),
+        (["dataset=null"], "in this recipe and cannot be None: change dataset.KEY"),
+        (["+dataset._target_=somewhere.Nothing"], "_target_ would make another object of a"),
         (["dataset.odb.token_budget=-5"], "dataset.odb.token_budget"),
         (["dataset.odb.train_data_path=/nope.jsonl"], "/nope.jsonl does not exist"),
         (["dataset.odb.valid_data_path=[1,/nope/some]"], "no data at '/nope/some': "),
         (["model.num_moe_experts=4"], "routers of a mixture of experts no padding mask"),
-        (["validation.full_validation=true"], "Bridge does not read validation.full_validation"),
     ],
 )
 def test_override_that_cannot_be_used(bridge: Bridge, overrides: list[str], text: str) -> None:
@@ -174,16 +170,15 @@ def test_override_that_cannot_be_used(bridge: Bridge, overrides: list[str], text
     [
         ("dataset:\n  nothing: 1\n", "the configuration has no dataset.nothing"),
         ("dataset:\n  odb:\n    nothing: 1\n", "there is no dataset.odb.nothing"),
-        ("dataset:\n  odb: 16384\n", "dataset.odb is 16384: it holds settings"),
+        ("dataset:\n  odb: 16384\n", "dataset.odb a int; expected 'external' and OdbSettings"),
         ("- 1\n", "holds no mapping"),
         ("dataset: [1\n", "is no YAML: while parsing"),
         ("train:\n  train_iters: ${nothing}\n", "nothing"),
         (
             "dataset:\n  _target_: megatron.bridge.training.config.MockGPTDatasetConfig\n",
-            "dataset._target_ would make another object",
+            "_target_ would make another object",
         ),
-        ("dataset: null\n", "dataset is a section of the configuration and cannot be None"),
-        ("dataset: mock\n", "dataset is a section of the configuration and cannot be 'mock'"),
+        ("dataset: null\n", "in this recipe and cannot be None: change dataset.KEY"),
         ("model:\n  num_layers:\n    one: 1\n", "no model.num_layers.one"),
     ],
 )
@@ -203,7 +198,6 @@ def test_overlay_that_cannot_be_used(
         (["--step", "bridge_recipe:nothing"], "bridge_recipe has no function nothing"),
         (["--config", "/no/such.yaml"], "the overlay /no/such.yaml cannot be read"),
         (["--nothing"], "there is no option --nothing"),
-        (["--mode", "finetune"], "finetune() starts from weights: give checkpoint.pretrained_ch"),
         (["nothing"], "an override has the form KEY=VALUE, got 'nothing'"),
     ],
 )
@@ -218,12 +212,12 @@ def test_option_that_cannot_be_used(bridge: Bridge, options: list[str], text: st
         (
             "tiny_sft_config",
             ["dataset.enable_offline_packing=true"],
-            "dataset.enable_offline_packing and dataset.odb both pack",
+            "dataset.odb and dataset.enable_offline_packing: both pack",
         ),
         (
             "tiny_packed_config",
             [],
-            "dataset.enable_in_batch_packing and dataset.odb both pack",
+            "dataset.odb and dataset.enable_in_batch_packing: both pack",
         ),
         (
             "tiny_packed_config",
@@ -243,16 +237,19 @@ def test_recipe_that_cannot_be_used(
     ("overrides", "text"),
     [
         (["model.num_moe_experts=4"], "routers of a mixture of experts no padding mask"),
-        (["model.mtp_num_layers=1"], "set model.mtp_num_layers=null"),
-        (["model.tp_comm_overlap=true"], "model.tp_comm_overlap has buffers of one shape"),
+        (["model.mtp_num_layers=1"], "drop model.mtp_num_layers"),
+        (["model.tp_comm_overlap=true"], "model.tp_comm_overlap: it has buffers of one"),
         (["dist.eval_context_parallel_size=1"], "drop dist.eval_context_parallel_size"),
-        (["validation.full_validation=true"], "Bridge does not read validation.full_validation"),
-        (["logger.skip_train_metrics_log=true"], "logger.skip_train_metrics_log leaves out"),
+        (
+            ["validation.full_validation=true"],
+            "Bridge does not read it",
+        ),
+        (["logger.skip_train_metrics_log=true"], "drop logger.skip_train_metrics_log"),
         (["train.rampup_batch_size=[4,4,16]"], "drop train.rampup_batch_size"),
-        (["train.decrease_batch_size_if_needed=true"], "dataset.odb keeps the batch size"),
+        (["train.decrease_batch_size_if_needed=true"], "drop train.decrease_batch_size_if_needed"),
         (["validation.multiple_validation_sets=true"], "drop validation.multiple_validation_sets"),
         (["checkpoint.non_persistent_ckpt_type=local"], "checkpoint.non_persistent_ckpt_type"),
-        (["dataset.eod_mask_loss=true"], "dataset.eod_mask_loss and "),
+        (["dataset.eod_mask_loss=true"], "drop dataset.eod_mask_loss"),
         (["train.train_iters=0"], "SystemExit: 2"),
         (["dataset.odb.data_path=x.jsonl"], "dataset.odb.data_path is for all splits, and"),
         (["dataset.odb.token_budget=32"], "dataset.odb.token_budget 32 is below model.seq_length"),
@@ -264,8 +261,7 @@ def test_configuration_that_cannot_be_used(bridge: Bridge, overrides: list[str],
         assert text in bridge.refused(*SHORT, *overrides)
     else:
         assert (
-            "odb: validation.eval_micro_batch_size=1 (was 2)"
-            in bridge.train(*SHORT, *overrides).output
+            "validation.eval_micro_batch_size=1 (was 2)" in bridge.train(*SHORT, *overrides).output
         )
 
 

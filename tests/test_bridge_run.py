@@ -83,8 +83,8 @@ def test_pretrain(saved: tuple[Run, Path], chats: ChatFile) -> None:
 
 def test_says_what_is_on(saved: tuple[Run, Path], chats: ChatFile) -> None:
     output = saved[0].output
-    assert "odb: train.micro_batch_size=1 (was 2)" in output
-    assert "odb: model.calculate_per_token_loss=True (was False)" in output
+    assert "train.micro_batch_size=1 (was 2)" in output
+    assert "odb: set model.calculate_per_token_loss=True (was False), " in output
     assert f"dataset.odb over {chats.path}" in output
     assert "odb: reproduce with dataset.odb.token_budget=96 " in output
     assert "6 optimizer steps, 48 samples (48 of 48 requested)" in output

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from odb_megatron.comm.blocks import ControlError, SourceGroup
-from odb_megatron.comm.delivery import ReplicaGroup
+from odb_megatron.comm.groups import ControlError, ReplicaGroup, SourceGroup
 from odb_megatron.testing.gloo import run_replicas
 from odb_megatron.testing.nursery import nursery
 

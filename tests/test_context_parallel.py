@@ -1,4 +1,4 @@
-"""`odb_megatron.data.context_parallel`: chunks as Transformer Engine's kernel cuts them."""
+"""`odb_megatron.data.thd`: chunks as Transformer Engine's kernel cuts them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_data import BASE
 
-from odb_megatron.data.context_parallel import (
+from odb_megatron.data.sample import Sample
+from odb_megatron.data.thd import (
+    assemble,
     chunk_indices,
     cost_balance,
+    layout,
     padding_mask,
     slice_micro_batch,
 )
-from odb_megatron.data.sample import Sample
-from odb_megatron.data.thd import assemble, assemble_idle, layout
 from odb_megatron.plan.padding import SizeRule
 
 
@@ -81,7 +82,7 @@ def test_an_odd_length_loses_and_invents_nothing() -> None:
 def test_one_rank_has_everything_and_idle_ones_can_be_cut() -> None:
     item = assemble([sample(5)], positions=[0], rule=SizeRule(multiple=1))
     assert slice_micro_batch(item, size=1, rank=0) is item
-    idle = slice_micro_batch(assemble_idle(rule=SizeRule(multiple=4)), size=2, rank=1)
+    idle = slice_micro_batch(assemble([], positions=[], rule=SizeRule(multiple=4)), size=2, rank=1)
     assert idle.is_idle
     assert idle.tokens.shape == (1, 2)
 

@@ -1,4 +1,4 @@
-"""`odb_megatron.comm.deadline` and `watchdog`, with a heartbeat that says what the test says."""
+"""`odb_megatron.comm.heartbeat` and `watchdog`, with a heartbeat that says what the test says."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from odb_megatron.comm import deadline as deadline_module
+from odb_megatron.comm import heartbeat as deadline_module
 from odb_megatron.comm import watchdog as watchdog_module
-from odb_megatron.comm.deadline import Deadline, PeerError
+from odb_megatron.comm.heartbeat import Deadline, PeerError
 from odb_megatron.comm.watchdog import PEER_LOST, Watchdog
 
 WAIT_S = 20.0

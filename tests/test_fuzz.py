@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from odb_megatron.data.loop import PackedStep, StepLoop
-from odb_megatron.data.step_wire import StepMetadata, encode_header
+from odb_megatron.data.wire import StepMetadata, encode_header
 from odb_megatron.plan.record import PlanConfig
 from odb_megatron.testing import fuzz
 from odb_megatron.testing.fuzz import run_world

@@ -12,7 +12,7 @@ import struct
 import threading
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,9 @@ from odb_megatron.data.sample import (
     Skipped,
     check_sample,
 )
-from odb_megatron.data.sample_wire import SampleWireError, decode_sample, encode_sample
 from odb_megatron.data.sources import ChatSource, MapSource, check_index
-from odb_megatron.data.step_wire import (
-    StepMetadata,
-    StepWireError,
-    decode_header,
-    encode_header,
-    payload_bytes,
-)
 from odb_megatron.data.tokenizer import CHATML_TEMPLATE, load_tokenizer, train_bpe
 from odb_megatron.megatron.checkpoint import DataState
-from odb_megatron.plan.padding import SizeRule
-from odb_megatron.plan.record import StepTotals
 
 _open = open_records.__wrapped__  # anew each time
 ROOT = Path(__file__).resolve().parents[1]
@@ -499,53 +489,6 @@ def test_random_states(value: Any) -> None:
             DataState.parse(text)
 
 
-@given(st.data())
-def test_random_samples_on_the_wire(data: st.DataObject) -> None:
-    sample = Sample(tokens=np.arange(5), labels=np.arange(1, 6), loss_mask=np.ones(5, "f4"))
-    good = encode_sample(sample)
-    content = data.draw(st.binary(max_size=80) | st.just(good))
-    at = data.draw(st.integers(0, 31))
-    content = content[:at] + data.draw(st.binary(max_size=4)) + content[at:]
-    with _peak_below(8 * MIB), contextlib.suppress(SampleWireError):
-        assert len(decode_sample(content)) >= 1
-
-
-TOTALS = StepTotals(
-    **{field.name: 3 for field in fields(StepTotals) if field.type == "int"}, is_final=True
-)
-METADATA = StepMetadata(
-    totals=TOTALS,
-    positions=((1, 2), ()),
-    lengths=((3, 4), ()),
-    patches=(0, 0),
-    rule=SizeRule(sizes=(16, 32), least=2, longest=16, multiple=2),
-)
-HEADER: dict[str, Any] = json.loads(encode_header(METADATA))
-
-
-@pytest.mark.parametrize("at", _places(HEADER)[1:], ids=str)
-def test_every_entry_of_a_step_header_is_checked(at: tuple[Any, ...]) -> None:
-    assert decode_header(encode_header(METADATA)) == METADATA
-    texts = []
-    for other in HOSTILE:
-        try:
-            found = decode_header(json.dumps(_with_another(HEADER, at, other)).encode())
-        except StepWireError as error:
-            texts.append(str(error))
-            continue
-        assert isinstance(found, StepMetadata)
-        assert payload_bytes(found) < 1 << 32
-        found.layouts()
-    assert len(texts) >= 6
-    assert all("ranks of the replica run different code" in text for text in texts)
-
-
-@given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_random_step_headers(data: bytes) -> None:
-    with pytest.raises(StepWireError):
-        decode_header(data)
-
-
 # --- nothing is unpickled or evaluated -------------------------------------------------------
 
 FORBIDDEN = {
@@ -591,4 +534,4 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
     """But the data set, steps and errors on their way between a rank and its own processes."""
     bad = {*FORBIDDEN, *LOADERS, *YAML, "trust_remote_code"}
     found = {(name, what) for name, what, _ in _found() if what in bad}
-    assert found == {("data/workers.py", "pickle"), ("data/loop_process.py", "pickle")}
+    assert found == {("data/workers.py", "pickle"), ("data/step_loader.py", "pickle")}

@@ -13,7 +13,7 @@ import torch
 from image_samples import image_sample
 
 from odb_megatron.data.images import mrope_positions
-from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
+from odb_megatron.data.thd import MicroBatch, assemble
 from odb_megatron.plan.padding import SizeRule
 from odb_megatron.testing.gloo import run_replicas
 
@@ -131,7 +131,7 @@ def measure(_rank: int) -> dict[str, Any]:
     found["moved"] = [bool(moved[start:end].any()) for start, end in pairwise(at)]
 
     for name, item in (
-        ("idle", assemble_idle(rule=SizeRule(multiple=8))),
+        ("idle", assemble([], positions=[], rule=SizeRule(multiple=8))),
         ("text", assemble([samples[1]], positions=[0])),
     ):
         _, gradients = _gradients(model, [item])

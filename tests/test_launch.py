@@ -185,24 +185,7 @@ def test_without_a_launcher_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> 
         assert not elastic.leave_reason("why")
 
 
-def test_files_of_others_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [tmp_path / str(rank) / "error.json" for rank in range(4)]
-    for file in files:
-        file.parent.mkdir()
-    assert elastic.first_reason(str(files[0])) is None
-    files[0].write_text("{")
-    files[1].write_text('{"message": {"message": "torch\'s", "extraInfo": {"timestamp": "1"}}}')
-    assert elastic.first_reason(str(files[0])) is None
-    for rank in (3, 2):
-        monkeypatch.setenv("RANK", str(8 + rank))
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(files[rank]))
-        assert elastic.leave_reason(f"of {rank}", is_told=rank == 3)
-    found = elastic.first_reason(str(files[0]))
-    assert found is not None
-    assert (found.rank, found.text, found.is_told) == (10, "of 2", False)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_processes(tmp_path: Path, number: signal.Signals) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -224,23 +207,6 @@ def test_a_signal_ends_all_processes(tmp_path: Path, number: signal.Signals) -> 
         assert process.wait(timeout=40) != 0
     _, alive = psutil.wait_procs(family, timeout=40)
     assert alive == []
-
-
-@pytest.mark.parametrize("ends", ["os.kill(os.getpid(), signal.SIGKILL)", "pass"])
-def test_what_a_rank_leaves_is_ended(tmp_path: Path, ends: str) -> None:
-    """What a rank that succeeded leaves has ten seconds to end by itself."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, signal, subprocess, sys; from pathlib import Path\n"
-        "ends = 'sleep 2; touch \"$0\"; sleep 600 & wait'\n"
-        "left = subprocess.Popen(['sh', '-c', ends, sys.argv[2]], start_new_session=True)\n"
-        f"Path(sys.argv[1]).write_text(str(left.pid)); {ends}"
-    )
-    done = _launch(str(script), str(tmp_path / "pid"), str(tmp_path / "uploaded"))
-    assert done.returncode == (0 if ends == "pass" else 128 + signal.SIGKILL)
-    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
-    if ends == "pass":
-        assert (tmp_path / "uploaded").exists()
 
 
 @pytest.mark.parametrize(

@@ -230,11 +230,6 @@ def test_ranges_over_all_tokens_are_refused() -> None:
         ({"num_experts": 4}, False, "drop --num-experts"),
         ({"mtp_num_layers": 1}, False, "drop --mtp-num-layers"),
         ({"modelopt_kd_cfg": "a.yaml"}, False, "--modelopt-kd-cfg would do nothing"),
-        (
-            {"pipeline_model_parallel_size": 2, "odb_pad_to": ["budget"]},
-            True,
-            "drop --odb-pad-to",
-        ),
         ({"manual_gc": True}, True, "drop --manual-gc"),
         ({"tp_comm_overlap": True}, True, "does not work with --tp-comm-overlap"),
     ],

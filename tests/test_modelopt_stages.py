@@ -209,7 +209,7 @@ def test_a_quantized_student_resumes_in_its_own_folder(
     resumed = stages("train", *flags, "--load", folder, "--ckpt-step", "2")
     assert resumed.losses == whole.losses[2:]
     assert "restored from the checkpoint and the student of" in resumed.replicas[0].output
-    own = stages.folder / "student"
+    own = stages.folder / "own-student"
     same = ("--load", own, "--save", own, "--save-interval", "4")
     assert falls(stages("train", *ODB, *taught, *same))  # holds nothing yet
 

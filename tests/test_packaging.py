@@ -410,7 +410,7 @@ def test_layers() -> None:
         ("data/a.py", "from megatron.training import get_args", "megatron.training.get_args"),
         ("data/a.py", "import odb_megatron.megatron.flags", "odb_megatron.megatron.flags"),
         ("report/a.py", "def f():\n    import torch", "torch"),
-        ("report/a.py", "from odb_megatron.comm import blocks", "odb_megatron.comm.blocks"),
+        ("report/a.py", "from odb_megatron.comm import groups", "odb_megatron.comm.groups"),
     ],
 )
 def test_layer_rule_sees(tmp_path: Path, file: str, source: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""`odb_megatron.data.padded`: the baseline's items hold what the packed path packs."""
+"""`odb_megatron.data.stream`: the baseline's items hold what the packed path packs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import pytest
 import torch
 from made_up_data import Records, rules, single_stream
 
-from odb_megatron.data.padded import PaddedDataset
 from odb_megatron.data.sample import BadRecordError, Sample
-from odb_megatron.data.stream import SampleStream
+from odb_megatron.data.stream import PaddedDataset, SampleStream
 from odb_megatron.data.thd import PAD_TOKEN
 
 LENGTHS = [1, 7, 8, 3]

@@ -287,7 +287,7 @@ def test_the_optimizers_side(
 def test_micro_batches_padded_to_the_budget(
     megatron: Megatron, data_flags: tuple[str, ...], num_ranks: int, flags: str
 ) -> None:
-    """The budget is 64 tokens; stages need not tell each other the length."""
+    """The budget is 64 tokens."""
     flags = (*MODEL, *LENGTH, *data_flags, *shlex.split(flags))
     plain, padded = (
         megatron.train(*flags, *more, replicas=num_ranks)
@@ -298,8 +298,6 @@ def test_micro_batches_padded_to_the_budget(
         record = step.record
         num_micro_batches = record["num_micro_batches"] * len(step.ids)
         assert record["computed_tokens"] == 64 * num_micro_batches > record["tokens"]
-    varies = [run.replicas[0].final["variable_seq_lengths"] for run in (plain, padded)]
-    assert varies == ["--pipeline-model-parallel-size" in flags, False]
     assert [one.record["lengths"] for one in padded.steps] == [
         one.record["lengths"] for one in plain.steps
     ]

@@ -17,7 +17,6 @@ import torch
 from made_up_data import Letters, Records, rules
 
 from odb_megatron.data.chat import ChatFormatError, ChatRenderer
-from odb_megatron.data.fetch_limit import limited
 from odb_megatron.data.sample import BadRecordError, Sample, Skipped, SkipReason
 from odb_megatron.data.sources import (
     ChatSource,
@@ -28,6 +27,7 @@ from odb_megatron.data.sources import (
     file_fingerprint,
     open_source,
 )
+from odb_megatron.data.workers import limited
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy
 
 INCONSISTENT = "{% for m in messages %}{{ m.content | length }}{{ m.content }}{% endfor %}"

@@ -29,16 +29,16 @@ from made_up_data import (
     steps_of,
 )
 
-from odb_megatron.comm.deadline import Deadline
-from odb_megatron.comm.gloo_group import ControlError
+from odb_megatron.comm.groups import ControlError
+from odb_megatron.comm.heartbeat import Deadline
 from odb_megatron.data import loop
 from odb_megatron.data.loop import PackedStep
 from odb_megatron.data.order import CyclicOrder
-from odb_megatron.data.replica_stream import WorkerError
 from odb_megatron.data.sample import BadRecordError, Sample
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.step_wire import StepMetadata, decode_header, decode_payload
 from odb_megatron.data.stream import SampleStream
+from odb_megatron.data.wire import StepMetadata, decode_header, decode_step
+from odb_megatron.data.workers import WorkerError
 from odb_megatron.plan.record import LoaderClosedError, PlanConfig, ReplicaFailedError
 from odb_megatron.testing.replicas import ThreadChannel, run_in_threads, thread_channels
 
@@ -129,7 +129,7 @@ def test_any_number_of_workers_gives_the_same_steps() -> None:
         ids = []
         for one in step:
             metadata = metadata_of(one)
-            check_content(decode_payload(metadata, one.payload), stream)
+            check_content(decode_step(metadata, one.payload), stream)
             ids += [at for row in metadata.positions for at in row]
         trained += sorted(ids)
     assert trained == usable
@@ -151,7 +151,7 @@ def test_samples_move_between_loops_in_processes() -> None:
         loader = StepLoader(stream, config, channel=channel, num_workers=1)
         (step,) = steps_of(loader)
         metadata = metadata_of(step)
-        check_content(decode_payload(metadata, step.payload), stream)
+        check_content(decode_step(metadata, step.payload), stream)
         return metadata.totals
 
     first, second = in_threads(go)
@@ -185,7 +185,7 @@ def test_a_cyclic_epoch_is_complete() -> None:
 
     def go(channel: ThreadChannel) -> list[int]:
         steps = steps_of(StepLoader(stream, config, channel=channel))
-        items = [item for one in steps for item in decode_payload(metadata_of(one), one.payload)]
+        items = [item for one in steps for item in decode_step(metadata_of(one), one.payload)]
         return [int(item.tokens[0, at]) // BASE for item in items for at in item.cu_seqlens[:-1]]
 
     assert sorted(chain(*in_threads(go, 3))) == list(range(12))

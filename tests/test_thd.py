@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_megatron.data.context_parallel import padding_mask
 from odb_megatron.data.sample import Sample
-from odb_megatron.data.thd import PAD_TOKEN, MicroBatch, assemble, assemble_idle
+from odb_megatron.data.thd import PAD_TOKEN, MicroBatch, assemble, padding_mask
 from odb_megatron.plan.padding import SizeRule, size_rule
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=8)
@@ -42,7 +41,7 @@ def _assembled(lengths: list[int], multiple: int = 1) -> MicroBatch:
 def test_patches_are_added_up() -> None:
     samples = [replace(sample, num_patches=at) for at, sample in enumerate(_samples([3, 2, 4]))]
     assert assemble(samples, positions=[0, 1, 2]).num_patches == 3
-    assert assemble_idle().num_patches == 0
+    assert assemble([], positions=[]).num_patches == 0
 
 
 @given(LENGTHS, MULTIPLES)
@@ -125,7 +124,7 @@ def test_a_length_just_over_the_multiple() -> None:
 
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_the_idle_micro_batch_is_the_smallest(multiple: int) -> None:
-    batch = assemble_idle(rule=SizeRule(multiple=multiple))
+    batch = assemble([], positions=[], rule=SizeRule(multiple=multiple))
     assert batch.is_idle
     assert batch.positions == ()
     assert batch.tokens.tolist() == batch.labels.tolist() == [[PAD_TOKEN] * multiple]
@@ -138,14 +137,6 @@ def test_the_idle_micro_batch_is_the_smallest(multiple: int) -> None:
     for name in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens_padded"):
         assert getattr(batch, name).dtype == getattr(reference, name).dtype
         assert getattr(batch, name).shape == getattr(reference, name).shape
-
-
-@pytest.mark.parametrize(("num_samples", "num_positions"), [(0, 0), (2, 1)])
-def test_samples_need_positions(num_samples: int, num_positions: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"got {num_samples} samples and {num_positions} positions"
-    ):
-        assemble(_samples([1] * num_samples), positions=range(num_positions))
 
 
 def test_a_fixed_length() -> None:
@@ -174,7 +165,7 @@ def test_a_fixed_length_that_is_full() -> None:
 
 
 def test_an_idle_micro_batch_of_a_fixed_length() -> None:
-    batch = assemble_idle(rule=SizeRule(sizes=(12, 24), multiple=4))
+    batch = assemble([], positions=[], rule=SizeRule(sizes=(12, 24), multiple=4))
     assert batch.is_idle
     assert batch.cu_seqlens.tolist() == [0] * 5
     assert batch.cu_seqlens_padded.tolist() == [0, 12, 12, 12, 12]
@@ -197,7 +188,7 @@ def test_shapes_follow_from_the_size_alone(
     for length in lengths:
         if sum(map(rule.padded, [*kept, length])) <= rule.sizes[-1]:
             kept.append(length)
-    batch = assemble_idle(rule=rule)
+    batch = assemble([], positions=[], rule=rule)
     if kept:
         batch = assemble(_samples(kept), positions=range(len(kept)), rule=rule)
     size = rule.size_of(sum(map(rule.padded, kept)))
@@ -216,7 +207,7 @@ def test_shapes_follow_from_the_size_alone(
 
 
 @pytest.mark.parametrize(
-    "batch", [_assembled([3, 5], multiple=4), assemble_idle(rule=SizeRule(multiple=4))]
+    "batch", [_assembled([3, 5], multiple=4), assemble([], positions=[], rule=SizeRule(multiple=4))]
 )
 def test_megatron_takes_it(batch: MicroBatch) -> None:
     pytest.importorskip("megatron.core")

@@ -57,23 +57,26 @@ def forward(models: list[Any], items: Iterator[Any], run: Any, _model: Any, *, l
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from odb_megatron.megatron.pipeline import planned_shapes
+
     is_final = False
     while not is_final:
-        totals = next(items).totals
-        batches = [next(items) for _ in range(totals.num_micro_batches)]
-        used = [item for item in batches if not item.is_idle]
-        is_final = totals.is_final
+        header = next(items)
+        batches = zip(header.lengths, [next(items) for _ in header.lengths], strict=True)
+        used = [(tokens, item) for tokens, item in batches if not item.is_idle]
+        is_final = header.totals.is_final
         if used:
-            with torch.no_grad():
-                get_forward_backward_func()(
-                    forward_step_func=run.forward_step,
-                    data_iterator=iter(used),
-                    model=models,
-                    num_microbatches=len(used),
-                    seq_length=length,
-                    micro_batch_size=1,
-                    forward_only=True,
-                )
+            arguments = {
+                "forward_step_func": run.forward_step,
+                "data_iterator": iter([item for _, item in used]),
+                "model": models,
+                "num_microbatches": len(used),
+                "seq_length": length,
+                "micro_batch_size": 1,
+                "forward_only": True,
+            }
+            with torch.no_grad(), planned_shapes(arguments, [tokens for tokens, _ in used]):
+                get_forward_backward_func()(**arguments)
 
 
 def main() -> None:

@@ -20,11 +20,11 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from odb_megatron.megatron.hooks import Hooks, RunListener
 
-__all__ = ["BridgeHooks", "HostedRun", "install_entry", "require_names"]
+__all__ = ["BridgeHooks", "install_entry", "require_names"]
 
 _NAMES = {
     "pretrain": ("_pretrain", "_finish_train", "_cleanup_after_pretrain_failure"),
@@ -65,17 +65,7 @@ def require_names(find: Callable[[str], Any] | None = None) -> None:
         )
 
 
-class HostedRun(Protocol):
-    """What `install_entry` asks of a run."""
-
-    def __enter__(self) -> Any:
-        """The run begins."""
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """The run ends; harmless when called again."""
-
-
-def install_entry(make_run: Callable[[Any], HostedRun | None]) -> None:
+def install_entry(make_run: Callable[[Any], Any]) -> None:
     """Have Bridge's `pretrain()` make a run for each configuration that has one.
 
     Args:
@@ -112,8 +102,8 @@ def install_entry(make_run: Callable[[Any], HostedRun | None]) -> None:
 class BridgeHooks(Hooks):
     """Installs and removes the replacements; see `megatron.hooks.Hooks`."""
 
-    def __init__(self, listener: RunListener, *, state: Any, micro_batch_length: int = 0) -> None:
-        super().__init__(listener, packed=True, micro_batch_length=micro_batch_length)
+    def __init__(self, listener: RunListener, *, state: Any, plans_shapes: bool = False) -> None:
+        super().__init__(listener, packed=True, plans_shapes=plans_shapes)
         self._state = state
 
     def install(self) -> None:
@@ -132,8 +122,6 @@ class BridgeHooks(Hooks):
             schedule = original(*args, **kwargs)
 
             def forward_backward(**arguments: Any) -> Any:
-                if self._length and "decoder_seq_length" in arguments:  # as `seq_length`, in Bridge
-                    arguments["decoder_seq_length"] = self._length
                 reports = schedule(**arguments)
                 if not arguments.get("collect_non_loss_data", False):
                     _avoid_zero_counts(reports)

@@ -18,11 +18,12 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from odb_megatron.data.item_stream import ItemStream
+from odb_megatron.data.iterable import ItemStream
 from odb_megatron.data.loop import Progress
 from odb_megatron.data.records import file_fingerprint
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
+from odb_megatron.errors import SettingError
 
 __all__ = ["DataCheckpoint", "DataState", "Gathers", "gather_counts", "restore", "saved_text"]
 
@@ -33,7 +34,7 @@ _MESSAGE_BYTES = 1024
 _MAX_BYTES = 1 << 28
 _MAX_BLEND_PLACES = 4096
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_ANEW = "restore it, or start the data anew (--finetune)"
+_ANEW = "restore it, or start the data anew ({finetune})"
 
 
 class Gathers(Protocol):
@@ -107,9 +108,11 @@ class DataState:
             if not isinstance(state.data, dict) or not isinstance(state.sources, list):
                 raise TypeError("data or sources are of another kind")
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(
-                f"the checkpoint's data state is {str(text)[:80]!r} ({str(error)[:200]}): it is "
-                f"damaged, or was written by another version of odb_megatron; {_ANEW}"
+            raise SettingError(
+                "the checkpoint's data state is {text!r} ({error}): it is damaged, or was written "
+                f"by another version of odb_megatron; {_ANEW}",
+                text=str(text)[:80],
+                error=str(error)[:200],
             ) from error
         return state
 
@@ -175,10 +178,11 @@ def _require_same_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
                 if old[name] != new[name]
             ]
     if found:
-        raise ValueError(
-            f"the data state was saved with other data ({_some(found)}), so samples would be lost "
-            "or repeated: restore files, their order, --split and --seed (of an iterable data set "
-            "its parts), or start the data anew (--finetune)"
+        raise SettingError(
+            "the data state was saved with other data ({found}), so samples would be lost or "
+            "repeated: restore files, their order, {split} and {seed} (of an iterable data set its "
+            "parts), or start the data anew ({finetune})",
+            found=_some(found),
         )
     found = [
         f"{new['path']} (fingerprint {old['fingerprint'][:12]} then, {new['fingerprint'][:12]} now)"
@@ -188,9 +192,10 @@ def _require_same_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
     if saved["tokenizer"] != current["tokenizer"]:
         found.append(f"tokenizer ({saved['tokenizer']} then, {current['tokenizer']} now)")
     if found:
-        raise ValueError(
-            f"data changed since the checkpoint was saved: {_some(found)}: restore it, "
-            "or start the data anew from its weights (--finetune)"
+        raise SettingError(
+            "data changed since the checkpoint was saved: {found}: restore it, or start the data "
+            "anew from its weights ({finetune})",
+            found=_some(found),
         )
 
 
@@ -322,7 +327,7 @@ def restore(
     """
     if text is None:
         if isinstance(loader.stream, ItemStream):
-            raise ValueError(
+            raise SettingError(
                 "no data state in the checkpoint, and an iterable source cannot be continued "
                 f"without: {_ANEW}"
             )
@@ -348,8 +353,9 @@ def _restored(args: argparse.Namespace, loader: StepLoader, text: str) -> Any:
         current = data_identity(args, loader.stream, num_places=state.data["blend"][0])
         _require_same_data(state.data, current)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"the checkpoint's data state is damaged ({type(error).__name__}: {error}): {_ANEW}"
+        raise SettingError(
+            f"the checkpoint's data state is damaged ({{error}}): {_ANEW}",
+            error=f"{type(error).__name__}: {error}",
         ) from error
     if state.consumed != args.consumed_train_samples:
         raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -73,34 +74,61 @@ def _setting(**values: Any) -> Any:
     return field(metadata={"setting": Setting(**values)})
 
 
-def _at_least(least: int) -> Callable[[int], int]:
-    def read(given: int) -> int:
-        if given < least:
+# What Bridge gives has any type that YAML has.
+
+
+def _at_least(least: int) -> Callable[[Any], int]:
+    def read(given: Any) -> int:
+        if isinstance(given, bool) or not re.fullmatch(r" *-?\d+ *", str(given)):
+            raise ValueError(f"is {given!r}: expected a whole number")
+        if int(given) < least:
             raise ValueError(f"must be at least {least}, got {given}")
-        return given
+        return int(given)
 
     return read
 
 
-def _seconds(given: float) -> float:
-    if not 0 < given < math.inf:
-        raise ValueError(f"must be above 0 seconds, got {given:g}")
-    return given
-
-
-def _sizes(given: list[str]) -> tuple[int, ...]:
+def _seconds(given: Any) -> float:
     try:
-        return tuple(0 if word == "budget" else _at_least(1)(int(word)) for word in given)
+        seconds = float(given)
+    except (TypeError, ValueError):
+        raise ValueError(f"is {given!r}: expected a number of seconds") from None
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"must be above 0 seconds, got {seconds:g}")
+    return seconds
+
+
+def _switch(given: Any) -> bool:
+    if given is not True:
+        raise ValueError(f"is {given!r}: give true or false")
+    return True
+
+
+def _one_of(kind: type[Enum]) -> Callable[[Any], Enum]:
+    def read(given: Any) -> Enum:
+        values = [one.value for one in kind]
+        if given not in values:
+            raise ValueError(f"is {given!r}: expected {', '.join(values)}")
+        return kind(given)
+
+    return read
+
+
+def _sizes(given: Any) -> tuple[int, ...]:
+    words = given if isinstance(given, (list, tuple)) else [given]
+    try:
+        return tuple(0 if word == "budget" else _at_least(1)(word) for word in words)
     except ValueError:
-        text = " ".join(given)
+        text = " ".join(map(str, words))
         raise ValueError(f"{text}: each must be a token count of at least 1, or budget") from None
 
 
-def _template_args(given: str) -> dict[str, Any]:
+def _template_args(given: Any) -> dict[str, Any]:
+    text = given if isinstance(given, str) else json.dumps(given)
     try:
-        return template_arguments(given)
+        return template_arguments(text)
     except ValueError as error:
-        raise ValueError(f"{given!r}: {error}") from error
+        raise ValueError(f"{text!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +169,7 @@ class OdbConfig:
     )
     overlong: OverlongPolicy = _setting(
         kind=OverlongPolicy,
-        read=OverlongPolicy,
+        read=_one_of(OverlongPolicy),
         value=OverlongPolicy.ERROR,
         baseline=True,
         default=OverlongPolicy.ERROR.value,
@@ -182,7 +210,7 @@ class OdbConfig:
         "the next one, and CUDA graphs can replay. The metrics count the padding.",
     )
     cost: CostPrices | None = _setting(
-        read=CostPrices.parse,
+        read=lambda given: CostPrices.parse(str(given)),
         metavar="linear=X,quadratic=X,overhead=X,patch=X",
         default="FLOPs of the model's shape, and 5 per cent of a full micro-batch as its overhead",
         help="Predicted cost of a token, a token squared (summed over each sample's own length), a "
@@ -209,7 +237,7 @@ class OdbConfig:
     )
     loss_per: LossPer | None = _setting(
         kind=LossPer,
-        read=LossPer,
+        read=_one_of(LossPer),
         baseline=True,
         default="token, and weights that are no whole numbers are refused",
         help="What counts once in a step's loss, sum(weight * loss) / sum(weight): token takes the "
@@ -227,6 +255,7 @@ class OdbConfig:
     )
     dry_run: bool = _setting(
         kind=bool,
+        read=_switch,
         value=False,
         default="off",
         help="Check the flags and this machine, read and plan three steps by the run's own "

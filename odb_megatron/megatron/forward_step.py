@@ -14,8 +14,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from odb_megatron.data.context_parallel import padding_mask
-from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, sample_index
+from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, padding_mask, sample_index
 from odb_megatron.plan.padding import padded_length
 
 __all__ = [

@@ -11,7 +11,7 @@ import importlib.machinery
 import inspect
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +39,7 @@ _ROUTER = "megatron.core.transformer.moe.router"
 REPLACED = {
     one.name: one
     for one in (
-        Name(_TRAINING, "get_forward_backward_func", "a schedule runs the plan's M"),
+        Name(_TRAINING, "get_forward_backward_func", "a schedule runs the plan's M and shapes"),
         Name(_TRAINING, "training_log", "the step log; FLOPs of the mean step of a log line"),
         Name(_TRAINING, "save_checkpoint", "the data's state is saved, a step's data is not"),
         Name(
@@ -169,7 +169,7 @@ class Hooks(Replacements):
         listener: the run.
         packed: whether iterators carry step headers (ODB on).
         has_experts: whether the model is a mixture of experts.
-        micro_batch_length: tokens of every micro-batch; 0 where they differ.
+        plans_shapes: whether pipeline stages take each other's shapes from step headers.
     """
 
     def __init__(
@@ -178,12 +178,12 @@ class Hooks(Replacements):
         *,
         packed: bool,
         has_experts: bool = False,
-        micro_batch_length: int = 0,
+        plans_shapes: bool = False,
     ) -> None:
         super().__init__()
         self._listener = listener
         self._packed, self._has_experts = packed, has_experts
-        self._length = micro_batch_length
+        self._plans_shapes = plans_shapes
         self._totals: StepTotals | None = None
         self._lengths: list[tuple[int, int]] = []  # of the steps since the last log line
 
@@ -224,18 +224,26 @@ class Hooks(Replacements):
                 assert isinstance(header, StepHeader), f"expected a step header, got {header!r}"
                 self._listener.on_header(header, training=training)
                 arguments["num_microbatches"] = header.totals.num_micro_batches
-                if self._length:  # what pipeline stages send each other
-                    arguments["seq_length"] = self._length
-                if not training:
-                    return schedule(**arguments)
-                self._totals = header.totals
-                result = schedule(**arguments)
-                self._listener.on_trained()
+                if training:
+                    self._totals = header.totals
+                with self._shapes(arguments, header):
+                    result = schedule(**arguments)
+                if training:
+                    self._listener.on_trained()
                 return result
 
             return forward_backward_by_plan
 
         return get_forward_backward_func
+
+    def _shapes(
+        self, arguments: dict[str, Any], header: StepHeader
+    ) -> AbstractContextManager[None]:
+        if not self._plans_shapes:
+            return nullcontext()
+        from odb_megatron.megatron.pipeline import planned_shapes
+
+        return planned_shapes(arguments, header.lengths)
 
     def _wrap_training_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)

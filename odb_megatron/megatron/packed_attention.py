@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from odb_megatron.data.context_parallel import chunk_indices
+from odb_megatron.data.thd import chunk_indices
 
 __all__ = ["CLASSES", "Flash3Attention", "FlashAttention", "PackedAttention", "TorchAttention"]
 

@@ -10,19 +10,16 @@ from typing import Any
 from megatron.core import parallel_state as mpu
 from megatron.core.datasets.utils import Split
 
-from odb_megatron.comm.blocks import SourceGroup
-from odb_megatron.comm.deadline import Deadline
-from odb_megatron.comm.gloo_group import ranks_of
+from odb_megatron.comm.groups import SourceGroup, ranks_of
+from odb_megatron.comm.heartbeat import Deadline
 from odb_megatron.data.chat import ChatRenderer
-from odb_megatron.data.item_stream import ItemStream
-from odb_megatron.data.iterable import as_shards, is_iterable
+from odb_megatron.data.iterable import ItemStream, as_shards, is_iterable
 from odb_megatron.data.megatron_dataset import build_datasets, stream_from_dataset
 from odb_megatron.data.order import Order, PassOrder, build_order
-from odb_megatron.data.padded import PaddedDataset
 from odb_megatron.data.sample import Sample, SampleRules, as_lines, as_object
 from odb_megatron.data.sources import MapSource
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.stream import SampleStream, SourcePart
+from odb_megatron.data.stream import PaddedDataset, SampleStream, SourcePart
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.images import image_rules
 from odb_megatron.megatron.setup import dataset_config, total_samples

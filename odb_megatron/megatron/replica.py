@@ -19,10 +19,8 @@ from functools import partial
 from megatron.core import parallel_state as mpu
 from megatron.core.datasets.utils import Split
 
-from odb_megatron.comm.deadline import Deadline
-from odb_megatron.comm.delivery import ReplicaGroup
-from odb_megatron.comm.gloo_group import GlooGroup, numbered
-from odb_megatron.comm.heartbeat import Heartbeat
+from odb_megatron.comm.groups import GlooGroup, ReplicaGroup
+from odb_megatron.comm.heartbeat import Deadline, Heartbeat
 from odb_megatron.comm.watchdog import Watchdog, limit_end
 from odb_megatron.data.feed import ChunkIterator, ContextPart, StepFeed
 from odb_megatron.data.step_loader import StepLoader
@@ -152,7 +150,7 @@ def differences(values: Mapping[str, str], *, ranks: Sequence[int], timeout_s: f
     Raises:
         RuntimeError: a rank is gone or did not come in time.
     """
-    group = GlooGroup(ranks, name=numbered("arguments", ranks), timeout_s=timeout_s)
+    group = GlooGroup(ranks, name="arguments", timeout_s=timeout_s)
     try:
         own = json.dumps(dict(values), sort_keys=True).encode()
         digest = hashlib.blake2b(own, digest_size=32).digest()

@@ -18,13 +18,13 @@ import torch
 from megatron.core.datasets.utils import Split
 
 from odb_megatron import doctor
-from odb_megatron.comm.blocks import SourceGroup
+from odb_megatron.comm.groups import SourceGroup
 from odb_megatron.data.feed import StepFeed, StepHeader
-from odb_megatron.data.item_stream import ItemStream
+from odb_megatron.data.iterable import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.elastic import USAGE_ERROR, leave_reason
-from odb_megatron.errors import usage_errors
+from odb_megatron.errors import SettingError, usage_errors
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.checkpoint import (
     DataCheckpoint,
@@ -125,8 +125,13 @@ class OdbRun:
             self,
             packed=self.config.enabled,
             has_experts=self._args.num_experts is not None,
-            micro_batch_length=self.config.micro_batch_length(padding_multiple(self._args)),
+            plans_shapes=self._plans_shapes,
         )
+
+    @property
+    def _plans_shapes(self) -> bool:
+        """Whether pipeline stages take each other's shapes from step headers."""
+        return self.config.enabled and self._args.pipeline_model_parallel_size > 1
 
     def _make_report(self) -> RunReport:
         return RunReport(
@@ -413,14 +418,14 @@ class OdbRun:
         if not reads_data:
             return streams
         if streams[0] is None and not args.skip_train:
-            raise ValueError(
-                "there is nothing to train on: the train split is empty; change --split or "
-                "--data-path"
+            raise SettingError(
+                "there is nothing to train on: the train split is empty; change {split} or "
+                "{data_path}"
             )
         if streams[1] is None and args.eval_iters:
-            raise ValueError(
+            raise SettingError(
                 "there is nothing to evaluate on: the validation split is empty; change "
-                "--split, give --valid-data-path, or pass --eval-iters 0"
+                "{split}, give {valid_data_path}, or pass {eval_iters} 0"
             )
         self._groups = [
             source_group(

@@ -17,13 +17,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from odb_megatron.data.context_parallel import cost_balance
 from odb_megatron.data.feed import Delivered, StepFeed, StepHeader
-from odb_megatron.data.item_stream import ItemStream
+from odb_megatron.data.iterable import ItemStream
+from odb_megatron.data.loop import SourceCounts
 from odb_megatron.data.sample import SkipReason
-from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.data.thd import MicroBatchLayout
+from odb_megatron.data.thd import MicroBatchLayout, cost_balance
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.checkpoint import Gathers, gather_counts
 from odb_megatron.megatron.config import OdbConfig

@@ -31,6 +31,7 @@ __all__ = [
     "complete_args",
     "dataset_config",
     "device_type",
+    "exchange_shapes",
     "odb_config",
     "parse_and_validate_args",
     "parse_flags",
@@ -148,17 +149,24 @@ def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None
     messages = _messages(lambda: refuse_unsupported(args, config), lambda: refuse_converted(args))
     if messages:
         raise ValueError("\n".join(messages))
-    if args.pipeline_model_parallel_size > 1 and not config.pads_to_budget:
-        # Stages learn each micro-batch's length from each other, for which Megatron demands the
-        # alltoall dispatcher, also of dense models (transformer_config.py, 0.18.2, 0.19.2).
-        args.variable_seq_lengths = True
-        if args.num_experts is None:
-            args.moe_token_dispatcher_type = "alltoall"
+    if args.pipeline_model_parallel_size > 1 and not config.enabled:
+        exchange_shapes(args)  # the baseline's batches are as long as their longest sample
     if set_of_needs and args.rank == 0:
         print(f"odb: set {set_of_needs}", flush=True)
     if config.dry_run:
         args.tensorboard_dir = args.wandb_project = None
         args.log_progress = False
+
+
+def exchange_shapes(args: argparse.Namespace) -> None:
+    """Have pipeline stages learn shapes from each other, where no step header has them.
+
+    Megatron demands the alltoall dispatcher for it, also of dense models (transformer_config.py,
+    0.18.2, 0.19.2).
+    """
+    args.variable_seq_lengths = True
+    if args.num_experts is None:
+        args.moe_token_dispatcher_type = "alltoall"
 
 
 def _messages(*checks: Callable[[], object]) -> list[str]:

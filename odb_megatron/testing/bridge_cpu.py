@@ -89,7 +89,7 @@ def _partitioned_indices(cu_seqlens: Any, total: int, size: int, rank: int) -> A
     """As Transformer Engine's `thd_get_partitioned_indices`."""
     import torch
 
-    from odb_megatron.data.context_parallel import chunk_indices
+    from odb_megatron.data.thd import chunk_indices
 
     assert int(cu_seqlens[-1]) == total
     return torch.from_numpy(chunk_indices(cu_seqlens.numpy(), size=size, rank=rank))

@@ -19,7 +19,7 @@ from dataclasses import asdict, fields
 
 from odb_megatron.plan.record import LoaderClosedError, ReplicaFailedError
 from odb_megatron.testing.fuzz_command import Failures, fuzz_command, run_parts
-from odb_megatron.testing.lockstep import Lockstep
+from odb_megatron.testing.replicas import Lockstep
 from odb_megatron.testing.worlds import (
     Fault,
     InjectedError,

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from odb_megatron.data.loop import PackedStep, Progress
-from odb_megatron.data.step_wire import encode_header
+from odb_megatron.data.wire import encode_header
 from odb_megatron.testing.fuzz_command import Failures, fuzz_command, run_parts
-from odb_megatron.testing.lockstep import Lockstep
+from odb_megatron.testing.replicas import Lockstep
 from odb_megatron.testing.worlds import World, check_run, decoded, random_world
 
 __all__ = ["Kill", "ResumeTally", "main", "run_trial"]

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from odb_megatron.data.loop import PackedStep, Progress, StepLoop
-from odb_megatron.data.replica_stream import own_positions
 from odb_megatron.data.sample import Sample, Skipped, SkipReason
-from odb_megatron.data.step_wire import StepMetadata, decode_header, decode_payload
+from odb_megatron.data.stream import own_positions
+from odb_megatron.data.wire import StepMetadata, decode_header, decode_step
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig, Sync
-from odb_megatron.testing.lockstep import Lockstep
+from odb_megatron.testing.replicas import Lockstep
 
 __all__ = ["FAULTS", "Fault", "InjectedError", "SyntheticReader", "Tally", "World", "check_run"]
 __all__ += ["decoded", "random_world"]
@@ -301,7 +301,7 @@ def _over_budget(config: PlanConfig, step: StepMetadata) -> int:
 
 
 def _has_other_tokens(metadata: StepMetadata, step: PackedStep) -> bool:
-    items = decode_payload(metadata, step.payload)
+    items = decode_step(metadata, step.payload)
     for item in items:
         starts = item.cu_seqlens_padded.tolist()
         for number, start in zip(item.positions, starts, strict=False):

@@ -24,6 +24,7 @@ from odb_megatron.megatron.modelopt.checkpoint import (
     saving_state,
 )
 from odb_megatron.megatron.run import OdbRun
+from odb_megatron.megatron.setup import exchange_shapes
 
 __all__ = ["ModelOptRun", "add_modelopt_arguments", "refuse_unsupported"]
 
@@ -60,7 +61,6 @@ def refuse_unsupported(args: argparse.Namespace, *, is_taught: bool = False) -> 
             "nvidia-modelopt is not installed: pip install '.[megatron,modelopt]' in a checkout of "
             "this repository (or make venv-modelopt there)"
         )
-    pipelined = args.pipeline_model_parallel_size > 1
     refusals = [
         (
             args.virtual_pipeline_model_parallel_size is not None,
@@ -83,11 +83,6 @@ def refuse_unsupported(args: argparse.Namespace, *, is_taught: bool = False) -> 
         (
             not is_taught and getattr(args, "modelopt_kd_cfg", None) is not None,
             "--modelopt-kd-cfg would do nothing without a teacher: name one, or drop this",
-        ),
-        (
-            is_taught and pipelined and bool(getattr(args, "odb_pad_to", None)),
-            "a teacher sends two hidden states between pipeline stages, which tell each other the "
-            "shape only where micro-batches differ in length: drop --odb-pad-to",
         ),
         (
             is_taught and bool(getattr(args, "manual_gc", False)),
@@ -132,9 +127,16 @@ class ModelOptRun(OdbRun):
                 f"there is nothing for ModelOpt to do: --load {args.load} holds no state of it, "
                 "and there is no teacher: quantize the model first (examples/modelopt/quantize.py)"
             )
+        if teacher is not None and args.pipeline_model_parallel_size > 1:
+            exchange_shapes(args)
         self._teacher = teacher
         self._undo = ExitStack()
         super().__init__(args, datasets=datasets)
+
+    @property
+    def _plans_shapes(self) -> bool:
+        """A student's stages send what the teacher sends as well."""
+        return super()._plans_shapes and self._teacher is None
 
     def _loss(self) -> LossOf | None:
         if self._teacher is None:
