@@ -48,7 +48,7 @@ class SyntheticPeers:
         self.replica, self.num_replicas = 0, REPLICAS
         rng = np.random.default_rng(0)
         lengths = np.clip(rng.lognormal(6.0, 0.8, REPLICAS), 1, CONTEXT).astype(int).tolist()
-        samples = [bytes(8) + encode_sample(_sample(length)) for length in lengths]
+        samples = [encode_sample(0, _sample(length)) for length in lengths]
         self._samples = samples
         self._rows = [
             np.array([(length, length, 0, len(data))] * SHARE, dtype=ROW).tobytes()

@@ -66,7 +66,6 @@ class Case:
         nan_in: ("once" or "always", iteration): the last rank's loss of that iteration's first
             micro-batch is NaN, in the first attempt or in every one.
         stage: script of examples/modelopt to run instead of `pretrain()`.
-        out_of_memory_in: micro-batch of this process, counted from 1, that runs out of memory.
         has_images: samples may have images.
         compared_with: what counts once, `token` or `sample`, in a plain loop over all the training
             items that every step is compared with; empty for none.
@@ -81,7 +80,6 @@ class Case:
     terminated_in: int | None = None
     nan_in: tuple[str, int] | None = None
     stage: str = ""
-    out_of_memory_in: int | None = None
     has_images: bool = False
     compared_with: str = ""
 
@@ -358,8 +356,6 @@ def _counted(forward_step: Any, outcome: Outcome, args: Any, case: Case) -> Any:
             if is_last and iteration == case.terminated_in and iteration not in outcome.forwards:
                 os.kill(os.getpid(), signal.SIGTERM)
             outcome.forwards[iteration] = outcome.forwards.get(iteration, 0) + 1
-            if sum(outcome.forwards.values()) == case.out_of_memory_in:
-                raise torch.OutOfMemoryError("no more")
             items = _Noted(data_iterator, [])
             output, loss_func = forward_step(items, model, *rest)
             if not is_last or case.nan_in is None or iteration != case.nan_in[1]:

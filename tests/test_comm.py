@@ -15,8 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from odb_megatron.comm.groups import ControlError, ReplicaGroup, SourceGroup
-from odb_megatron.testing.gloo import run_replicas
-from odb_megatron.testing.nursery import nursery
+from odb_megatron.testing.gloo import nursery, run_replicas
 
 RANKS = [5, 0, 3, 7, 1, 6, 2]  # in replica order; rank 4 is no source rank
 FAILED = {2, 5}

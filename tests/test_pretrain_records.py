@@ -81,19 +81,6 @@ def test_the_real_script_exits_promptly(megatron: Megatron, bad: BadFile, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_real_script_refuses_before_training(megatron: Megatron, chats: ChatFile) -> None:
-    flags = megatron.command_line("--odb", *_training(chats.path, 40))
-    flags = [*map(str, flags), "--micro-batch-size", "2", "--dataloader-type", "external"]
-    done = _script(flags, num_processes=1)
-    assert done.returncode == 2
-    *_, first, second = done.stderr.splitlines()
-    assert first.startswith("odb: error: --odb needs --micro-batch-size 1: ")
-    assert second.startswith("--odb needs --dataloader-type single or cyclic: ")
-    assert "Traceback" not in done.stderr
-    assert "odb step" not in done.stdout
-
-
-@pytest.mark.slow
 def test_the_real_script_refuses_a_wrong_flag_once(megatron: Megatron, chats: ChatFile) -> None:
     flags = [str(flag) for flag in megatron.command_line("--odb", *_training(chats.path, 40))]
     done = _script([*flags, "--odb-cots", "linear=1"], num_processes=2)
@@ -180,27 +167,6 @@ def test_overlong_error_names_the_sample(megatron: Megatron, chats: ChatFile) ->
             assert "--odb-overlong truncate" in error
 
 
-def test_overlong_truncate(megatron: Megatron, chats: ChatFile) -> None:
-    run = _overlong_run(megatron, chats, "truncate")
-    longer = sum(length > BUDGET for length in chats.lengths)
-    assert longer > 5
-    assert len(set(run.all_ids)) == len(chats)
-    assert f"left out: 0 bad records, 0 overlong; truncated: {longer}" in run.summary
-    assert run.replicas[0].steps
-    for name, length in _lengths(run).items():
-        assert length == min(BUDGET, chats.lengths[_record(name)])
-
-
-def test_overlong_drop(megatron: Megatron, chats: ChatFile) -> None:
-    run = _overlong_run(megatron, chats, "drop")
-    longer = sum(length > BUDGET for length in chats.lengths)
-    assert _emitted_and_left_out(run) == (len(chats) - longer, longer)
-    assert {_record(name) for name in run.all_ids} == {
-        record for record, length in enumerate(chats.lengths) if length <= BUDGET
-    }
-    assert f"left out: 0 bad records, {longer} overlong; truncated: 0" in run.summary
-
-
 def test_overlong_solo(megatron: Megatron, chats: ChatFile) -> None:
     run = _overlong_run(megatron, chats, "solo")
     assert len(set(run.all_ids)) == len(chats)
@@ -217,8 +183,9 @@ def test_overlong_solo(megatron: Megatron, chats: ChatFile) -> None:
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "drop"])
-def test_overlong_padded(megatron: Megatron, chats: ChatFile, overlong: str) -> None:
-    """The same policy leaves the same losses."""
+def test_overlong_packed_and_padded(megatron: Megatron, chats: ChatFile, overlong: str) -> None:
+    """The same policy leaves the same samples and losses."""
+    longer = {record for record, length in enumerate(chats.lengths) if length > BUDGET}
     flags = ("--seq-length", BUDGET, "--odb-overlong", overlong, *_training(chats.path, 56))
     packed, padded = megatron.train("--odb", *flags), megatron.train(*flags)
     assert packed.losses == pytest.approx(padded.losses, abs=1e-5)
@@ -226,8 +193,11 @@ def test_overlong_padded(megatron: Megatron, chats: ChatFile, overlong: str) -> 
         assert [step.record[name] for step in packed.steps] == [
             step.record[name] for step in padded.steps
         ]
-    assert (_emitted_and_left_out(packed)[1] > 0) == (overlong == "drop")
     assert packed.summary.split("sources:")[1] == padded.summary.split("sources:")[1]
+    trained = {_record(name) for name in packed.all_ids}
+    assert bool(trained & longer) == (overlong == "truncate")
+    for name, length in _lengths(packed).items():
+        assert length == min(BUDGET, chats.lengths[_record(name)])
 
 
 def _assert_failed_together(errors: list[str], kind: str) -> None:
@@ -244,7 +214,6 @@ def _training(path: str, num_samples: int) -> tuple[Any, ...]:
 
 
 def _overlong_run(megatron: Megatron, chats: ChatFile, overlong: str) -> Run:
-    """One epoch under a budget that some records exceed."""
     return megatron.train(
         *("--odb", "--odb-token-budget", BUDGET, "--odb-overlong", overlong),
         *_training(chats.path, len(chats)),

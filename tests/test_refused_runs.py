@@ -30,7 +30,9 @@ from megatron.core.num_microbatches_calculator import unset_num_microbatches_cal
 
 os.environ.pop("TORCHELASTIC_ERROR_FILE")  # else the launcher prints what is left there
 
-def pretrain(cfg_container, train_valid_test_dataset_provider, model_type, forward_step_func):
+def pretrain(
+    cfg_container, train_valid_test_dataset_provider, model_type, forward_step_func, **more
+):
     print("it would train", file=sys.stderr)
 
 training.pretrain = pretrain

@@ -24,6 +24,7 @@ from made_up_data import (
     in_threads,
     lenient_stream,
     metadata_of,
+    rules,
     single_stream,
     step_config,
     steps_of,
@@ -277,6 +278,30 @@ def test_a_worker_that_dies_or_hangs_is_named(
     with pytest.raises(error, match=text):
         raise errors[guilty]
     assert str(errors[1 - guilty]).startswith(f"replica {guilty} failed: {error.__name__}: ")
+
+
+class Large(Records):
+    """More than a pipe holds: a worker is always sending."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {name: [1] * 20_000 for name in ("tokens", "labels", "loss_mask")}
+
+
+def test_a_worker_that_is_killed_while_it_sends_is_noticed() -> None:
+    """Torch's loader alone waits for the rest of what it was sending."""
+    stream = single_stream(
+        Large([20_000] * 64), sample_rules=rules(context=20_000, token_budget=20_000)
+    )
+    config = step_config(total=64, num_replicas=1, global_batch_size=1, token_budget=20_000)
+    loader = StepLoader(stream, config, channel=thread_channels(1)[0], num_workers=1)
+    loader.make_step()
+    (worker,) = psutil.Process(_loop_process().pid).children()
+    time.sleep(1.0)
+    worker.kill()
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="a data-loader worker has ended"):
+        steps_of(loader)
+    assert time.monotonic() - started < 20
 
 
 def test_a_dataset_that_cannot_be_pickled_is_refused() -> None:

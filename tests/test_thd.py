@@ -99,29 +99,6 @@ def test_types_shapes_and_sentinels(lengths: list[int], multiple: int) -> None:
     )
 
 
-def test_labels_never_cross_into_the_next_sample() -> None:
-    batch = _assembled([3, 2, 1])
-    assert batch.tokens.tolist() == [[1, 2, 3, 4, 5, 6]]
-    assert batch.labels.tolist() == [[10_001, 10_002, 10_003, 10_004, 10_005, 10_006]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0]]
-    assert batch.cu_seqlens.tolist() == [0, 3, 5, 6]  # with the sentinel
-
-
-def test_one_sample_fills_the_pack() -> None:
-    batch = _assembled([16], multiple=16)
-    assert batch.cu_seqlens.tolist() == batch.cu_seqlens_padded.tolist() == [0, 16]
-    assert batch.max_seqlen == 16
-    assert batch.loss_mask.sum() == sum(i % 3 > 0 for i in range(1, 17))
-
-
-def test_a_length_just_over_the_multiple() -> None:
-    batch = _assembled([7, 5], multiple=4)  # CP = 2
-    assert batch.cu_seqlens.tolist() == [0, 7, 12]
-    assert batch.cu_seqlens_padded.tolist() == [0, 8, 16]
-    assert batch.position_ids.tolist() == [[*range(8), *range(8)]]
-    assert batch.loss_mask[0, [7, 13, 14, 15]].tolist() == [0, 0, 0, 0]
-
-
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_the_idle_micro_batch_is_the_smallest(multiple: int) -> None:
     batch = assemble([], positions=[], rule=SizeRule(multiple=multiple))

@@ -1,6 +1,6 @@
 """The names of Bridge that ODB replaces during a run, and the one that begins it.
 
-Each replacement wraps the original and is undone by `BridgeHooks.remove`; `install_entry` stays,
+Each replacement wraps the original and is undone by `BridgeHooks.undo`; `install_entry` stays,
 and leaves runs alone whose configuration never had ODB. Must not plan or print. Of
 `megatron.bridge.training` 0.6.2:
 
@@ -9,7 +9,7 @@ and leaves runs alone whose configuration never had ODB. Must not plan or print.
 | `pretrain._pretrain` | begins a run, for `pretrain()` and `finetune()` alike |
 | `pretrain._finish_train`, `_cleanup_after_pretrain_failure` | end it, with process groups alive |
 | `train.get_forward_backward_func`, `eval.get_forward_backward_func` | the plan's M |
-| `train.training_log` | tells a listener what Bridge logs |
+| `train.training_log` | the step log |
 | `train.save_checkpoint_and_time` | no watchdog ends the process within |
 """
 
@@ -22,7 +22,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from odb_megatron.megatron.hooks import Hooks, RunListener
+from odb_megatron.megatron.hooks import Hooks
+from odb_megatron.megatron.run import OdbRun
 
 __all__ = ["BridgeHooks", "install_entry", "require_names"]
 
@@ -102,8 +103,8 @@ def install_entry(make_run: Callable[[Any], Any]) -> None:
 class BridgeHooks(Hooks):
     """Installs and removes the replacements; see `megatron.hooks.Hooks`."""
 
-    def __init__(self, listener: RunListener, *, state: Any, plans_shapes: bool = False) -> None:
-        super().__init__(listener, packed=True, plans_shapes=plans_shapes)
+    def __init__(self, run: OdbRun, *, state: Any, plans_shapes: bool = False) -> None:
+        super().__init__(run, packed=True, plans_shapes=plans_shapes)
         self._state = state
 
     def install(self) -> None:
@@ -137,14 +138,14 @@ class BridgeHooks(Hooks):
         def training_log(*args: Any, **kwargs: Any) -> Any:
             values = signature.bind(*args, **kwargs).arguments
             result = original(*args, **kwargs)
-            self._listener.on_logged({**values, "iteration": self._state.train_state.step})
+            self._run.on_logged({**values, "iteration": self._state.train_state.step})
             return result
 
         return training_log
 
     def _wrap_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
-            with self._listener.saving():
+            with self._run.saving():
                 return original(*args, **kwargs)
 
         return save_checkpoint_and_time

@@ -180,7 +180,7 @@ class BridgeRun(OdbRun):
         return ReplicaData(
             self._args,
             replace(self._place, context_size=1, context_rank=0),
-            deadlines=self._peers.deadlines if self._peers else None,
+            deadlines=self._deadlines,
             num_chunks=1,
         )
 

@@ -385,7 +385,7 @@ def _rendered(
     """
     found: list[tuple[list[tuple[str, bool]], _Rendering]] = []
     refusals: list[ValueError] = []
-    for form in _forms(messages):
+    for form in _forms(messages, template):
         try:
             rendering = _render(template, arguments, form)
         except ChatFormatError:
@@ -409,12 +409,14 @@ def _rendered(
     return rendering, [what for what, _ in lost]
 
 
-def _forms(messages: _Messages) -> Iterator[_Messages]:
+def _forms(messages: _Messages, template: ChatTemplate) -> Iterator[_Messages]:
     options: list[dict[str, Any]] = [{}]
     if any("tool_calls" in message for message in messages):
         pairs = itertools.product((..., "", None), (False, True))
         options = [{"nothing": nothing, "as_text": as_text} for nothing, as_text in pairs]
-    options += [{"parts": ("text",)}, {"parts": ("thinking", "text")}]
+    options += [{"parts": ("text",)}]
+    if re.search(r"== ['\"]thinking['\"]", template.source):  # Mistral's have such parts
+        options += [{"parts": ("thinking", "text")}]
     return ([_form(message, **chosen) for message in messages] for chosen in options)
 
 
@@ -436,8 +438,10 @@ def _form(
         if nothing is not ... and not content:
             form["content"] = nothing
     if parts and isinstance(content, str):
-        texts = {"thinking": message.get("thinking"), "text": content}  # Mistral's want both
+        texts = {"text": content, "thinking": message.get("thinking")}
         form["content"] = [{"type": k, k: texts[k]} for k in parts if texts[k] is not None]
+        if "thinking" in parts:
+            form = {key: value for key, value in form.items() if key not in REASONING_KEYS}
     return form
 
 
@@ -463,9 +467,8 @@ def _left_out(rendering: _Rendering) -> list[tuple[str, bool]]:
     at = 0
     for number, message in enumerate(messages):
         role, content = message["role"], message.get("content") or ""
-        if not isinstance(content, str):
-            content = "".join(part.get("text", "") for part in content)
-        for part in template.tags.split(content):
+        parts = [{"text": content}] if isinstance(content, str) else content
+        for part in template.tags.split("".join(part.get("text", "") for part in parts)):
             core = part.strip()
             place = text.find(core, at)
             at = max(place, at) if role != "system" else at  # some print it in the last turn
@@ -474,7 +477,8 @@ def _left_out(rendering: _Rendering) -> list[tuple[str, bool]]:
                 is_answer = message is messages[-1] and role == "assistant"
                 matters = is_unknown or (is_answer and "tool_calls" not in message)
                 lost.append((f"the content of a message of the role {role}", matters))
-        reasoning = message.get("reasoning_content", "").strip()
+        thoughts = "".join(part.get("thinking", "") for part in parts)
+        reasoning = message.get("reasoning_content", thoughts).strip()
         if reasoning not in text or (
             0 < len(reasoning) < _SHORT and not _is_reasoning_printed(rendering, number)
         ):

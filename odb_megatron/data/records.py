@@ -104,11 +104,10 @@ def _parts(path: str) -> tuple[str, str | None, str | None]:
 def _kind(path: str) -> str:
     """Return "lines" for a file that is read here, "table", or "tokens" for a Megatron prefix."""
     place, _, split = _parts(path)
-    is_glob = glob.has_magic(place) and not os.path.lexists(place)
-    is_folder = os.path.isdir(place)
-    if _LINES.search(place) and not (is_glob or is_folder or split):
+    is_many = os.path.isdir(place) or (glob.has_magic(place) and not os.path.lexists(place))
+    if _LINES.search(place) and not (is_many or split):
         return "lines"
-    is_tokens = not (is_glob or is_folder or _is_hub_name(place)) or len(_missing(path)) < 2
+    is_tokens = not (is_many or _is_hub_name(place)) or len(_missing(path)) < 2
     return "tokens" if is_tokens and not _ENDING.search(place) else "table"
 
 
@@ -148,7 +147,7 @@ def require_data(path: str) -> None:
             f"{place} does not exist; check the path (it must be readable on every node). "
             f"{_what_is_there(place)}"
         )
-    needed = ["datasets", "zstandard"][: 2 if place.lower().endswith(".zst") else 1]
+    needed = ["datasets", "zstandard"] if place.lower().endswith(".zst") else ["datasets"]
     lacking = [name for name in needed if importlib.util.find_spec(name) is None]
     if kind == "table" and lacking:
         raise ValueError(
@@ -205,7 +204,6 @@ class _LineRecords(Records):
         self.folder = os.path.dirname(os.path.abspath(path))
         self._data: bytes | None = None
         self._file: io.FileIO | None = None
-        self._is_mapped = False
         try:
             status = os.stat(path)
             if not stat.S_ISREG(status.st_mode):
@@ -249,7 +247,8 @@ class _LineRecords(Records):
     def __getstate__(self) -> dict[str, object]:
         """Leave the open file behind, what is held, and an index that is in a file."""
         state = {**self.__dict__, "_file": None, "_data": None}
-        return state if self._data is None and not self._is_mapped else {**state, "_index": None}
+        is_kept = self._data is not None or isinstance(self._index, np.memmap)
+        return {**state, "_index": None} if is_kept else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -267,7 +266,7 @@ class _LineRecords(Records):
         name = self.path.lower()
         is_gzip = name.endswith(".gz")
         with contextlib.suppress(OSError, ValueError):  # there is none
-            return self._mapped()
+            return _mapped(self._kept)
         with gzip.open(self.path) if is_gzip else open(self.path, "rb") as file:
             head = file.read(_EDGE_BYTES).removeprefix(_BOM).lstrip(_BLANK)
             file.seek(0)
@@ -280,7 +279,7 @@ class _LineRecords(Records):
                     with open(part, "wb") as target:
                         np.save(target, index)
                     os.replace(part, self._kept)
-                    return self._mapped()
+                    return _mapped(self._kept)
                 return index
             self._data = file.read(MAX_HELD_BYTES + 1)
         if len(self._data) > MAX_HELD_BYTES:
@@ -299,11 +298,6 @@ class _LineRecords(Records):
                 "write one object per line and name the file .jsonl"
             ) from error
         return np.array([starts], dtype=np.int64)
-
-    def _mapped(self) -> npt.NDArray[np.int64]:
-        index: npt.NDArray[np.int64] = np.load(self._kept, mmap_mode="r", allow_pickle=False)
-        self._is_mapped = True
-        return index
 
     def _read(self, start: int, end: int) -> bytes:
         if self._data is not None:
@@ -332,6 +326,11 @@ class _LineRecords(Records):
                 f"{self.path} changed while in use: bytes and time of change were {self._status}, "
                 f"and are {now}; leave data files alone during a run, and start the run again"
             )
+
+
+def _mapped(name: str) -> npt.NDArray[np.int64]:
+    index: npt.NDArray[np.int64] = np.load(name, mmap_mode="r", allow_pickle=False)
+    return index
 
 
 def _array_elements(text: str) -> tuple[bytes, list[int]]:
@@ -475,40 +474,29 @@ def _load(path: str, cache: str | None) -> Any:
 
     place, config, split = _parts(path)
     split = split or "train"
-    options: dict[str, Any] = {} if cache is None else {"cache_dir": os.path.join(cache, "arrow")}
-    is_folder = os.path.isdir(place)
     if any(os.path.isfile(f"{place}/{name}") for name in ("dataset_dict.json", "state.json")):
-        return _sliced(datasets.load_from_disk(place), split)
+        saved = datasets.load_from_disk(place)
+        saved = {"train": saved} if isinstance(saved, datasets.Dataset) else saved
+        sizes = {name: len(rows) for name, rows in saved.items()}
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+        ranges = [(p.splitname, range(p.from_ or 0, p.to or sizes[p.splitname])) for p in parts]
+        return datasets.concatenate_datasets([saved[name].select(own) for name, own in ranges])
+    is_folder = os.path.isdir(place)
     pattern = os.path.join(glob.escape(place), "**") if is_folder else place
     files = [place] if os.path.isfile(place) else sorted(glob.glob(pattern, recursive=True))
     endings = {file: found[1].lower() for file in files if (found := _ENDING.search(file))}
     kinds = {"json" if "json" in ending else ending for ending in endings.values()}
-    if kinds and kinds <= {"csv", "tsv"}:
+    if files and len(kinds) != 1:
+        raise ValueError(f"it holds files of {len(kinds)} kinds, {', '.join(files[:_MAX_LISTED])}")
+    options: dict[str, Any] = {} if cache is None else {"cache_dir": f"{cache}/arrow"}
+    if kinds <= {"csv", "tsv"} and kinds:
         options["keep_default_na"] = False  # "None" and "NA" are texts
-    if len(kinds) > 1:
-        raise ValueError(
-            f"it holds files of {len(kinds)} kinds, {', '.join([*endings][:_MAX_LISTED])}"
-        )
     if is_folder or not files:
         return datasets.load_dataset(place, config, split=split, **options)
-    if not kinds:
-        raise ValueError(f"it matches no data files: {', '.join(files[:_MAX_LISTED])}")
     if kinds == {"tsv"}:
         options["sep"] = "\t"
     kind = kinds.pop().replace("tsv", "csv")
     return datasets.load_dataset(kind, data_files={"train": [*endings]}, split=split, **options)
-
-
-def _sliced(saved: Any, split: str) -> Any:
-    """Return what a split such as `train[:1%]` has of data sets written by `save_to_disk`."""
-    import datasets
-
-    saved = {"train": saved} if isinstance(saved, datasets.Dataset) else saved
-    sizes = {name: len(rows) for name, rows in saved.items()}
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
-    return datasets.concatenate_datasets(
-        [saved[p.splitname].select(range(p.from_ or 0, p.to or sizes[p.splitname])) for p in parts]
-    )
 
 
 def _without_nulls(value: Any) -> Any:

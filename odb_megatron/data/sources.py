@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
-import struct
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -33,8 +31,10 @@ from odb_megatron.data.sample import (
     shift_labels,
 )
 
-__all__ = ["ChatSource", "IndexedSource", "ItemSource", "MapSource", "SampleSource", "check_index"]
+__all__ = ["ChatSource", "IndexedSource", "ItemSource", "MapSource", "SampleSource"]
 __all__ += ["count_records", "open_source"]
+
+_PIECE = 1 << 20
 
 MAX_DOCUMENT_TOKENS = 1 << 24
 """Longest document of a Megatron dataset that is read; a longer one is a bad record."""
@@ -221,15 +221,17 @@ class IndexedSource(SampleSource):
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         super().__init__(path, rules)
-        try:
-            check_index(path)
-            self._dataset = IndexedDataset(path, multimodal=False, mmap=mmap)
-        except (AssertionError, IndexError, ValueError, OSError, struct.error) as error:
-            raise ValueError(
-                f"{path}.idx and .bin are no readable Megatron dataset ({error or 'damaged index'}"
-                "): write them with Megatron's tools/preprocess_data.py"
-            ) from error
         self._status = self._look()
+        try:
+            if not all(os.path.isfile(path + end) for end in (".idx", ".bin")):
+                raise ValueError("no regular files")
+            self._dataset = IndexedDataset(path, multimodal=False, mmap=mmap)
+            _check_index(self._dataset.index, num_bytes=self._status[1][0])
+        except Exception as error:  # Megatron's reader raises what it comes upon
+            raise ValueError(
+                f"{path}.idx and .bin are no readable Megatron dataset ({type(error).__name__}: "
+                f"{error}): write them with Megatron's tools/preprocess_data.py"
+            ) from error
         self._bounds: npt.NDArray[np.int64] = np.asarray(self._dataset.document_indices)
 
     def __len__(self) -> int:
@@ -268,6 +270,31 @@ class IndexedSource(SampleSource):
                 "can read them, and start the run again"
             ) from error
         return [(one.st_size, one.st_mtime_ns) for one in found]
+
+
+def _check_index(index: Any, *, num_bytes: int) -> None:
+    """Raise unless an index's documents lie inside the `.bin` file; looked at in pieces."""
+    lengths, starts, ends = (
+        index.sequence_lengths,
+        index.sequence_pointers,
+        index.document_indices,
+    )
+    width = np.dtype(index.dtype).itemsize
+    if np.dtype(index.dtype).kind not in "iu":
+        raise ValueError(f"tokens are of type {np.dtype(index.dtype)}; expected integers")
+    for at in range(0, len(lengths), _PIECE):
+        length, start = lengths[at : at + _PIECE].astype(np.int64), starts[at : at + _PIECE]
+        is_bad = (length < 0) | (start < 0) | (start > num_bytes - width * length)
+        if is_bad.any():
+            worst = int(np.flatnonzero(is_bad)[0])
+            raise ValueError(
+                f"the index has sequence {at + worst} at byte {start[worst]} with {length[worst]} "
+                f"tokens, and the .bin file {num_bytes} bytes: damaged, or cut short"
+            )
+    pieces = range(0, len(ends), _PIECE)
+    falls = any((np.diff(ends[at : at + _PIECE + 1]) < 0).any() for at in pieces)
+    if falls or not len(lengths) or int(ends[0]) != 0 or int(ends[-1]) != len(lengths):
+        raise ValueError(f"damaged index: its documents are not sequences 0 to {len(lengths)}")
 
 
 class MapSource(SampleSource):
@@ -378,61 +405,3 @@ def _numbers(values: Any, name: str, *, kinds: str) -> npt.NDArray[Any]:
         expected = "integers" if kinds == "iu" else "numbers"
         raise ValueError(f"{name} has dtype {array.dtype}; expected {expected}")
     return array
-
-
-# --- Megatron's index ---------------------------------------------------------------------------
-
-_HEADER = struct.Struct("<9sQBQQ")
-_MAGIC = b"MMIDIDX\x00\x00"
-_WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # bytes of a token, by dtype code: the integers
-_PIECE = 1 << 20
-
-
-def check_index(prefix: str) -> None:
-    """Raise unless `prefix.idx` describes documents that lie inside `prefix.bin`.
-
-    Nothing in it is trusted: counts are held against the file's size before anything is allocated,
-    and the tables are looked at in pieces. Layout as `_IndexWriter` has it (indexed_dataset.py,
-    megatron-core 0.19.2).
-
-    Raises:
-        ValueError: says what is wrong; to be continued by what to do.
-        OSError: a file is missing or cannot be read.
-    """
-    status = [os.stat(prefix + end) for end in (".idx", ".bin")]
-    if not all(stat.S_ISREG(one.st_mode) for one in status):
-        raise ValueError(f"{prefix}.idx or .bin is no regular file")
-    size, num_bytes = (one.st_size for one in status)
-    with open(f"{prefix}.idx", "rb") as file:
-        header = file.read(_HEADER.size)
-    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise ValueError(f"bad header: {len(header)} bytes, {header[:9]!r}")
-    _, version, code, num_sequences, num_ends = _HEADER.unpack(header)
-    if version != 1 or code not in _WIDTHS:
-        raise ValueError(f"version {version} and token type {code}; expected 1 and an integer type")
-    needed = _HEADER.size + 12 * num_sequences + 8 * num_ends
-    if size < needed or min(num_ends, num_sequences) < 1:
-        raise ValueError(
-            f"damaged index: it has {size} bytes, and {num_sequences} sequences and {num_ends} "
-            f"document ends take {needed}"
-        )
-    table = np.memmap(f"{prefix}.idx", mode="r", dtype=np.uint8)
-    first = _HEADER.size
-    lengths = np.frombuffer(table, "<i4", num_sequences, first)
-    starts = np.frombuffer(table, "<i8", num_sequences, first + 4 * num_sequences)
-    ends = np.frombuffer(table, "<i8", num_ends, first + 12 * num_sequences)
-    for at in range(0, num_sequences, _PIECE):
-        length, start = lengths[at : at + _PIECE].astype(np.int64), starts[at : at + _PIECE]
-        is_bad = (length < 0) | (start < 0) | (start > num_bytes - _WIDTHS[code] * length)
-        if is_bad.any():
-            worst = int(np.flatnonzero(is_bad)[0])
-            raise ValueError(
-                f"the index has sequence {at + worst} at byte {start[worst]} with {length[worst]} "
-                f"tokens, and the .bin file {num_bytes} bytes: damaged, or cut short"
-            )
-    falls = ((np.diff(ends[at : at + _PIECE + 1]) < 0).any() for at in range(0, num_ends, _PIECE))
-    if int(ends[0]) != 0 or int(ends[-1]) != num_sequences or any(falls):
-        raise ValueError(
-            f"damaged index: documents run from sequence {ends[0]} to {ends[-1]}; expected 0 to "
-            f"{num_sequences}, in order"
-        )

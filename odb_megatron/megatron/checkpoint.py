@@ -14,10 +14,12 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from odb_megatron.comm.groups import ReplicaGroup, SourceGroup
+from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.iterable import ItemStream
 from odb_megatron.data.loop import Progress
 from odb_megatron.data.records import file_fingerprint
@@ -25,7 +27,7 @@ from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.errors import SettingError
 
-__all__ = ["DataCheckpoint", "DataState", "Gathers", "gather_counts", "restore", "saved_text"]
+__all__ = ["DataCheckpoint", "DataState", "gather_counts", "restore", "saved_text"]
 
 T = TypeVar("T")
 
@@ -37,38 +39,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 _ANEW = "restore it, or start the data anew ({finetune})"
 
 
-class Gathers(Protocol):
-    """What `comm.blocks.SourceGroup` does."""
-
-    @property
-    def replica(self) -> int:
-        """This replica."""
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas."""
-
-    def gather_all(self, record: bytes) -> list[bytes]:
-        """All-gather equal-sized records of all replicas, in replica order."""
-
-
-def gather_counts(group: Gathers, counts: Sequence[int]) -> list[list[int]]:
+def gather_counts(group: SourceGroup, counts: Sequence[int]) -> list[list[int]]:
     """Return equally many whole numbers of each replica."""
     found = group.gather_all(np.array(counts, dtype="<i8").tobytes())
     return [np.frombuffer(one, dtype="<i8").tolist() for one in found]
-
-
-class _HeaderChannel(Protocol):
-    """What `comm.delivery.ReplicaGroup` does."""
-
-    def header(self, data: bytes | None = None) -> bytes:
-        """Broadcast a header; the source rank passes it."""
-
-
-class _Feed(Protocol):
-    @property
-    def progress(self) -> Progress:
-        """Where the loader stood after the last step that was handed out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,15 +189,15 @@ class DataCheckpoint:
     """
 
     def __init__(
-        self, args: argparse.Namespace, *, group: Gathers | None, channel: _HeaderChannel | None
+        self, args: argparse.Namespace, *, group: SourceGroup | None, channel: ReplicaGroup | None
     ) -> None:
         self._args, self._group, self._channel = args, group, channel
-        self._feed: _Feed | None = None
+        self._feed: StepFeed | None = None
         self._identity: Mapping[str, Any] = {}
         self._trained: Progress | None = None
         self._has_warned = False
 
-    def watch(self, feed: _Feed, *, identity: Mapping[str, Any]) -> None:
+    def watch(self, feed: StepFeed, *, identity: Mapping[str, Any]) -> None:
         """Save the state of this feed of training data; source ranks call it.
 
         Args:
@@ -309,7 +283,7 @@ def saved_text(args: argparse.Namespace) -> str | None:
 
 
 def restore(
-    args: argparse.Namespace, loader: StepLoader, *, group: Gathers, text: str | None
+    args: argparse.Namespace, loader: StepLoader, *, group: SourceGroup, text: str | None
 ) -> bool:
     """Let the loader go on where a checkpoint left the data; source ranks of all replicas call it.
 
@@ -369,7 +343,7 @@ def _restored(args: argparse.Namespace, loader: StepLoader, text: str) -> Any:
     return source
 
 
-def _together(group: Gathers, function: Callable[[], T]) -> T:
+def _together(group: SourceGroup, function: Callable[[], T]) -> T:
     """Return what `function` does, or raise on all replicas what it raises on one."""
     message, failure, result = "", None, None
     try:

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from odb_megatron.data.chat_record import template_arguments
 from odb_megatron.data.sample import (
@@ -37,47 +37,54 @@ _OVERHEAD_SHARE = 0.05
 """Overhead of a micro-batch as a share of a full one's linear cost, where nothing was measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What a user is told of one field, and what is done with what they give.
+class Kind(NamedTuple):
+    """What is given for a setting.
+
+    Attributes:
+        type: bool for a switch, an `Enum` for its values.
+        read: makes the field's value; a ValueError's text follows the setting's name. What Bridge
+            gives has any type that YAML has.
+        value: what holds where nothing is given.
+        metavar: what stands for it in help texts.
+        many: whether several are given.
+    """
+
+    type: type
+    read: Callable[[Any], Any]
+    value: Any = None
+    metavar: str | None = None
+    many: bool = False
+
+    @property
+    def choices(self) -> list[str] | None:
+        return [one.value for one in self.type] if issubclass(self.type, Enum) else None
+
+
+class Setting(NamedTuple):
+    """What a user is told of one field.
 
     Attributes:
         help: for `--help` and the documentation.
-        value: what holds where nothing is given.
-        default: the same for a reader.
-        kind: type of what is given; bool for a switch. `Enum`s give the choices.
-        many: whether several are given.
-        metavar: what stands for the value in help texts.
-        read: makes the field's value; a ValueError's text follows the setting's name.
+        kind: what they give.
+        default: what holds where they give nothing.
         baseline: whether it holds without `--odb` too.
         in_bridge: whether Megatron-Bridge has it.
         dest: name among Megatron's arguments, where it is not `odb_` and the field's.
     """
 
     help: str
-    value: Any = None
+    kind: Kind
     default: str = ""
-    kind: type = str
-    many: bool = False
-    metavar: str | None = None
-    read: Callable[[Any], Any] = lambda given: given
     baseline: bool = False
     in_bridge: bool = True
     dest: str = ""
 
-    @property
-    def choices(self) -> list[str] | None:
-        return [one.value for one in self.kind] if issubclass(self.kind, Enum) else None
+
+def _setting(*values: Any, **more: Any) -> Any:
+    return field(metadata={"setting": Setting(*values, **more)})
 
 
-def _setting(**values: Any) -> Any:
-    return field(metadata={"setting": Setting(**values)})
-
-
-# What Bridge gives has any type that YAML has.
-
-
-def _at_least(least: int) -> Callable[[Any], int]:
+def _count(least: int, value: int | None = None) -> Kind:
     def read(given: Any) -> int:
         if isinstance(given, bool) or not re.fullmatch(r" *-?\d+ *", str(given)):
             raise ValueError(f"is {given!r}: expected a whole number")
@@ -85,7 +92,7 @@ def _at_least(least: int) -> Callable[[Any], int]:
             raise ValueError(f"must be at least {least}, got {given}")
         return int(given)
 
-    return read
+    return Kind(int, read, value, "N")
 
 
 def _seconds(given: Any) -> float:
@@ -104,23 +111,27 @@ def _switch(given: Any) -> bool:
     return True
 
 
-def _one_of(kind: type[Enum]) -> Callable[[Any], Enum]:
+def _one_of(choices: type[Enum], value: Enum | None = None) -> Kind:
     def read(given: Any) -> Enum:
-        values = [one.value for one in kind]
+        values = [one.value for one in choices]
         if given not in values:
             raise ValueError(f"is {given!r}: expected {', '.join(values)}")
-        return kind(given)
+        return choices(given)
 
-    return read
+    return Kind(choices, read, value)
 
 
 def _sizes(given: Any) -> tuple[int, ...]:
     words = given if isinstance(given, (list, tuple)) else [given]
     try:
-        return tuple(0 if word == "budget" else _at_least(1)(word) for word in words)
+        return tuple(0 if word == "budget" else _count(1).read(word) for word in words)
     except ValueError:
         text = " ".join(map(str, words))
         raise ValueError(f"{text}: each must be a token count of at least 1, or budget") from None
+
+
+def _prices(given: Any) -> CostPrices:
+    return CostPrices.parse(str(given))
 
 
 def _template_args(given: Any) -> dict[str, Any]:
@@ -149,128 +160,99 @@ class OdbConfig:
     """
 
     enabled: bool = _setting(
-        dest="odb",
-        kind=bool,
-        value=False,
-        in_bridge=False,
+        "Form variable-size packed micro-batches under a token budget, online, and even out "
+        "replicas' work. A step has exactly the samples that Megatron's own sampler gives it. What "
+        "it needs of Megatron's flags it sets, and prints. Without it the same data is trained in "
+        "Megatron's padded micro-batches.",
+        Kind(bool, _switch, False),
+        "off",
         baseline=True,
-        default="off",
-        help="Form variable-size packed micro-batches under a token budget, online, and even "
-        "out replicas' work. A step has exactly the samples that Megatron's own sampler gives it. "
-        "What it needs of Megatron's flags it sets, and prints. Without it the same data is "
-        "trained in Megatron's padded micro-batches.",
+        in_bridge=False,
+        dest="odb",
     )
     token_budget: int = _setting(
-        kind=int,
-        read=_at_least(1),
-        metavar="N",
-        default="the sequence length",
-        help="Most tokens of one micro-batch on one replica, padding included. Memory follows it.",
+        "Most tokens of a micro-batch on one replica, padding included. Memory follows it.",
+        _count(1),
+        "the sequence length",
     )
     overlong: OverlongPolicy = _setting(
-        kind=OverlongPolicy,
-        read=_one_of(OverlongPolicy),
-        value=OverlongPolicy.ERROR,
+        "What happens to a sample longer than the sequence length or the token budget: error names "
+        "it and stops; truncate cuts its end; drop leaves it out; solo gives it a micro-batch of "
+        "its own, over the budget but not over the sequence length. All are counted.",
+        _one_of(OverlongPolicy, OverlongPolicy.ERROR),
+        "error",
         baseline=True,
-        default=OverlongPolicy.ERROR.value,
-        help="What happens to a sample longer than the sequence length or the token budget: error "
-        "names it and stops; truncate cuts its end; drop leaves it out; solo gives it a "
-        "micro-batch of its own, over the budget but not over the sequence length. All are "
-        "counted. Holds for the padded baseline too.",
     )
     max_bad_records: int = _setting(
-        kind=int,
-        read=_at_least(0),
-        value=0,
-        metavar="N",
+        "Most records of the training data that may be left out because they cannot become samples "
+        "(bad JSON, wrong types, empty, nothing to learn), over all replicas and resumes; one more "
+        "ends the run, naming file and line. Evaluations, and runs without --odb, leave out any "
+        "number unless it is 0. All are counted.",
+        _count(0, 0),
+        "0",
         baseline=True,
-        default="0",
-        help="Most records of the training data that may be left out because they cannot become "
-        "samples (bad JSON, wrong types, empty, nothing to learn), over all replicas and resumes; "
-        "one more ends the run, naming file and line. Evaluations, and the padded baseline, leave "
-        "out any number unless it is 0. All are counted.",
     )
     epochs: int | None = _setting(
-        kind=int,
-        read=_at_least(1),
-        metavar="N",
+        "Passes over the training data, in place of --train-samples or --train-iters.",
+        _count(1),
         in_bridge=False,
-        help="Run for this many passes over the training data; in place of --train-samples or "
-        "--train-iters.",
     )
     pad_to: tuple[int, ...] = _setting(
-        many=True,
-        read=_sizes,
-        value=(),
-        metavar="TOKENS",
-        default="as long as their samples",
-        help="Pad every micro-batch to the nearest of these token counts, by segments without "
-        "loss: a few shapes, for compilers and allocators. The token budget is always one of "
-        "them; budget alone gives all one shape, so that pipeline stages need not tell each other "
-        "the next one, and CUDA graphs can replay. The metrics count the padding.",
+        "Pad every micro-batch to the nearest of these token counts, by segments without loss: a "
+        "few shapes, for compilers and allocators. The token budget is always one of them; budget "
+        "alone gives all one shape, so that pipeline stages need not tell each other the next one, "
+        "and CUDA graphs can replay. The metrics count the padding.",
+        Kind(str, _sizes, (), "TOKENS", many=True),
+        "as long as their samples",
     )
     cost: CostPrices | None = _setting(
-        read=lambda given: CostPrices.parse(str(given)),
-        metavar="linear=X,quadratic=X,overhead=X,patch=X",
-        default="FLOPs of the model's shape, and 5 per cent of a full micro-batch as its overhead",
-        help="Predicted cost of a token, a token squared (summed over each sample's own length), a "
+        "Predicted cost of a token, a token squared (summed over each sample's own length), a "
         "micro-batch and an image patch, in one unit of your choice; what is left out is 0. "
         "'odb-megatron trace LOGS --fit-cost' finds them from the times of a run.",
+        Kind(str, _prices, metavar="linear=X,quadratic=X,overhead=X,patch=X"),
+        "FLOPs of the model's shape, and 5 per cent of a full micro-batch as its overhead",
     )
     max_patches: int = _setting(
-        kind=int,
-        read=_at_least(1),
-        value=0,
-        metavar="N",
-        default="no cap",
-        help="Most image patches of one micro-batch. A sample with more gets a micro-batch of its "
-        "own, and is counted.",
+        "Most image patches of a micro-batch. A sample with more gets one of its own, counted.",
+        _count(1, 0),
+        "no cap",
     )
     template_args: Mapping[str, Any] = _setting(
-        read=_template_args,
-        value={},
-        metavar="JSON",
+        "Further variables of the tokenizer's chat template, as a JSON object, such as "
+        "'{\"enable_thinking\": false}'. A record's own chat_template_kwargs come before them.",
+        Kind(str, _template_args, {}, "JSON"),
         baseline=True,
-        help="Further variables of the tokenizer's chat template, as a JSON object, such as "
-        "'{\"enable_thinking\": false}'. A record's own chat_template_kwargs come before them. "
-        "Holds for the padded baseline too.",
     )
     loss_per: LossPer | None = _setting(
-        kind=LossPer,
-        read=_one_of(LossPer),
-        baseline=True,
-        default="token, and weights that are no whole numbers are refused",
-        help="What counts once in a step's loss, sum(weight * loss) / sum(weight): token takes the "
+        "What counts once in a step's loss, sum(weight * loss) / sum(weight): token takes the "
         f"data's weights (loss_mask, from 0 to {MAX_WEIGHT:g}) as they are; sample divides those "
-        "of each sample by their sum, so that long answers count no more than short ones. Holds "
-        "for the padded baseline too.",
+        "of each sample by their sum, so that long answers count no more than short ones.",
+        _one_of(LossPer),
+        "token, and weights that are no whole numbers are refused",
+        baseline=True,
     )
     log_dir: str | None = _setting(
-        metavar="DIR",
-        baseline=True,
-        help="Write one JSON line per optimizer step and replica into this folder: ids and lengths "
-        "of samples by micro-batch, loss, gradient norm, cost, waits; and run.json, with the flags "
+        "Write one JSON line per optimizer step and replica into this folder: ids and lengths of "
+        "samples by micro-batch, loss, gradient norm, cost, waits; and run.json, with the flags "
         "and what the run chose for itself. A resumed run goes on in the same files. Shown by "
         "'odb-megatron trace' and 'compare'.",
+        Kind(str, str, metavar="DIR"),
+        baseline=True,
     )
     dry_run: bool = _setting(
-        kind=bool,
-        read=_switch,
-        value=False,
-        default="off",
-        help="Check the flags and this machine, read and plan three steps by the run's own "
-        "loaders, print what was found, and end with exit code 0, or 2 where something does not "
-        "fit. Nothing is trained, and no checkpoint, log or series written.",
+        "Check the flags and this machine, read and plan three steps by the run's own loaders, "
+        "print what was found, and end with exit code 0, or 2 where something does not fit. "
+        "Nothing is trained, and no checkpoint, log or series written.",
+        Kind(bool, _switch, False),
+        "off",
     )
     timeout_s: float = _setting(
-        kind=float,
-        read=_seconds,
-        metavar="SECONDS",
-        default="the timeout of Megatron's process groups",
-        help="Seconds that the trainer may wait for data that other ranks have to agree on, and "
-        "that a data-loader worker has to fetch a sample. Who is waited for is named after a "
-        "quarter of them, 60 at most. A rank that evaluates, saves or computes for longer trips "
-        "nothing; the loss of one is noticed at once, whatever this is.",
+        "Seconds that the trainer may wait for data that other ranks have to agree on, and that a "
+        "data-loader worker has to fetch a sample. Who is waited for is named after a quarter of "
+        "them, 60 at most. A rank that evaluates, saves or computes for longer trips nothing; the "
+        "loss of one is noticed at once, whatever this is.",
+        Kind(float, _seconds, metavar="SECONDS"),
+        "the timeout of Megatron's process groups",
     )
     sync: Sync
     context: int
@@ -292,12 +274,12 @@ class OdbConfig:
                 f"{'it' if len(useless) == 1 else 'them'}"
             )
         minutes = getattr(args, "distributed_timeout_minutes", 10)  # Megatron's own default
-        values = {name: setting.value for name, setting in SETTINGS.items()}
+        values = {name: setting.kind.value for name, setting in SETTINGS.items()}
         values |= {"token_budget": args.seq_length, "timeout_s": 60.0 * minutes}
         problems: list[SettingError] = []
         for name, value in given.items():
             try:
-                values[name] = SETTINGS[name].read(value)
+                values[name] = SETTINGS[name].kind.read(value)
             except ValueError as error:
                 problems.append(SettingError(f"{{{_dest(name)}}} {{error}}", error=error))
         budget, sizes = values["token_budget"], values["pad_to"]
@@ -395,7 +377,7 @@ class OdbConfig:
         flags = ["--odb"]
         for name, setting in SETTINGS.items():
             value = getattr(self, name)
-            if not value or setting.kind is bool or name == "log_dir":
+            if not value or setting.kind.type is bool or name == "log_dir":
                 continue
             words = ["budget"] if name == "pad_to" and self.pads_to_budget else _words(value)
             flags += ["--" + _dest(name).replace("_", "-"), *words]
@@ -427,16 +409,21 @@ def add_odb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     group = parser.add_argument_group(title="online dynamic batching")
     for name, setting in SETTINGS.items():
         flag = "--" + _dest(name).replace("_", "-")
-        text = setting.help + (f" Default: {setting.default}." if setting.default else "")
-        if setting.kind is bool:
+        text = setting.help
+        if setting.baseline and not setting.dest:
+            text += " Holds without --odb too."
+        if setting.default:
+            text += f" Default: {setting.default}."
+        kind = setting.kind
+        if kind.type is bool:
             group.add_argument(flag, action="store_true", help=text)
             continue
         group.add_argument(
             flag,
-            type=str if setting.choices else setting.kind,
-            choices=setting.choices,
-            nargs="+" if setting.many else None,
-            metavar=setting.metavar,
+            type=str if kind.choices else kind.type,
+            choices=kind.choices,
+            nargs="+" if kind.many else None,
+            metavar=kind.metavar,
             help=text,
         )
     return parser

@@ -15,11 +15,14 @@ from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from odb_megatron.data.feed import StepHeader
 from odb_megatron.megatron.versions import SUPPORTED, megatron_version
 from odb_megatron.plan.record import StepTotals
+
+if TYPE_CHECKING:
+    from odb_megatron.megatron.run import OdbRun
 
 __all__ = ["CORRECTED", "REPLACED", "Hooks", "Replacements", "StepCalculator", "is_within_step"]
 
@@ -96,25 +99,6 @@ CORRECTED = {
 _SCHEDULE = "forward_backward_by_plan"
 
 
-class RunListener(Protocol):
-    """What the hooks tell a run."""
-
-    def on_schedule(self, *, training: bool) -> None:
-        """A schedule is about to fetch its first item."""
-
-    def on_header(self, header: StepHeader, *, training: bool) -> None:
-        """A step is about to run its schedule (again, when Megatron replays it)."""
-
-    def on_trained(self) -> None:
-        """A training schedule has launched all its work, gradient reduction included."""
-
-    def on_logged(self, values: dict[str, Any]) -> None:
-        """Megatron has logged an iteration; `values` are `training_log`'s arguments by name."""
-
-    def saving(self) -> AbstractContextManager[None]:
-        """A checkpoint is written, or given up, within."""
-
-
 def is_within_step(trace: TracebackType | None) -> bool:
     """Whether an exception was raised within a schedule that a run has wrapped."""
     names = (frame.f_code.co_name for frame, _ in traceback.walk_tb(trace))
@@ -166,7 +150,7 @@ class Hooks(Replacements):
     """Installs and removes a run's replacements.
 
     Args:
-        listener: the run.
+        run: is told of schedules, logged iterations and saves.
         packed: whether iterators carry step headers (ODB on).
         has_experts: whether the model is a mixture of experts.
         plans_shapes: whether pipeline stages take each other's shapes from step headers.
@@ -174,14 +158,14 @@ class Hooks(Replacements):
 
     def __init__(
         self,
-        listener: RunListener,
+        run: OdbRun,
         *,
         packed: bool,
         has_experts: bool = False,
         plans_shapes: bool = False,
     ) -> None:
         super().__init__()
-        self._listener = listener
+        self._run = run
         self._packed, self._has_experts = packed, has_experts
         self._plans_shapes = plans_shapes
         self._totals: StepTotals | None = None
@@ -209,7 +193,7 @@ class Hooks(Replacements):
 
             def forward_backward_by_plan(**arguments: Any) -> Any:
                 training = not arguments.get("forward_only", False)
-                self._listener.on_schedule(training=training)
+                self._run.on_schedule(training=training)
                 if not self._packed:
                     return schedule(**arguments)
                 if arguments.get("collect_non_loss_data"):
@@ -222,14 +206,14 @@ class Hooks(Replacements):
                 chunks = iterators if isinstance(iterators, list) else [iterators]
                 header, *_ = [next(chunk) for chunk in chunks]
                 assert isinstance(header, StepHeader), f"expected a step header, got {header!r}"
-                self._listener.on_header(header, training=training)
+                self._run.on_header(header, training=training)
                 arguments["num_microbatches"] = header.totals.num_micro_batches
                 if training:
                     self._totals = header.totals
                 with self._shapes(arguments, header):
                     result = schedule(**arguments)
                 if training:
-                    self._listener.on_trained()
+                    self._run.on_trained()
                 return result
 
             return forward_backward_by_plan
@@ -253,7 +237,7 @@ class Hooks(Replacements):
             if self._packed and self._totals is not None:
                 self._take_mean_step(bound.arguments)
             result = original(*bound.args, **bound.kwargs)
-            self._listener.on_logged(bound.arguments)
+            self._run.on_logged(bound.arguments)
             return result
 
         return training_log
@@ -278,7 +262,7 @@ class Hooks(Replacements):
             # Else the rerun machine pickles the step it will rerun, which the resumed run plans
             # again (rerun_state_machine.py `state_dict`, 0.19.2).
             bound.arguments["train_data_iterator"] = None
-            with self._listener.saving():
+            with self._run.saving():
                 return original(*bound.args, **bound.kwargs)
 
         return save_checkpoint

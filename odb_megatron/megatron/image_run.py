@@ -39,7 +39,7 @@ class ImageRun(OdbRun):
         return ReplicaData(
             self._args,
             self._place,
-            deadlines=self._peers.deadlines if self._peers else None,
+            deadlines=self._deadlines,
             has_images=True,
         )
 

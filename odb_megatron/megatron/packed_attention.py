@@ -41,7 +41,7 @@ _OF_OTHER_LAYERS = {"total_tokens", "seq_idx", "tokens_per_sample"}  # Mamba's, 
 class PackedAttention(MegatronModule):
     """Causal self-attention over packed samples (THD) or a right-padded batch (SBHD).
 
-    Constructor and forward are those of mcore's `DotProductAttention` (0.16.1 to 0.19.2), and the
+    Constructor and forward are those of mcore's `DotProductAttention` (0.18.2, 0.19.2), and the
     two arguments that multi-latent attention adds. It has no parameters, so checkpoints are
     interchangeable.
 
@@ -298,12 +298,11 @@ CLASSES: dict[str, type[PackedAttention]] = {
 def _offsets(packed: PackedSeqParams) -> Tensor:
     """Return where samples start, each with its padding; what else is said must be known here."""
     given = {field.name: getattr(packed, field.name) for field in fields(packed)}
+    plain = {field.name: field.default for field in fields(packed)} | {"pad_between_seqs": False}
     unknown = [
         name
         for name, value in given.items()
-        if name not in _KNOWN | _OF_OTHER_LAYERS
-        and value is not None
-        and (name, value) != ("pad_between_seqs", False)
+        if name not in _KNOWN | _OF_OTHER_LAYERS and value is not None and value != plain[name]
     ]
     if given["qkv_format"] != "thd" or unknown:
         raise ValueError(

@@ -19,6 +19,7 @@ from megatron.core.datasets.utils import Split
 
 from odb_megatron import doctor
 from odb_megatron.comm.groups import SourceGroup
+from odb_megatron.comm.heartbeat import Deadline
 from odb_megatron.data.feed import StepFeed, StepHeader
 from odb_megatron.data.iterable import ItemStream
 from odb_megatron.data.step_loader import StepLoader
@@ -161,11 +162,12 @@ class OdbRun:
         return None
 
     def _make_replica(self) -> ReplicaData:
-        return ReplicaData(
-            self._args,
-            self._place,
-            deadlines=self._peers.deadlines if self._peers else None,
-        )
+        return ReplicaData(self._args, self._place, deadlines=self._deadlines)
+
+    @property
+    def _deadlines(self) -> dict[str, Deadline]:
+        """Of each split's loader."""
+        return {} if self._peers is None else self._peers.deadlines
 
     def _tokenizer(self) -> Any:
         """Return the tokenizer; None for Megatron's global one."""
@@ -294,9 +296,13 @@ class OdbRun:
             self._tell_failure(error)
         self._hooks.undo()
         self._undo_attention()
-        ended = self._close_data(clean=clean)
+        ended = True
+        if self._replica is not None:  # stop the threads that make steps, here and everywhere
+            ended = self._replica.close(timeout_s=_CLEAN_CLOSE_S if clean else _CLOSE_S)
+        # Where this rank leads its replica: it knows the planner's progress.
+        feed = None if self._loader is None else self._train_feed
         with usage_errors() if self.config.dry_run else nullcontext():
-            self._report.finish(self._own_feed, together=clean and ended)
+            self._report.finish(feed, together=clean and ended)
         if self._peers is not None:
             self._peers.close(clean=clean)
         if self.config.dry_run:
@@ -428,9 +434,7 @@ class OdbRun:
                 "{split}, give {valid_data_path}, or pass {eval_iters} 0"
             )
         self._groups = [
-            source_group(
-                args, name=name, deadline=self._peers.deadlines.get(name) if self._peers else None
-            )
+            source_group(args, name=name, deadline=self._deadlines.get(name))
             for name in ("train", "valid", "test", "checkpoint")
         ]
         if streams[0] is not None and self._place.is_source:  # padded, every rank has its data
@@ -525,17 +529,6 @@ class OdbRun:
     def _train_feed(self) -> StepFeed | None:
         return None if self._replica is None else self._replica.train
 
-    @property
-    def _own_feed(self) -> StepFeed | None:
-        """The training feed where this rank leads its replica: it knows the planner's progress."""
-        return None if self._loader is None else self._train_feed
-
-    def _close_data(self, *, clean: bool) -> bool:
-        """Stop the threads that make steps, here and on all replicas; return whether all have."""
-        if self._replica is None:
-            return True
-        return self._replica.close(timeout_s=_CLEAN_CLOSE_S if clean else _CLOSE_S)
-
     def _build_loaders(
         self, streams: Sequence[SampleStream | ItemStream | None]
     ) -> list[StepLoader | None]:
@@ -548,7 +541,7 @@ class OdbRun:
                 stream,
                 split=split,
                 group=group,
-                deadline=self._peers.deadlines.get(split.name) if self._peers else None,
+                deadline=self._deadlines.get(split.name),
             )
             for split, stream, group in zip(Split, streams, self._groups, strict=False)
         ]

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
+from odb_megatron.comm.groups import SourceGroup
 from odb_megatron.data.feed import Delivered, StepFeed, StepHeader
 from odb_megatron.data.iterable import ItemStream
 from odb_megatron.data.loop import SourceCounts
@@ -24,7 +25,7 @@ from odb_megatron.data.sample import SkipReason
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatchLayout, cost_balance
 from odb_megatron.megatron.attention import Attention
-from odb_megatron.megatron.checkpoint import Gathers, gather_counts
+from odb_megatron.megatron.checkpoint import gather_counts
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.device_memory import MemoryUse
 from odb_megatron.megatron.images import image_flags
@@ -41,16 +42,6 @@ __all__ = ["Clock", "CudaClock", "RunReport", "SeriesWriters", "StepRecorder", "
 __all__ += ["logged_loss", "megatron_writers", "start_lines"]
 
 _MESSAGE_BYTES = 1024
-
-
-class Clock(Protocol):
-    """Marks moments and tells how far apart they are."""
-
-    def mark(self) -> Any:
-        """Return a mark of this moment."""
-
-    def elapsed_s(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks."""
 
 
 class WallClock:
@@ -75,6 +66,9 @@ class CudaClock:
         """Waits for the event, which is past once its optimizer step has ended."""
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+
+Clock = WallClock | CudaClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +142,7 @@ class StepRecorder:
         config: OdbConfig,
         stream: SampleStream | ItemStream | None,
         *,
-        group: Gathers | None,
+        group: SourceGroup | None,
         clock: Clock | None = None,
     ) -> None:
         self.most_patches = 0
@@ -356,7 +350,7 @@ class StepRecorder:
         return found | absent
 
 
-def _sums(group: Gathers, counts: Sequence[int]) -> list[int]:
+def _sums(group: SourceGroup, counts: Sequence[int]) -> list[int]:
     return [sum(values) for values in zip(*gather_counts(group, counts), strict=True)]
 
 
@@ -392,7 +386,7 @@ class RunReport:
         self.recorder: StepRecorder | None = None
         self._args, self._config = args, config
         self._stream: SampleStream | ItemStream | None = None
-        self._group: Gathers | None = None
+        self._group: SourceGroup | None = None
         self._cost: CostModel | None = None
         self._live: LiveReport | None = None
         self._log: StepLog | None = None
@@ -409,7 +403,7 @@ class RunReport:
             for line in (describe_megatron(), reason, *said):
                 print(f"odb: {line}", flush=True)
 
-    def open(self, stream: SampleStream | ItemStream, group: Gathers) -> None:
+    def open(self, stream: SampleStream | ItemStream, group: SourceGroup) -> None:
         """Training data is there: begin to record. On source ranks.
 
         Args:
@@ -577,7 +571,7 @@ class RunReport:
         origin = "the model's shape" if given is None else "as given"
         return f"--odb-cost {given or CostPrices.of(cost)} ({origin})"
 
-    def _header(self, run: int, group: Gathers) -> LogHeader:
+    def _header(self, run: int, group: SourceGroup) -> LogHeader:
         args, config = self._args, self._config
         sizes = {
             "tp": args.tensor_model_parallel_size,
@@ -639,7 +633,7 @@ class RunReport:
         ]
 
 
-def _first_messages(own: Sequence[str], group: Gathers) -> list[str]:
+def _first_messages(own: Sequence[str], group: SourceGroup) -> list[str]:
     """Return, for each source, the message of the first replica that has one, cut to fit."""
     sent = b"".join(text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0") for text in own)
     found = group.gather_all(sent)

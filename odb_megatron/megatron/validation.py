@@ -19,14 +19,7 @@ from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.topology import count_multiple, padding_multiple, routers
 from odb_megatron.plan.padding import OverlongPolicy, budget_length
 
-__all__ = [
-    "NEEDS",
-    "_graphed_modules",
-    "off_texts",
-    "refuse_flags",
-    "refuse_unsupported",
-    "set_needs",
-]
+__all__ = ["NEEDS", "refuse_flags", "refuse_unsupported", "set_needs"]
 
 
 def _always(_args: argparse.Namespace) -> bool:
@@ -53,77 +46,58 @@ class Need(NamedTuple):
     is_set: bool = True
 
 
+_LOSS = "without it the loss is averaged per micro-batch first: it depends on the packing"
+_SIZES = "micro-batches have different sizes on different replicas and stages"
+_ORDER = "the data loader is its own, and takes the order of the samples from this"
+
 NEEDS = (
-    Need(
-        "calculate_per_token_loss",
-        (True,),
-        "without it the loss is averaged per micro-batch first, so that it would depend on how "
-        "samples are packed",
-    ),
+    Need("calculate_per_token_loss", (True,), _LOSS),
     Need("micro_batch_size", (1,), "a packed micro-batch is one row of many samples"),
     Need("eval_micro_batch_size", (1,), "evaluations are packed too"),
-    Need(
-        "moe_token_dispatcher_type",
-        ("alltoall",),
-        "micro-batches have different sizes on different replicas and stages",
-        _moves_micro_batches,
-    ),
-    Need(
-        "dataloader_type",
-        ("single", "cyclic"),
-        "it has a data loader of its own, and this is the order of the samples",
-        is_set=False,
-    ),
-    Need(
-        "non_persistent_ckpt_type",
-        ("global",),
-        "its data state is kept beside checkpoints that every node can read",
-        is_set=False,
-    ),
-    Need(
-        "gtp_weight_remat_size",
-        (1,),
-        "it does not know the weight-rematerialisation axis",
-        is_set=False,
-    ),
+    Need("moe_token_dispatcher_type", ("alltoall",), _SIZES, _moves_micro_batches),
+    Need("dataloader_type", ("single", "cyclic"), _ORDER, is_set=False),
+    Need("non_persistent_ckpt_type", ("global",), "all nodes read its data state", is_set=False),
+    Need("gtp_weight_remat_size", (1,), "it does not know this axis", is_set=False),
 )
 
-_UNUSED = "it does nothing: samples never share positions or attention; loss follows the data"
-_VERSION = "not in this version"
-_FORMS = "both form the micro-batches"
-
 _OFF = {
-    "sft": "two packings of the same data, and it evaluates a mean of means; chat files are read "
-    "without it",
+    "sft": "two packings of the same data; chat files are read without it",
     "trust_remote_code": "no code is run that comes with a tokenizer",
     "mock_data": "real samples are trained: give {data_path}",
     "fim_data": "samples are not cut for fill-in-the-middle",
-    "reset_position_ids": _UNUSED,
-    "reset_attention_mask": _UNUSED,
-    "eod_mask_loss": _UNUSED,
-    "dataloader_inter_document_masking": _UNUSED,
-    "rampup_batch_size": _VERSION,
-    "step_batch_size_schedule": _VERSION,
+    **dict.fromkeys(
+        (
+            *("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+            "dataloader_inter_document_masking",
+        ),
+        "it does nothing: samples never share positions or attention; loss follows the data",
+    ),
+    **dict.fromkeys(
+        (
+            *("rampup_batch_size", "step_batch_size_schedule", "iterations_to_skip"),
+            *("phase_transition_iterations", "multiple_validation_sets"),
+        ),
+        "not in this version",
+    ),
+    **dict.fromkeys(
+        ("hybrid_context_parallel", "sequence_packing_scheduler", "use_varlen_dataset"),
+        "both form the micro-batches",
+    ),
+    **dict.fromkeys(
+        ("use_megatron_fsdp", "use_torch_fsdp2"),
+        "FSDP is not in this version; use {use_distributed_optimizer}",
+    ),
     "decrease_batch_size_if_needed": "the batch size stays",
-    "iterations_to_skip": _VERSION,
-    "override_ckpt_iteration": "the samples of the checkpoint's own iteration go on, and it would "
-    "count others; {ckpt_step} loads the checkpoint of that iteration",
-    "phase_transition_iterations": _VERSION,
-    "multiple_validation_sets": _VERSION,
+    "override_ckpt_iteration": "it would count other samples than the checkpoint's own iteration; "
+    "{ckpt_step} loads the checkpoint of that iteration",
     "full_validation": "Megatron's own fails with one validation set (training.py 4382, 0.19.2); "
     "{eval_iters} gives the steps of an evaluation",
     "perform_rl_step": "rollouts are not batched",
-    "hybrid_context_parallel": _FORMS,
-    "sequence_packing_scheduler": _FORMS,
-    "use_varlen_dataset": _FORMS,
-    "inprocess_restart": "groups and threads are kept that it does not take down; a restarted job "
-    "goes on from its checkpoint",
+    "inprocess_restart": "it leaves groups and threads; a restarted job goes on from a checkpoint",
     "logits_load_dir": "a teacher's saved logits are not read",
-    "use_megatron_fsdp": "FSDP is not in this version; use {use_distributed_optimizer}",
-    "use_torch_fsdp2": "FSDP is not in this version; use {use_distributed_optimizer}",
     "overlap_moe_expert_parallel_comm": "it needs schedule plans",
     "ddp_average_in_collective": "gradients are divided by the loss tokens of all replicas",
-    "fp4": f"{_VERSION}; use {{fp8}} or {{bf16}}",
+    "fp4": "not in this version; use {fp8} or {bf16}",
 }
 """Arguments that must not be given with `--odb`, and why."""
 
@@ -191,12 +165,6 @@ def _raise(texts: Iterable[str], values: Mapping[str, Any]) -> None:
         raise ValueError("\n".join(messages))
 
 
-def off_texts(args: argparse.Namespace, why: Mapping[str, str]) -> list[str]:
-    """Return what to say of arguments that are given and must not be, by their names."""
-    given = [name for name in why if getattr(args, name, None)]
-    return [f"{{odb}} and {{{name}}}: {why[name]}: drop {{{name}}}" for name in given]
-
-
 def _flag_texts(args: argparse.Namespace, *, enabled: bool) -> Iterator[str]:
     """Yield what is refused of single flags; layers and kernels are the baseline's, too."""
     if getattr(args, "transformer_impl", "local") not in ("local", "transformer_engine"):
@@ -216,7 +184,9 @@ def _flag_texts(args: argparse.Namespace, *, enabled: bool) -> Iterator[str]:
         if value is not None and value not in values and applies(args):
             wanted = "" if values[0] is True else f" {' or '.join(map(str, values))}"
             yield f"{{odb}} needs {{{name}}}{wanted}: {why}"
-    yield from off_texts(args, _OFF)
+    for name, why in _OFF.items():
+        if getattr(args, name, None):
+            yield f"{{odb}} and {{{name}}}: {why}: drop {{{name}}}"
     yield from _layer_texts(args)
 
 
@@ -278,14 +248,8 @@ def _weight_texts(args: argparse.Namespace, config: OdbConfig) -> Iterator[str]:
 
 
 def _graphed_modules(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the parts of a layer that are put into CUDA graphs; empty for whole layers.
-
-    0.17 has `cuda_graph_scope`, 0.18 and later `cuda_graph_modules`; enums or names.
-    """
-    found = getattr(args, "cuda_graph_modules", None)
-    if found is None:
-        found = getattr(args, "cuda_graph_scope", None)
-    found = found or ()
+    """Return the parts of a layer that are put into CUDA graphs; empty for whole layers."""
+    found = getattr(args, "cuda_graph_modules", None) or ()  # enums or names
     found = found.split(",") if isinstance(found, str) else found
     names = [getattr(each, "name", each) for each in found]
     return tuple(name for name in names if name != "full")

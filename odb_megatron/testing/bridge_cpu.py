@@ -66,7 +66,7 @@ def local_layers(config: Any) -> Any:
 
 
 def _mend_initialisation() -> None:
-    """See `cpu_replacements` for the reasons: Bridge has functions of its own with these names."""
+    """For the reasons of `cpu_device.REPLACEMENTS`: Bridge has functions of its own."""
     from megatron.bridge.training import initialize, setup
 
     original = initialize.initialize_megatron

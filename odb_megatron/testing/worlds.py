@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,7 +23,16 @@ from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig, Sync
 from odb_megatron.testing.replicas import Lockstep
 
-__all__ = ["FAULTS", "Fault", "InjectedError", "SyntheticReader", "Tally", "World", "check_run"]
+__all__ = [
+    "FAULTS",
+    "Counts",
+    "Fault",
+    "InjectedError",
+    "SyntheticReader",
+    "Tally",
+    "World",
+    "check_run",
+]
 __all__ += ["decoded", "random_world"]
 
 _VOCAB = 1 << 20
@@ -186,8 +195,25 @@ class _FaultyLoop(StepLoop):
         return super()._pack(*args)
 
 
-@dataclass(slots=True, kw_only=True)
-class Tally:
+@dataclass(kw_only=True)
+class Counts:
+    """Violations found, named by `VIOLATIONS`, and cases that occurred."""
+
+    VIOLATIONS: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def num_violations(self) -> int:
+        """Sum of the violations."""
+        return sum(getattr(self, name) for name in self.VIOLATIONS)
+
+    def add(self, other: Counts) -> None:
+        """Add another tally to this one."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+
+@dataclass(kw_only=True)
+class Tally(Counts):
     """Violations found (all must be 0), and cases that occurred (none should be 0 in many runs).
 
     Attributes:
@@ -207,6 +233,8 @@ class Tally:
         failed: runs in which a replica raised, which then ended on all.
     """
 
+    VIOLATIONS: ClassVar[tuple[str, ...]] = ("lost", "duplicated", "over_budget", "misaligned")
+
     lost: int = 0
     duplicated: int = 0
     over_budget: int = 0
@@ -219,16 +247,6 @@ class Tally:
     quota: int = 0
     closed_early: int = 0
     failed: int = 0
-
-    @property
-    def num_violations(self) -> int:
-        """Sum of the violations."""
-        return self.lost + self.duplicated + self.over_budget + self.misaligned
-
-    def add(self, other: Tally) -> None:
-        """Add another tally to this one."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 def decoded(step: PackedStep) -> StepMetadata:
