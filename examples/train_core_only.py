@@ -1,8 +1,7 @@
 """Train a GPT with ODB on megatron-core alone: a small loop over `get_forward_backward_func`.
 
-For megatron-core 0.16 (Python 3.10 and 3.11), whose package has no `megatron.training`, and for
-loops of your own. Data, plans and packed attention are those of pretrain_gpt_odb.py; checkpoints
-and evaluation are left out. One line is printed per step: its samples, M and the loss.
+For loops of your own. Data, plans and packed attention are those of pretrain_gpt_odb.py;
+checkpoints and evaluation are left out. One line is printed per step: its samples, M and the loss.
 
     torchrun --nproc-per-node 2 examples/train_core_only.py --data-path chat.jsonl \
         --tokenizer-model /path/to/hf-tokenizer --train-samples 512

@@ -41,8 +41,6 @@ TOPOLOGIES = {
     "vpp2x2": (
         "model.pipeline_model_parallel_size=2",
         "model.virtual_pipeline_model_parallel_size=2",
-        "model.overlap_p2p_comm=true",  # gloo hangs in batched sends of several chunks
-        "model.batch_p2p_comm=false",
     ),
     "cp2": ("model.context_parallel_size=2",),
 }

@@ -88,6 +88,19 @@ def test_same_samples_losses_and_gradients(
         assert sum(step.record["idle"] for step in run.steps) > 0
 
 
+def test_a_stage_that_predicts_further_tokens(
+    megatron: Megatron, data_flags: tuple[str, ...]
+) -> None:
+    """It sends what it predicts beside the hidden states; the baseline by Megatron's exchange."""
+    flags = (*MODEL, *data_flags, "--mtp-num-layers", 1, "--untie-embeddings-and-output-weights")
+    flags += ("--pipeline-model-parallel-size", 4, "--train-samples", 25)
+    flags += ("--pipeline-model-parallel-layout", "E|t|t|t|t||m|L")
+    padded, packed = (megatron.train(*flags, *odb, replicas=4) for odb in ((), ("--odb",)))
+    assert packed.losses[:3] == pytest.approx(padded.losses, abs=1e-5)
+    norms, others = ([step.record["grad_norm"] for step in run.steps] for run in (packed, padded))
+    assert norms[:3] == pytest.approx(others, rel=1e-4)
+
+
 def test_a_middle_stage_without_sample_bounds_would_be_seen(
     megatron: Megatron, initial: tuple[Any, ...]
 ) -> None:

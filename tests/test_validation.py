@@ -54,7 +54,6 @@ def _check(**values: Any) -> None:
         {**TE, "fp8_recipe": "mxfp8"},
         LOCAL,
         {**GRAPHS, **MLP},
-        {**GRAPHS, "cuda_graph_scope": "mlp"},
         {**GRAPHS, **MLP, "seq_length": 96, "odb_token_budget": 96},
         {**LOCAL, **MLP, "apply_rope_fusion": False},
         {"odb": False, "odb_loss_per": "token", "sft": True, "micro_batch_size": 4},
@@ -109,7 +108,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "--odb-loss-per token and --experimental-attention-variant",
     ),
     ({"cuda_graph_impl": "full_iteration"}, "replays a whole step"),
-    ({**LOCAL, "cuda_graph_scope": "full_iteration"}, "replays a whole step"),
+    ({**LOCAL, "cuda_graph_modules": ["full_iteration"]}, "replays a whole step"),
     ({"cuda_graph_impl": "local"}, "add --odb-pad-to budget"),
     ({**LOCAL, "apply_rope_fusion": False}, "drop --no-rope-fusion"),
     (GRAPHS, "leave attention out with --cuda-graph-modules mlp"),
@@ -204,7 +203,7 @@ def test_the_names_are_megatrons(megatron: Megatron, data_flags: tuple[str, ...]
     looked_at = set(GOOD) | {name for bad, _ in BAD for name in bad}
     unknown = (looked_at | {need.name for need in NEEDS}) - known
     if megatron_version()[:2] == (0, 19):
-        assert unknown - {"cuda_graph_scope"} == OTHER_VERSIONS
+        assert unknown == OTHER_VERSIONS
 
 
 @pytest.mark.megatron

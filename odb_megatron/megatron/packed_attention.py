@@ -41,7 +41,7 @@ _OF_OTHER_LAYERS = {"total_tokens", "seq_idx", "tokens_per_sample"}  # Mamba's, 
 class PackedAttention(MegatronModule):
     """Causal self-attention over packed samples (THD) or a right-padded batch (SBHD).
 
-    Constructor and forward are those of mcore's `DotProductAttention` (0.16.1 to 0.19.2), and the
+    Constructor and forward are those of mcore's `DotProductAttention` (0.18.2, 0.19.2), and the
     two arguments that multi-latent attention adds. It has no parameters, so checkpoints are
     interchangeable.
 

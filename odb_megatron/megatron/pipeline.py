@@ -128,7 +128,7 @@ class PlannedCommunicator(P2PCommunicator):
         shapes = self._expected.get(name)
         assert shapes, (
             f"stage {self.current_stage} would {name} one tensor more than a schedule of "
-            f"{self._about} has: this megatron-core orders its pipeline unlike 0.17 to 0.19"
+            f"{self._about} has: this megatron-core orders its pipeline unlike 0.18 and 0.19"
         )
         return shapes.popleft()
 

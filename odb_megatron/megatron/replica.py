@@ -18,6 +18,8 @@ from functools import partial
 
 from megatron.core import parallel_state as mpu
 from megatron.core.datasets.utils import Split
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from odb_megatron.comm.groups import GlooGroup, ReplicaGroup
 from odb_megatron.comm.heartbeat import Deadline, Heartbeat
@@ -42,7 +44,7 @@ class ReplicaRanks:
         ranks: all ranks of the replica, ascending; the first one (tensor, pipeline and context
             rank 0) is its source rank.
         payload_ranks: those that use tokens, labels or loss masks: the ranks of the first and the
-            last pipeline stage; the source rank first.
+            last pipeline stage, and of one that predicts further tokens; the source rank first.
         first_stage: the ranks of the first pipeline stage, the source rank first; they encode
             images.
         reporter: the rank of the last pipeline stage (tensor and context rank 0) that knows the
@@ -96,6 +98,9 @@ def replica_ranks(args: argparse.Namespace, *, rank: int) -> ReplicaRanks:
     ranks = sorted(group("tp-cp-pp", rank))
     stage_of = {other: group("pp", other).index(other) for other in ranks}
     users = {0, stages - 1}
+    if layout := getattr(args, "pipeline_model_parallel_layout", None):
+        pieces = PipelineParallelLayerLayout.parse_str_to_list(layout)
+        users |= {at % stages for at, piece in enumerate(pieces) if LayerType.mtp in piece}
     return ReplicaRanks(
         rank=rank,
         ranks=tuple(ranks),

@@ -39,7 +39,7 @@ def sync_of(args: argparse.Namespace) -> tuple[Sync, str]:
 def padding_multiple(args: argparse.Namespace) -> int:
     """Return the multiple that every sample's length is padded to.
 
-    FP8 takes the token counts of mcore's `get_fp8_align_size` (fp8_utils.py, 0.16.1 to 0.19.2).
+    FP8 takes the token counts of mcore's `get_fp8_align_size` (fp8_utils.py, 0.18.2, 0.19.2).
     """
     sequence_parallel = getattr(args, "sequence_parallel", False)
     quantization = Quantization.NONE
@@ -56,7 +56,7 @@ def padding_multiple(args: argparse.Namespace) -> int:
 
 
 def has_state_layers(args: argparse.Namespace) -> bool:
-    """Whether the model has state-space layers; 0.17 and later name their pattern differently."""
+    """Whether the model has state-space layers."""
     names = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern")
     return any(bool(getattr(args, name, None)) for name in names)
 

@@ -248,14 +248,8 @@ def _weight_texts(args: argparse.Namespace, config: OdbConfig) -> Iterator[str]:
 
 
 def _graphed_modules(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the parts of a layer that are put into CUDA graphs; empty for whole layers.
-
-    0.17 has `cuda_graph_scope`, 0.18 and later `cuda_graph_modules`; enums or names.
-    """
-    found = getattr(args, "cuda_graph_modules", None)
-    if found is None:
-        found = getattr(args, "cuda_graph_scope", None)
-    found = found or ()
+    """Return the parts of a layer that are put into CUDA graphs; empty for whole layers."""
+    found = getattr(args, "cuda_graph_modules", None) or ()  # enums or names
     found = found.split(",") if isinstance(found, str) else found
     names = [getattr(each, "name", each) for each in found]
     return tuple(name for name in names if name != "full")

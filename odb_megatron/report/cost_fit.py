@@ -123,7 +123,8 @@ def _rows(run: RunLog) -> tuple[Values, Values]:
             continue
         for record in step.records.values():
             patches = record.patches or (0,) * len(record.lengths)
-            for at, time in enumerate(record.micro_batch_s):
+            times = record.micro_batch_s
+            for at, time in enumerate(times[:-1] or times):  # the last has the gradients' reduction
                 if not record.lengths[at] or time <= 0:
                     continue  # idle
                 lengths = np.array(record.lengths[at], dtype=np.float64)

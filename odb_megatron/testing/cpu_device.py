@@ -7,7 +7,7 @@ as listed in `REPLACEMENTS` with a reason each. `torch.cuda.is_available` and
 
 Megatron has no official CPU mode: `use_cpu_initialization` still asks CUDA for its RNG state
 (megatron/core/tensor_parallel/random.py, up to 0.19.2). What is replaced was found by running
-0.16.1 and 0.19.2 (core: GPTModel, DDP, distributed optimizer, all schedules, MoE; training:
+0.18.2 and 0.19.2 (core: GPTModel, DDP, distributed optimizer, all schedules, MoE; training:
 `pretrain()` with evaluation and checkpoints).
 """
 
