@@ -26,11 +26,11 @@ from odb_megatron.data.feed import StepHeader
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.checkpoint import restore
+from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.hooks import Hooks
 from odb_megatron.megatron.replica import ReplicaData
 from odb_megatron.megatron.run import OdbRun
 from odb_megatron.megatron.run_report import RunReport, SeriesWriters, start_lines
-from odb_megatron.megatron.setup import odb_config
 
 __all__ = ["Batches", "BridgeRun", "SftSamples", "TrainBatches", "as_batch"]
 
@@ -52,7 +52,7 @@ class BridgeRun(OdbRun):
         self._state, self._dataset = state, cfg.dataset
         try:
             args = BridgeArgs(cfg, state, rank=get_rank_safe(), world_size=get_world_size_safe())
-            config = odb_config(args)
+            config = OdbConfig.from_args(args)
         except ValueError as error:
             raise UnusableError(str(error)) from error
         refuse(cfg, args, config)
