@@ -29,7 +29,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import tomllib
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 PACKAGES = ("torch", "megatron-core", "numpy", "online-dynamic-batching")
 VERSION = 1
 _TAIL_LINES = 25
@@ -37,54 +40,48 @@ _TAIL_LINES = 25
 # --- what is run -----------------------------------------------------------------------------
 
 Result = Mapping[str, Any]
-Read = Callable[[Result], Any]
-_LIMITS = {"at least": operator.ge, "at most": operator.le, "is": operator.eq}
+_TAKES: dict[str, Callable[[list[Any]], Any]] = {
+    **{"max": max, "min": min, "sum": sum, "all": all, "len": len}
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """One measured value and what it is to be.
+def read_value(result: Any, keys: Sequence[str | int]) -> Any:
+    """Return what `keys` lead to; bench.toml says how.
 
-    Attributes:
-        what: is measured, with its unit.
-        read: the keys that lead to it, or takes it out of the result; no such key is no value.
-        limit: of `_LIMITS`; empty where the value is reported only.
-        value: of the limit.
+    Raises:
+        LookupError, TypeError, ValueError: nothing, or several values.
     """
-
-    what: str
-    read: str | Read
-    limit: str = ""
-    value: Any = None
-
-    def judge(self, result: Result | None) -> dict[str, Any]:
-        """Return the goal, what was measured, and whether it is met (null without a limit)."""
-        found: Any = result
-        try:
-            if callable(self.read):
-                found = self.read(result or {})
+    take, path = (keys[0], keys[1:]) if len(keys) > 1 and keys[0] in _TAKES else (None, keys)
+    found = [result]
+    for key in path:
+        step: list[Any] = []
+        for one in found:
+            name, is_filter, value = str(key).partition("=")
+            items = one.items() if isinstance(one, Mapping) else list(enumerate(one))
+            if key == "*":
+                step += [item for _, item in items]
+            elif name.startswith("!"):
+                step += [item for other, item in items if other != name[1:]]
+            elif is_filter:
+                step += [item for _, item in items if str(item[name] or "") == value]
             else:
-                for key in self.read.split("."):
-                    found = found[int(key) if key.lstrip("-").isdecimal() else key]
-        except (LookupError, TypeError, ValueError):
-            found = None  # the part did not get that far, or the figure needs what is missing
-        is_there = found is not None and found == found
-        is_met = is_there and bool(_LIMITS[self.limit](found, self.value)) if self.limit else None
-        value = "yes" if self.value is True else str(self.value)
-        text = value if self.limit == "is" else f"{self.limit} {value}"
-        goal = text if self.limit else ""
-        return {"what": self.what, "goal": goal, "measured": found, "is_met": is_met}
+                step.append(one[key])
+        found = step
+    if take is not None:
+        return _TAKES[str(take)](found)
+    (value,) = found
+    return value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One command and its goals.
+    """One command and its goals, as bench.toml has them.
 
     Attributes:
         name: of `--only`, and of the JSON that it writes.
         title: what it answers.
         command: behind the interpreter; `--json FILE` is added.
-        goals: what its result is held against.
+        goals: `what` is measured, how to `read` it, and `least`, `most` or what it `is` to be.
         full: the flags with `--full` in place of those of `command`; None for the same.
         timeout_s: of `command`.
         full_timeout_s: with `--full`.
@@ -95,7 +92,7 @@ class Part:
     name: str
     title: str
     command: str
-    goals: tuple[Goal, ...]
+    goals: Sequence[Mapping[str, Any]]
     full: str | None = None
     timeout_s: float = 300.0
     full_timeout_s: float = 7200.0
@@ -111,293 +108,28 @@ class Part:
         return [*script, *shlex.split(self.full)]
 
 
-def _steady(name: str) -> Callable[[Result], dict[str, Any]]:
-    """Return what takes the steady steps of each policy of a row of `simulate_table.py`."""
-
-    def read(result: Result) -> dict[str, Any]:
-        (row,) = (row for row in result["rows"] if row["name"] == name)
-        policies = row["policies"].items()
-        return {policy: one["steady"]["fraction_of_bound"] for policy, one in policies}
-
-    return read
+PARTS = [Part(**part) for part in tomllib.loads((HERE / "bench.toml").read_text())["part"]]
 
 
-def _simulated(spread: str) -> tuple[Goal, Goal]:
-    read = _steady(f"step/dp8/share1/cv{spread}")
-    rival = lambda r: max(value for name, value in read(r).items() if name != "odb")  # noqa: E731
-    ours = f"CV {spread}: odb, fraction of the bound"
-    best = f"CV {spread}: the best rival's fraction of the bound"
-    return Goal(ours, lambda r: read(r)["odb"], "at least", 0.994), Goal(best, rival)
+def judge(goal: Mapping[str, Any], result: Result | None) -> dict[str, Any]:
+    """Return a goal, what was measured, and whether it is met (null without a limit)."""
+    try:
+        value = read_value(result, goal["read"])
+    except (LookupError, TypeError, ValueError):
+        value = None  # the part did not get that far, or the figure needs what is missing
+    is_there = value is not None and value == value
+    text, is_met = "", None
+    for limit, words, holds in (
+        ("least", "at least ", operator.ge),
+        ("most", "at most ", operator.le),
+        ("is", "", operator.eq),
+    ):
+        if limit in goal:
+            bound = goal[limit]
+            text = words + ("yes" if bound is True else str(bound))
+            is_met = is_there and bool(holds(value, bound))
+    return {"what": goal["what"], "goal": text, "measured": value, "is_met": is_met}
 
-
-def _planner(replicas: int, key: str) -> Callable[[Result], float]:
-    def read(result: Result) -> float:
-        rows = {row["replicas"]: row for row in result["rows"] if row["sync"] == "step"}
-        return float(rows[replicas][key])
-
-    return read
-
-
-def _of_all(items: str, key: str, choose: Callable[[list[Any]], Any]) -> Read:
-    return lambda result: choose([one[key] for one in result[items].values()])
-
-
-_SPREADS = ("0.29", "0.48", "1.0", "2.0")
-_NONE = ("is", 0)
-_YES = ("is", True)
-PARTS = (
-    Part(
-        "loss_parity",
-        "Is the loss that of the padded run?",
-        "benchmarks/loss_parity.py --steps 50 --dp 2",
-        (
-            Goal("largest difference of a step's loss", "max_abs_loss_diff", "at most", 1e-5),
-            Goal("largest difference of a step's gradient norm", "max_abs_grad_norm_diff"),
-            Goal("the same samples in every step", "same_samples", *_YES),
-            Goal("learning rates equal", "learning_rate_equal", *_YES),
-            Goal("consumed samples equal", "consumed_samples_equal", *_YES),
-            Goal("distinct numbers of micro-batches", lambda r: len(r["m_values"]), "at least", 3),
-        ),
-    ),
-    Part(
-        "train_throughput",
-        "How many samples per second are trained?",
-        "benchmarks/train_throughput.py --repeats 3 --samples 320",
-        (
-            Goal("ODB over padded, worst case fits", "variants.odb.speedup_vs_standard.mean"),
-            Goal("ODB over the sorted oracle", "ratios.odb_over_sorted.mean"),
-            Goal(
-                "ODB over sorted, lower end of the 95 % interval",
-                "ratios.odb_over_sorted.ci95.0",
-                "at least",
-                0.97,
-            ),
-            Goal("all variants trained the same samples", "same_samples", *_YES),
-        ),
-        full="--repeats 5",
-        timeout_s=480.0,
-    ),
-    Part(
-        "parallel_parity",
-        "Is parallelism invisible?",
-        "benchmarks/parallel_parity.py --cases dp2,tp2_sp,pp2,cp2",
-        (
-            Goal(
-                "largest difference of a step's loss",
-                _of_all("cases", "max_abs_loss_diff", max),
-                "at most",
-                1e-5,
-            ),
-            Goal(
-                "largest relative difference of a parameter's gradient",
-                _of_all("cases", "max_rel_grad_diff", max),
-                "at most",
-                1e-4,
-            ),
-            Goal("the same samples in every step", _of_all("cases", "ids_equal", all), *_YES),
-            Goal(
-                "most collectives per step inside a replica",
-                _of_all("cases", "collectives_per_step", max),
-                "at most",
-                2,
-            ),
-            Goal(
-                "fewest idle micro-batches of a case",
-                _of_all("cases", "idle_microbatches", min),
-                "at least",
-                1,
-            ),
-        ),
-        full="",
-        timeout_s=420.0,
-    ),
-    Part(
-        "pipeline_shapes",
-        "Do pipelines do without shape messages?",
-        "benchmarks/pipeline_shapes.py",
-        (
-            Goal("messages about shapes", _of_all("cases", "shape_messages", max), "at most", 0),
-            Goal(
-                "largest difference of a step's loss",
-                _of_all("cases", "max_abs_loss_diff", max),
-                "at most",
-                1e-5,
-            ),
-            Goal(
-                "largest relative difference of a parameter's gradient",
-                _of_all("cases", "max_rel_grad_diff", max),
-                "at most",
-                1e-4,
-            ),
-        ),
-        is_full_only=True,
-    ),
-    Part(
-        "simulate_stream",
-        "How evenly and fully are 8 replicas loaded? Replicas meet once per step",
-        "benchmarks/simulate_table.py --only 'step/dp8/*'",
-        tuple(goal for spread in _SPREADS for goal in _simulated(spread)),
-        full="",
-        timeout_s=600.0,
-        full_timeout_s=14400.0,
-    ),
-    Part(
-        "inspect",
-        "Does odb-megatron inspect predict what training then measures?",
-        "benchmarks/inspect_against_training.py --dp 2 --methods odb",
-        (
-            Goal(
-                "largest relative error of padding, micro-batches and steps",
-                lambda r: max(
-                    one["error"] for dp in r["results"].values() for one in dp["figures"]
-                ),
-                "at most",
-                0.05,
-            ),
-        ),
-        full="",
-    ),
-    Part(
-        "planner",
-        "What does planning cost?",
-        "benchmarks/planner.py --replicas 8 64 1024 --steps 8",
-        (
-            Goal("µs per sample, 8 replicas", _planner(8, "us_per_sample"), "at most", 10),
-            Goal(
-                "µs per sample of the block, 64 replicas",
-                _planner(64, "us_per_sample"),
-                "at most",
-                10,
-            ),
-            Goal(
-                "1024 replicas over 64, per step",
-                lambda r: _planner(1024, "us_per_step")(r) / _planner(64, "us_per_step")(r),
-                "at most",
-                1.2,
-            ),
-            Goal("bytes of a sample in a record", "rows.0.bytes_per_sample", "at most", 16),
-        ),
-        full="",
-        timeout_s=120.0,
-    ),
-    Part(
-        "control_plane",
-        "What does a gather between source ranks cost?",
-        "benchmarks/control_plane.py --ranks 4 --rounds 50",
-        (
-            Goal("ms per gather, 4 source ranks on this machine", "rows.-1.gather_ms"),
-            Goal("sockets of a source rank's channel, 4 ranks", "rows.-1.sockets"),
-        ),
-        full="",
-        timeout_s=180.0,
-    ),
-    Part(
-        "data_path",
-        "Does a trainer wait for data?",
-        "benchmarks/data_path.py --repeats 3 --samples 1000",
-        (
-            Goal("share of the time that the trainer waited", "wait_fraction", "at most", 0.01),
-            Goal("99th percentile of next(), µs", "p99_next_us"),
-            Goal("longest wait of a step, µs", "worst_step_wait_us"),
-            Goal(
-                "samples per second over those of a plain DataLoader",
-                "relative_to_dataloader",
-                "at least",
-                0.95,
-            ),
-            Goal(
-                "samples per second over those of online-dynamic-batching 0.1.2",
-                "relative_to_online_dynamic_batching",
-            ),
-        ),
-        full="",
-    ),
-    Part(
-        "interference",
-        "What does the data side take from the trainer's thread?",
-        "benchmarks/interference.py",
-        (Goal("slowdown of a thread that only launches work", "slowdown", "at most", 0.02),),
-    ),
-    Part(
-        "faults",
-        "What becomes of a run when something goes wrong?",
-        "benchmarks/faults.py --quick",
-        (
-            Goal(
-                "most seconds from the fault to the last rank's end",
-                _of_all("faults", "seconds_to_exit", max),
-            ),
-            Goal("every case names its cause", _of_all("faults", "names_the_cause", all), *_YES),
-            Goal("processes left behind", _of_all("faults", "orphans", sum), *_NONE),
-            Goal(
-                "every case ended as it has to (15 s after a dead rank)",
-                _of_all("faults", "passed", all),
-                *_YES,
-            ),
-        ),
-        full="",
-    ),
-    Part(
-        "fuzz",
-        "Do the planner's invariants hold in random worlds?",
-        "-m odb_megatron.testing.fuzz --worlds 150 --processes 2",
-        tuple(
-            Goal(name, name, *_NONE) for name in ("lost", "duplicated", "over_budget", "misaligned")
-        ),
-        full="--worlds 10000",
-    ),
-    Part(
-        "resume_fuzz",
-        "Are resumed runs the uninterrupted ones?",
-        "-m odb_megatron.testing.resume_fuzz --trials 40 --processes 2",
-        (Goal("differences", "differences", *_NONE),),
-        full="--trials 1000",
-    ),
-    Part(
-        "verify",
-        "Does the protocol's model hold?",
-        "verification/run.py --quick",
-        (
-            Goal(
-                "states searched",
-                lambda r: sum(one["num_states"] for one in r["checks"] if not one["expected"]),
-            ),
-            Goal("searches and negative checks with the wrong outcome", "failed", *_NONE),
-        ),
-        full="",
-        timeout_s=180.0,
-        needs="spin",
-    ),
-    Part(
-        "backends",
-        "Which attention backends are checked here?",
-        "-m odb_megatron.testing.backends",
-        (
-            Goal(
-                "backends that ran, or whose contract was checked",
-                lambda r: ", ".join(
-                    name for name, one in r["backends"].items() if one["checked"] != "skipped"
-                ),
-            ),
-            Goal("every backend is right", _of_all("backends", "ok", all), *_YES),
-        ),
-        timeout_s=180.0,
-    ),
-    Part(
-        "gpu_script",
-        "Does the script for a GPU run? Tiny model on the CPU; its speeds mean nothing",
-        "benchmarks/gpu_throughput.py --device cpu --tiny",
-        (Goal("it ran to its end", "complete", *_YES),),
-    ),
-    Part(
-        "long_run",
-        "Does anything grow over 20 epochs?",
-        "benchmarks/long_run.py",
-        (Goal("quantities that grow", lambda r: len(r["grows"]), *_NONE),),
-        is_full_only=True,
-    ),
-)
-"""Parts in the order in which they are run."""
 
 # --- running ---------------------------------------------------------------------------------
 
@@ -487,7 +219,7 @@ def run_part(part: Part, folder: Path, *, full: bool, most_s: float = math.inf) 
         status = f"ended after {limit:.0f} s, its time limit"
     elif result is None:
         status = f"failed: exit code {code}, {unreadable}"
-    goals = [goal.judge(result) for goal in part.goals]
+    goals = [judge(goal, result) for goal in part.goals]
     print(f"    {status}, {seconds} s", flush=True)
     for goal in goals:
         met = {True: "met", False: "MISSED", None: ""}[goal["is_met"]]
@@ -556,7 +288,7 @@ def _not_run(part: Part, reason: str) -> dict[str, Any]:
         "title": part.title,
         "command": shlex.join(["python", *part.words(full=True)]),
         "status": f"not run: {reason}",
-        "goals": [goal.judge(None) | {"is_met": None} for goal in part.goals],
+        "goals": [judge(goal, None) | {"is_met": None} for goal in part.goals],
     }
 
 
@@ -579,6 +311,7 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, str]:
 
 # --- the page --------------------------------------------------------------------------------
 
+_SPREADS = ("0.29", "0.48", "1.0", "2.0")
 _VARIANTS = {
     "standard": "padded, worst case fits",
     "standard_mean": "padded, by mean length",
@@ -601,7 +334,7 @@ def write_bench_page(path: Path, report: Mapping[str, Any]) -> None:
     write_page(
         str(path),
         "bench.html.j2",
-        folder=Path(__file__).parent,
+        folder=HERE,
         title="Benchmarks: goals and measured values",
         summary="Every value was measured by the command named with it, on the machine described "
         "below. A goal without a value is not met.",
@@ -630,8 +363,11 @@ def _charts(parts: Mapping[str, Mapping[str, Any]]) -> list[Any]:
 
     charts = []
     stream = (parts.get("simulate_stream") or {}).get("result")
-    with contextlib.suppress(ValueError, TypeError):  # rows that were not run
-        found = [_steady(f"step/dp8/share1/cv{spread}")(stream) for spread in _SPREADS]
+    with contextlib.suppress(LookupError, TypeError, ValueError):  # rows that were not run
+        found = []
+        for spread in _SPREADS:
+            row = read_value(stream, ["rows", f"name=step/dp8/share1/cv{spread}", "policies"])
+            found.append({name: one["steady"]["fraction_of_bound"] for name, one in row.items()})
         names = [name for name in found[0] if name != "standard-safe"]
         lines = [
             Line(

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from flags import output_file, whole
+from common import output_file, whole
 
 from odb_megatron.comm.groups import SourceGroup
 from odb_megatron.plan.record import HEADER, ROW

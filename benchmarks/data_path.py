@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from chat_data import prepare
+from common import prepare
 
 from odb_megatron.comm.groups import SourceGroup
 from odb_megatron.data.chat import ChatRenderer

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from training_runs import ROOT
+from common import ROOT
 
 __all__ = ["FaultRun", "run_fault"]
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import write_json
 from fault_world import FaultRun, run_fault
-from training_runs import write_json
 
 from odb_megatron.comm.watchdog import PEER_LOST
 

@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from flags import output_file, whole
-from intervals import rate_ratio_interval
+from common import output_file, rate_ratio_interval, whole
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from chat_data import ChatData, chat_stream, prepare
+from common import ChatData, chat_stream, prepare
 
 from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.sample import Sample

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from common import run_batch, write_json
 from gradient_log import compare_gradients, log_gradients
 from parallel_parity import (
     CASES,
@@ -34,7 +35,6 @@ from parallel_parity import (
     Runs,
     compare,
 )
-from training_runs import run_batch, write_json
 
 SCRIPT = Path(__file__).resolve()
 EVALUATION = ["--split", "80,20,0", "--eval-iters", "2", "--eval-interval", "3"]

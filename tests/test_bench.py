@@ -29,33 +29,52 @@ def _module(name: str) -> ModuleType:
 
 BENCH = _module("bench")
 GOALS = (
-    BENCH.Goal("x", "x", "at least", 3),
-    BENCH.Goal("flag", lambda r: r["flag"], "is", True),
-    BENCH.Goal("other", "nothing.0", "at most", 1),
-    BENCH.Goal("reported", "x"),
+    {"what": "x", "read": ["x"], "least": 3},
+    {"what": "flag", "read": ["flag"], "is": True},
+    {"what": "other", "read": ["nothing", 0], "most": 1},
+    {"what": "reported", "read": ["x"]},
 )
 
 
 def _part(code: str, name: str = "part", goals: tuple[Any, ...] = GOALS, **values: Any) -> Any:
-    return BENCH.Part(name, "A part?", f"-c {shlex.quote(code)}", goals, **values)
+    command = f"-c {shlex.quote(code)}"
+    return BENCH.Part(name=name, title="A part?", command=command, goals=goals, **values)
 
 
 @pytest.mark.parametrize(
     ("limit", "value", "text", "met"),
     [
-        (("at least", 0.97), 0.97, "at least 0.97", True),
-        (("at least", 0.97), math.nan, "at least 0.97", False),
-        (("at most", 1e-5), 1e-5, "at most 1e-05", True),
-        (("at most", 8), 9, "at most 8", False),
-        (("is", True), True, "yes", True),
-        (("is", 0), 1, "0", False),
-        (("at least", 1), None, "at least 1", False),
-        ((), 5, "", None),
+        ({"least": 0.97}, 0.97, "at least 0.97", True),
+        ({"least": 0.97}, math.nan, "at least 0.97", False),
+        ({"most": 1e-5}, 1e-5, "at most 1e-05", True),
+        ({"most": 8}, 9, "at most 8", False),
+        ({"is": True}, True, "yes", True),
+        ({"is": 0}, 1, "0", False),
+        ({"least": 1}, None, "at least 1", False),
+        ({}, 5, "", None),
     ],
 )
-def test_goals(limit: tuple[Any, ...], value: Any, text: str, met: bool | None) -> None:
-    found = BENCH.Goal("w", "a.-1", *limit).judge({"a": [9, value]})
+def test_goals(limit: dict[str, Any], value: Any, text: str, met: bool | None) -> None:
+    found = BENCH.judge({"what": "w", "read": ["a", -1], **limit}, {"a": [9, value]})
     assert (found["goal"], found["is_met"]) == (text, met)
+
+
+RESULT = {"rows": [{"n": 8, "x": 1, "ok": True}, {"n": 64, "x": 5, "ok": False}], "of": {"b": 2}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (["of", "b"], 2),
+        (["rows", "n=64", "x"], 5),
+        (["max", "rows", "*", "x"], 5),
+        (["sum", "rows", "ok=", "x"], 5),
+        (["all", "rows", "*", "ok"], False),
+        (["len", "of", "!b"], 0),
+    ],
+)
+def test_values_are_found(keys: list[Any], value: Any) -> None:
+    assert BENCH.read_value(RESULT, keys) == value
 
 
 @pytest.mark.parametrize(

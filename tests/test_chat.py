@@ -289,6 +289,14 @@ def _called(**keys: Any) -> dict[str, Any]:
             r"content\[0\] is a part of type 'image_url'",
         ),
         (_answer(content=[_part("a"), {"type": "thinking"}]), "part of type 'thinking', and this"),
+        (
+            _answer(thinking="x", content=[{"type": "thinking", "thinking": "y"}, _part("a")]),
+            "different texts of reasoning",
+        ),
+        (
+            _answer(role="user", content=[{"type": "thinking", "thinking": "y"}]),
+            "has a part of type 'thinking', and its role is user",
+        ),
         (_answer(content=[_part("a") | {"loss": 0}]), "has loss; weights are of whole messages"),
         (CHATS | {"images": ["a.png"]}, "the record has images, and this mod"),
         ({"messages": [{**USER, "images": ["x.png"]}, ANSWER]}, "has images, and this model reads"),

@@ -300,21 +300,6 @@ def test_a_bad_item_is_an_error_or_skipped() -> None:
     assert sum(step.totals.num_bad for step in steps) == 4
 
 
-def test_an_id_that_the_model_has_no_row_for_is_a_bad_item() -> None:
-    """Items 0 to 15 hold ids of 1000 times their number and some more: the last two's are over."""
-    made = MakeLines([5] * 16, [0, 1] * 8)
-    shards, limit = IterableShards(make=made), 14 * BASE + 1  # a label is one more
-    text = refused(
-        stream_of(shards, vocab_size=limit, skip_bad=False),
-        config_of(),
-        BadRecordError,
-    )
-    assert "train dataset, shard 0 of 2:8: token id 14001 is outside the vocabulary of 140" in text
-    names, _, steps = run(stream_of(shards, vocab_size=limit), config_of())
-    assert emitted(names) == dict.fromkeys(range(14), 1)
-    assert sum(step.totals.num_bad for step in steps) == 2
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_state_that_cannot_be_taken_is_named(num_workers: int) -> None:
     made = MakeLines([5] * 200, [0, 1] * 100, kind=Broken)

@@ -12,13 +12,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import psutil
 import pytest
 from made_up_data import (
-    BASE,
     Records,
     check_content,
     in_threads,
@@ -32,7 +30,6 @@ from made_up_data import (
 
 from odb_megatron.comm.groups import ControlError
 from odb_megatron.comm.heartbeat import Deadline
-from odb_megatron.data import loop
 from odb_megatron.data.loop import PackedStep
 from odb_megatron.data.order import CyclicOrder
 from odb_megatron.data.sample import BadRecordError, Sample
@@ -161,37 +158,6 @@ def test_samples_move_between_loops_in_processes() -> None:
     assert first.balance > 0.95
 
 
-def test_another_number_of_replicas_goes_on_with_the_same_samples() -> None:
-    stream = lenient_stream([1 + at % 30 for at in range(36)])
-
-    def ids(num_replicas: int, consumed: int) -> list[list[int]]:
-        def go(channel: ThreadChannel) -> list[list[int]]:
-            config = step_config(total=36, global_batch_size=12, num_replicas=num_replicas)
-            loader = StepLoader(stream, config, channel=channel, consumed=consumed)
-            return [[p for row in metadata_of(s).positions for p in row] for s in steps_of(loader)]
-
-        return [sorted(chain(*step)) for step in zip(*in_threads(go, num_replicas), strict=True)]
-
-    whole = ids(2, 0)
-    assert whole == [list(range(at, at + 12)) for at in (0, 12, 24)]
-    assert ids(3, 12) == whole[1:]
-    assert ids(1, 24) == whole[2:]
-    assert ids(4, 36) == []
-
-
-def test_a_cyclic_epoch_is_complete() -> None:
-    order = CyclicOrder(total=12, num_replicas=3, data_sharding=True)
-    stream = single_stream(Records([2] * 12), num_samples=12, order=order)
-    config = step_config(total=12, num_replicas=3, global_batch_size=6)
-
-    def go(channel: ThreadChannel) -> list[int]:
-        steps = steps_of(StepLoader(stream, config, channel=channel))
-        items = [item for one in steps for item in decode_step(metadata_of(one), one.payload)]
-        return [int(item.tokens[0, at]) // BASE for item in items for at in item.cu_seqlens[:-1]]
-
-    assert sorted(chain(*in_threads(go, 3))) == list(range(12))
-
-
 def test_a_pass_begins_anew() -> None:
     """As evaluation does; its length is known, and the wait for data is measured."""
 
@@ -219,11 +185,6 @@ def _wait_us(step: PackedStep) -> int:
     found = decode_header(step.header)
     assert isinstance(found, StepMetadata)
     return found.totals.wait_us
-
-
-def test_a_channel_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 replicas, 3 connected"):
-        StepLoader(lenient_stream([3]), step_config(), channel=thread_channels(3)[0])
 
 
 # --- errors of the data -----------------------------------------------------------------------
@@ -318,23 +279,6 @@ def test_a_dataset_that_cannot_be_pickled_is_refused() -> None:
         loader.make_step()
     assert "at the top level of a module" in str(caught.value)
     assert "--num-workers 0" in str(caught.value)
-
-
-def test_planning_that_fails_on_one_replica_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, original = iter(range(100)), loop.plan_step
-
-    def plan(*args: Any, **named: Any) -> Any:
-        if next(calls) == 5:
-            raise MemoryError("no room to plan in")
-        return original(*args, **named)
-
-    monkeypatch.setattr(loop, "plan_step", plan)
-    first, second = sorted(
-        _errors(lenient_stream([3] * 20), step_config(), num_workers=[0, 0]),
-        key=lambda error: isinstance(error, RuntimeError),
-    )
-    assert str(first) == "no room to plan in"
-    assert isinstance(second, (ControlError, ReplicaFailedError))
 
 
 # --- the loop's process -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`odb_megatron.data.stream` and `replica_stream`: which record lies at which position."""
+"""`odb_megatron.data.stream`: which record lies at which position."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from odb_megatron.data.sample import BadRecordError, Sample, Skipped
 from odb_megatron.data.sources import ChatSource, MapSource
 from odb_megatron.data.stream import (
     Blend,
+    PaddedDataset,
     SampleStream,
     SourcePart,
     StreamReader,
     own_positions,
 )
+from odb_megatron.data.thd import PAD_TOKEN
 from odb_megatron.data.workers import Workers
 from odb_megatron.plan.padding import OverlongError
 from odb_megatron.plan.record import PlanConfig
@@ -318,3 +320,36 @@ def test_each_step_is_divided_among_the_replicas(
     for begin in range(consumed, total, batch):
         sizes = [sum(begin <= at < begin + batch for at in part) for part in own]
         assert max(sizes) - min(sizes) <= 1
+
+
+# --- the padded baseline -----------------------------------------------------------------------
+
+
+def test_items_are_the_streams_samples_padded_to_the_sequence_length() -> None:
+    lengths_of = [1, 7, 8, 3]
+    stream = single_stream(Records(lengths_of), num_samples=11)
+    dataset = PaddedDataset(stream, sequence_length=8, split="train")
+    assert (len(dataset), dataset.split) == (11, "train")
+    lengths = []
+    for position in range(11):
+        item, sample = dataset[position], stream.fetch(position)
+        assert isinstance(sample, Sample)
+        length = item["length"]
+        lengths.append(length)
+        assert (length, item["position"]) == (len(sample), position)
+        for name in ("tokens", "labels", "loss_mask"):
+            assert item[name].dtype == getattr(sample, name).dtype
+            assert item[name][:length].tolist() == getattr(sample, name).tolist()
+        assert item["tokens"][length:].tolist() == [PAD_TOKEN] * (8 - length)
+        assert item["loss_mask"][length:].tolist() == [0.0] * (8 - length)
+        assert item["position_ids"].tolist() == list(range(8))
+    assert set(lengths) == set(lengths_of)  # also one that fills the row
+
+
+def test_a_position_that_emits_nothing_carries_no_loss() -> None:
+    skip = rules(skip_bad=True)
+    item = PaddedDataset(
+        single_stream(Records([0]), sample_rules=skip), sequence_length=8, split="train"
+    )[0]
+    assert (item["length"], item["loss_mask"].sum()) == (0, 0)
+    assert item["tokens"].tolist() == [PAD_TOKEN] * 8

@@ -8,6 +8,7 @@ them it must be the same text. So a text that imitates a turn cannot move what i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import itertools
@@ -169,7 +170,9 @@ class ChatRenderer:
 
     def digest(self) -> str:
         """Digest of the templates that are used, with tools and without, and their arguments."""
-        sources = [self.template(has_tools=has_tools).source for has_tools in (False, True)]
+        sources: list[str] = []
+        with contextlib.suppress(ValueError):  # data without chats needs none
+            sources = [self.template(has_tools=has_tools).source for has_tools in (False, True)]
         used = json.dumps([*sources, self._arguments], default=str)
         return hashlib.sha256(used.encode()).hexdigest()
 

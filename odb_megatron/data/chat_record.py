@@ -326,13 +326,15 @@ def _message(value: Any, path: str, images: TakeImage | None) -> _Message:
         if calls:
             named = enumerate(calls)
             message["tool_calls"] = [_call(one, f"{path}.tool_calls[{i}]") for i, one in named]
+    thoughts: list[str] = []
     if content is not None or "tool_calls" not in message:
-        message["content"], thoughts = _content(content, where, images)
-        message |= {"thinking": thoughts} if thoughts and role == "assistant" else {}
+        message["content"] = _content(content, where, images, thoughts)
+    if thoughts and role != "assistant":
+        raise ValueError(f"{where} has a part of type 'thinking', and its role is {role}")
     if role == "assistant":
-        texts = {
-            _typed(message[key], str, f"{path}.{key}") for key in REASONING_KEYS if key in message
-        }
+        keys = [key for key in REASONING_KEYS if key in message]
+        texts = {_typed(message[key], str, f"{path}.{key}") for key in keys}
+        texts |= {"".join(thoughts)} if thoughts else set()
         if len(texts) > 1:
             raise ValueError(
                 f"{path} has different texts of reasoning; keep one of {REASONING_KEYS}"
@@ -344,12 +346,11 @@ def _message(value: Any, path: str, images: TakeImage | None) -> _Message:
     return {"role": role, **message, "weight": weight}
 
 
-def _content(value: Any, path: str, images: TakeImage | None) -> tuple[str, str]:
-    """Return the text, and what Mistral's parts of type `thinking` before it say."""
+def _content(value: Any, path: str, images: TakeImage | None, thoughts: list[str]) -> str:
+    """Return the text; note what Mistral's parts of type `thinking` before it say."""
     if not isinstance(value, list):
-        return _typed(value, str, path), ""
+        return _typed(value, str, path)
     texts: list[str] = []
-    thoughts: list[str] = []
     for i, part in enumerate(value):
         where = f"{path}[{i}]"
         kind = _typed(part, dict, where).get("type")
@@ -360,12 +361,12 @@ def _content(value: Any, path: str, images: TakeImage | None) -> tuple[str, str]
         if kind == "text":
             texts.append(_typed(part.get("text"), str, f"{where}.text"))
         elif kind == "thinking" and not texts:
-            thoughts.append(_content(part.get("thinking"), f"{where}.thinking", None)[0])
+            thoughts.append(_content(part.get("thinking"), f"{where}.thinking", None, []))
         elif images is not None and kind in ("image", "image_url"):
             texts.append(images(part, where))
         else:
             raise ValueError(f"{where} is a part of type {kind!r}, {_TEXT_ALONE}")
-    return "".join(texts), "".join(thoughts)
+    return "".join(texts)
 
 
 def _call(value: Any, path: str) -> dict[str, Any]:

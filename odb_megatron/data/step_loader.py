@@ -233,6 +233,7 @@ class _LoopProcess:
         self._deadline = deadline
         self._number = 0
         self._is_closing = False
+        self._writer: threading.Thread | None = None
         data = pickled(parts)
         context: Any = fresh_context(data)
         self._connection, other = context.Pipe()
@@ -270,14 +271,16 @@ class _LoopProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()  # where it has made no group yet
         self._process.join(_JOIN_S)
+        if self._writer is not None:
+            self._writer.join(_JOIN_S)  # nobody reads any more: it ends
         self._connection.close()
 
     def _send(self, answer: Any) -> None:
         # A process that is stopped reads nothing: writing more than a pipe holds would never end.
-        writer = threading.Thread(target=self._write, args=(answer,), daemon=True)
-        writer.start()
-        while writer.is_alive():
-            writer.join(_LOOK_S)
+        self._writer = threading.Thread(target=self._write, args=(answer,), daemon=True)
+        self._writer.start()
+        while self._writer.is_alive():
+            self._writer.join(_LOOK_S)
             self._check()
 
     def _write(self, answer: Any) -> None:

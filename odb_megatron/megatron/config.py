@@ -200,8 +200,7 @@ class OdbConfig:
     pad_to: tuple[int, ...] = _setting(
         "Pad every micro-batch to the nearest of these token counts, by segments without loss: a "
         "few shapes, for compilers and allocators. The token budget is always one of them; budget "
-        "alone gives all one shape, so that pipeline stages need not tell each other the next one, "
-        "and CUDA graphs can replay. The metrics count the padding.",
+        "alone gives all one shape, as CUDA graphs need it. The metrics count the padding.",
         Kind(str, _sizes, (), "TOKENS", many=True),
         "as long as their samples",
     )
