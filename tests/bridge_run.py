@@ -156,11 +156,12 @@ def _merged() -> Any:
 
     def one_sample(item: Any) -> dict[str, Any]:
         batch = original(item)
+        whole = batch["cu_seqlens_q"][[0, -1]]
         for name in batch:
             if name.startswith("cu_seqlens"):
-                batch[name] = batch["cu_seqlens_q_padded"][[0, -1]]
+                batch[name] = whole
             if name.startswith("max_seqlen"):
-                batch[name] = batch["cu_seqlens_q_padded"][-1]
+                batch[name] = whole[-1]
         return batch
 
     run.as_batch = one_sample

@@ -121,22 +121,21 @@ def test_layout_reaches_ranks_without_tokens() -> None:
     assert [name for name in batch if batch[name] is None] == [
         *("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
     ]
-    assert batch["cu_seqlens_q"].tolist() == [0, 3, 8]
-    assert batch["cu_seqlens_q_padded"].tolist() == [0, 4, 12]
+    assert batch["cu_seqlens_q"].tolist() == batch["cu_seqlens_kv"].tolist() == [0, 4, 12]
     assert int(batch["max_seqlen_q"]) == 8
     assert batch["cu_seqlens_q"].dtype == torch.int32
 
 
 @pytest.mark.parametrize(
-    ("item", "real"),
+    ("item", "offsets"),
     [
         (assemble([], positions=[], rule=SizeRule(multiple=4)), [0, 4]),
         (assemble([], positions=[], rule=SizeRule(sizes=(16,), multiple=4)), [0, 16]),
-        (layout([3], positions=[0], rule=SizeRule(sizes=(16,), multiple=4)), [0, 3, 15]),
+        (layout([3], positions=[0], rule=SizeRule(sizes=(16,), multiple=4)), [0, 4, 16]),
     ],
 )
-def test_no_segment_is_empty(item: object, real: list[int]) -> None:
-    assert as_batch(item)["cu_seqlens_q"].tolist() == real  # type: ignore[arg-type]
+def test_no_segment_is_empty(item: object, offsets: list[int]) -> None:
+    assert as_batch(item)["cu_seqlens_q"].tolist() == offsets  # type: ignore[arg-type]
 
 
 def test_state_of_another_loader_is_refused() -> None:

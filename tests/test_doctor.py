@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from odb_megatron import doctor
 from odb_megatron.doctor import FAILURE, NOT_APPLICABLE, OK, WARNING, Finding, Host, Load
@@ -105,16 +103,6 @@ def test_finding(findings: Iterable[Finding], status: str, subject: str, words: 
 def test_nothing_to_say() -> None:
     every = [*packages(), *torch(), *host(), *network(1), *network(gloo="ib0"), *megatron()]
     assert not [one for one in every if one.status in (WARNING, FAILURE)]
-
-
-@given(st.integers(1, 8), st.integers(0, 16), st.integers(0, 4 * GIB), st.integers(1, GIB))
-def test_more_shared_memory_is_never_worse(ranks: int, workers: int, free: int, more: int) -> None:
-    load = Load(ranks=ranks, readers=ranks, num_workers=workers)
-    order = (OK, WARNING, FAILURE)
-    less, plenty = (
-        order.index(next(host(load, shared_free=n)).status) for n in (free, free + more)
-    )
-    assert plenty <= less
 
 
 def test_which_megatron_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

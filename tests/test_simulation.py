@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections import Counter
@@ -171,23 +170,6 @@ def test_packed_bins(name: str, lengths: list[int], bins: list[list[int]]) -> No
     assert [step[r][m] for m in range(len(step[0])) for r in range(2)] == bins
 
 
-@pytest.mark.slow
-def test_dp_balanced_is_megatrons() -> None:
-    """Against `DpBalancedScheduler` of a Megatron that has it."""
-    try:
-        module = importlib.import_module("megatron.core.datasets.data_schedule")
-        scheduler = module.DpBalancedScheduler(100, 1, 2, None)
-    except (ImportError, AttributeError) as error:
-        pytest.skip(f"this megatron-core has no DpBalancedScheduler ({error})")
-    lengths = np.random.default_rng(0).integers(1, 60, 400)
-    stream, setting = _world(lengths, token_budget=100, global_batch_size=100)
-    for index, step in enumerate(_steps("dp-balanced", stream, setting)):
-        pairs = list(enumerate(lengths[100 * index : 100 * (index + 1)].tolist()))
-        theirs = scheduler.get_groups_and_subsamples(pairs)
-        expected = [[[100 * index + slot for slot in slots] for slots in row] for row in theirs]
-        assert [[step[r][k] for r in range(2)] for k in range(len(theirs))] == expected
-
-
 def test_odb_beats_the_rivals() -> None:
     random = np.random.RandomState(0)
     lengths = np.clip(np.round(random.lognormal(5.9, 0.83, 12000)), 1, 8192).astype(np.int64)
@@ -303,18 +285,6 @@ def test_equal_micro_batches_have_the_known_bubble(stages: int, chunks: int, cou
     """(M + (P - 1) / V) passes of a stage: Narayanan et al., arXiv 2104.04473, section 2.2."""
     found = critical_path(np.ones((2, count)), num_stages=stages, num_chunks=chunks)
     assert found == pytest.approx([(count + (stages - 1) / chunks) / stages] * 2)
-
-
-@pytest.mark.parametrize(
-    ("times", "stages", "end"),
-    [
-        # Forward passes take a third. Stage 1 has [F0 B0 F1 B1]; stage 0 [F0 F1 B0 B1].
-        ([3.0, 6.0], 2, 0.5 + 0.5 + 1 + 1 + 2 + 2),
-        ([6.0, 3.0], 2, 1 + 1 + 2 + 2 + 1),
-    ],
-)
-def test_unequal_micro_batches(times: list[float], stages: int, end: float) -> None:
-    assert critical_path(np.array([times]), num_stages=stages) == pytest.approx([end])
 
 
 def test_the_cost_model_has_the_shares_asked_for() -> None:

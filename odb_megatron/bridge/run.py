@@ -26,11 +26,11 @@ from odb_megatron.data.feed import StepHeader
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.checkpoint import restore
+from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.hooks import Hooks
 from odb_megatron.megatron.replica import ReplicaData
 from odb_megatron.megatron.run import OdbRun
 from odb_megatron.megatron.run_report import RunReport, SeriesWriters, start_lines
-from odb_megatron.megatron.setup import odb_config
 
 __all__ = ["Batches", "BridgeRun", "SftSamples", "TrainBatches", "as_batch"]
 
@@ -52,7 +52,7 @@ class BridgeRun(OdbRun):
         self._state, self._dataset = state, cfg.dataset
         try:
             args = BridgeArgs(cfg, state, rank=get_rank_safe(), world_size=get_world_size_safe())
-            config = odb_config(args)
+            config = OdbConfig.from_args(args)
         except ValueError as error:
             raise UnusableError(str(error)) from error
         refuse(cfg, args, config)
@@ -217,27 +217,27 @@ def as_batch(item: MicroBatchLayout) -> dict[str, Any]:
     """Return what `megatron.bridge.training.gpt_step.get_batch` takes from the iterator.
 
     Ranks that use no tokens get None for them, and the layout all the same: without it a middle
-    pipeline stage would attend across samples. Segments of padding alone are named as real, and
-    entries that stand for no token are left out, so that no kernel meets a sample of no tokens.
+    pipeline stage would attend across samples. Each sample is named with its padding, as in
+    `forward_step.packed_batch`; entries that stand for no token are left out.
     """
+    from megatron.core import parallel_state
+
     names = ("tokens", "labels", "loss_mask", "position_ids")
     has_tokens = isinstance(item, MicroBatch)
-    used = item.cu_seqlens_padded.diff() > 0
-    padded = torch.cat([item.cu_seqlens_padded[:1], item.cu_seqlens_padded[1:][used]])
-    lengths = item.cu_seqlens.diff()[used]
-    lengths = torch.where(lengths == 0, padded.diff(), lengths)
-    real = torch.cat([padded[:1], lengths.cumsum(0, dtype=torch.int32)])
-    longest = torch.tensor(item.max_seqlen, dtype=torch.int32)
-    return {
+    offsets = item.cu_seqlens_padded
+    offsets = torch.cat([offsets[:1], offsets[1:][offsets.diff() > 0]])
+    longest = torch.tensor(1 << (item.max_seqlen - 1).bit_length(), dtype=torch.int32)
+    batch = {
         **{name: getattr(item, name) if has_tokens else None for name in names},
         "attention_mask": None,
-        "cu_seqlens_q": real,
-        "cu_seqlens_kv": real,
-        "cu_seqlens_q_padded": padded,
-        "cu_seqlens_kv_padded": padded,
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_kv": offsets,
         "max_seqlen_q": longest,
         "max_seqlen_kv": longest,
     }
+    if parallel_state.get_context_parallel_world_size() > 1:  # Transformer Engine asks for them
+        batch |= {"cu_seqlens_q_padded": offsets, "cu_seqlens_kv_padded": offsets}
+    return batch
 
 
 class Batches:

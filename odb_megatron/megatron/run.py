@@ -34,6 +34,7 @@ from odb_megatron.megatron.checkpoint import (
     restore,
     saved_text,
 )
+from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.device_memory import MemoryUse, memory_use
 from odb_megatron.megatron.forward_step import (
     LossOf,
@@ -51,7 +52,7 @@ from odb_megatron.megatron.replica import (
     require_agreement,
 )
 from odb_megatron.megatron.run_report import RunReport, logged_loss, megatron_writers
-from odb_megatron.megatron.setup import choose_backend, odb_config, total_samples
+from odb_megatron.megatron.setup import choose_backend, total_samples
 from odb_megatron.megatron.topology import has_state_layers, padding_multiple
 from odb_megatron.plan.record import ReplicaFailedError
 
@@ -94,7 +95,7 @@ class OdbRun:
         *,
         datasets: Callable[[Sequence[int | None]], Sequence[Any]] | None = None,
     ) -> None:
-        self.config = odb_config(args)
+        self.config = OdbConfig.from_args(args)
         self._args = args
         self._datasets = datasets
         self._total = total_samples(args)

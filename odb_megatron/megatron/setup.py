@@ -28,13 +28,10 @@ from odb_megatron.plan.record import OPEN_TOTAL
 
 __all__ = [
     "choose_backend",
-    "complete_args",
     "dataset_config",
     "device_type",
     "exchange_shapes",
-    "odb_config",
     "parse_and_validate_args",
-    "parse_flags",
     "read_args",
     "require_paths",
     "total_samples",
@@ -80,45 +77,27 @@ def read_args(
     Raises:
         ValueError: flags that are not known or do not fit together, each named.
     """
+    from megatron.training.arguments import parse_args
     from megatron.training.global_vars import set_global_variables
 
-    args = parse_flags(extra_args)
-    complete_args(args, args_defaults)
-    choose_backend(args)
-    set_global_variables(args)
-    return args
-
-
-def parse_flags(
-    extra_args: ExtraArgs | None = None, *, ignores_unknown: bool = False
-) -> argparse.Namespace:
-    """Parse `sys.argv` by Megatron's parser, ODB's flags among its own; nothing is checked yet.
-
-    Args:
-        extra_args: see `read_args`.
-        ignores_unknown: as upstream's `ignore_unknown_args`.
-
-    Raises:
-        ValueError: flags that are not known, or values that are none.
-    """
-    from megatron.training import arguments as megatron_arguments
-
-    args: argparse.Namespace = megatron_arguments.parse_args(
-        lambda parser: _add_arguments(parser if extra_args is None else extra_args(parser)),
-        ignores_unknown,
+    args: argparse.Namespace = parse_args(
+        lambda parser: _add_arguments(parser if extra_args is None else extra_args(parser))
     )
     if getattr(args, "yaml_cfg", None) is not None:
         raise ValueError(
             "--yaml-cfg replaces the command line that --odb reads: give flags instead"
         )
+    _complete_args(args, args_defaults)
+    choose_backend(args)
+    set_global_variables(args)
     return args
 
 
-def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None = None) -> None:
+def _complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None = None) -> None:
     """Validate parsed arguments and fill in what follows from them; no global variable is set.
 
     Args:
-        args: from `parse_flags`; changed as far as the checks come.
+        args: parsed; changed as far as the checks come.
         args_defaults: as upstream; `train_samples` is for a run whose length no flag gives.
 
     Raises:
@@ -144,8 +123,8 @@ def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None
         raise
     if args.eval_interval is None:  # 0.19.2 divides by it all the same (training.py 4481)
         args.eval_interval = _NEVER
-    _raise(_messages(lambda: odb_config(args)), args)
-    config = odb_config(args)
+    _raise(_messages(lambda: OdbConfig.from_args(args)), args)
+    config = OdbConfig.from_args(args)
     messages = _messages(lambda: refuse_unsupported(args, config), lambda: refuse_converted(args))
     if messages:
         raise ValueError("\n".join(messages))
@@ -202,11 +181,6 @@ def choose_backend(args: argparse.Namespace) -> Attention:
     device = device_type()
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     return select(args, device_type=device, capability=capability)
-
-
-def odb_config(args: argparse.Namespace) -> OdbConfig:
-    """Return the configuration of validated arguments."""
-    return OdbConfig.from_args(args)
 
 
 def total_samples(args: argparse.Namespace) -> int:
@@ -362,7 +336,7 @@ def require_paths(args: argparse.Namespace, *, has_datasets: bool = False) -> No
     Raises:
         SystemExit: no data flags, or a path that cannot be used (2).
     """
-    config = odb_config(args)
+    config = OdbConfig.from_args(args)
     is_source = replica_ranks(args, rank=args.rank).is_source
     with usage_errors():
         if not has_datasets:

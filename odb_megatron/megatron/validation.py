@@ -203,11 +203,11 @@ def _layer_texts(args: argparse.Namespace) -> Iterator[str]:
             "{moe_expert_capacity_factor} drops tokens by what else is in a micro-batch, so with "
             "{odb} the loss would depend on how samples are packed: drop it"
         )
-    if predicts and padding_multiple(args) > 1:
+    if predicts and (getattr(args, "context_parallel_size", None) or 1) > 1:
         yield (
-            "multi-token prediction shifts tokens by the samples' lengths before padding "
-            "(multi_token_prediction.py 249, 0.19.2), and {odb} pads samples under context and "
-            "sequence parallelism: drop {mtp_num_layers}, or both of those"
+            "multi-token prediction of packed samples is not exact under context parallelism "
+            "(multi_token_prediction.py 270, 0.19.2): with {odb} drop {mtp_num_layers} or "
+            "{context_parallel_size}"
         )
     if predicts and has_experts:
         yield (
