@@ -347,7 +347,8 @@ class StepFeed:
         num_steps: int = 0,
     ) -> None:
         self._loader, self._channel, self._part = loader, channel, part or ContextPart()
-        self._plan_ahead = max(1, plan_ahead)
+        assert plan_ahead > 0, "steps are made ahead"
+        self._plan_ahead = plan_ahead
         self._progress: Progress | None = None
         self.num_steps = num_steps
         self.deadline: Deadline | None = None
