@@ -49,7 +49,11 @@ def _check(**values: Any) -> None:
         {},
         {"save": "msc://bucket/folder"},
         *({"odb_token_budget": 64, "odb_overlong": one} for one in ("truncate", "drop", "solo")),
-        {**EXPERTS, "moe_token_dispatcher_type": "allgather"},  # on one replica and stage
+        {
+            **EXPERTS,
+            "moe_token_dispatcher_type": "allgather",  # on one replica
+            "pipeline_model_parallel_size": 2,
+        },
         TE,
         {**TE, "fp8_recipe": "mxfp8"},
         LOCAL,
@@ -81,7 +85,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "--odb needs --moe-token-dispatcher-type alltoall: ",
     ),
     (
-        {**EXPERTS, "moe_token_dispatcher_type": "flex", "pipeline_model_parallel_size": 2},
+        {**EXPERTS, "moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 2},
         "--odb needs --moe-token-dispatcher-type alltoall: ",
     ),
     *(({name: True}, f": drop --{name.replace('_', '-')}") for name in _OFF),
@@ -177,7 +181,7 @@ def test_what_nobody_asked_for_is_set() -> None:
     said = set_needs(args, DEFAULTS)
     assert said == "--calculate-per-token-loss --micro-batch-size 1 --eval-micro-batch-size 1"
     assert args == argparse.Namespace(**GOOD, moe_token_dispatcher_type="allgather")
-    meets = {**GOOD, **EXPERTS, "pipeline_model_parallel_size": 2}
+    meets = {**GOOD, **EXPERTS, "expert_model_parallel_size": 2}
     args = argparse.Namespace(**meets, moe_token_dispatcher_type=None)
     assert set_needs(args, {"moe_token_dispatcher_type": "allgather"}) == (
         "--moe-token-dispatcher-type alltoall"

@@ -31,9 +31,8 @@ def _has_experts(args: argparse.Namespace) -> bool:
 
 
 def _moves_micro_batches(args: argparse.Namespace) -> bool:
-    """Whether experts or stages of different replicas meet in micro-batches of different sizes."""
-    sizes = ("expert_model_parallel_size", "pipeline_model_parallel_size")
-    return _has_experts(args) and any((getattr(args, size, None) or 1) > 1 for size in sizes)
+    """Whether experts meet in micro-batches of different sizes, those of several replicas."""
+    return _has_experts(args) and (getattr(args, "expert_model_parallel_size", None) or 1) > 1
 
 
 class Need(NamedTuple):
@@ -47,7 +46,7 @@ class Need(NamedTuple):
 
 
 _LOSS = "without it the loss is averaged per micro-batch first: it depends on the packing"
-_SIZES = "micro-batches have different sizes on different replicas and stages"
+_SIZES = "micro-batches have different sizes on different replicas"
 _ORDER = "the data loader is its own, and takes the order of the samples from this"
 
 NEEDS = (
