@@ -15,6 +15,7 @@ import importlib
 import io
 import multiprocessing
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -674,6 +675,9 @@ _ENERGON = {
 """Classes of megatron-energon 7 that a loader's state consists of, and where they are."""
 
 
+_LOADING = threading.Lock()  # torch has one list of safe classes for all threads
+
+
 def _known(data: bytes) -> Any:
     """Load a state by torch's restricted unpickler: plain values, arrays, Energon's states."""
     from numpy._core import multiarray
@@ -682,7 +686,7 @@ def _known(data: bytes) -> Any:
     kinds += {type(np.dtype(code)) for code in "?bhilqBHILQefd"}
     if b"megatron.energon" in data:
         kinds += [getattr(importlib.import_module(at), name) for name, at in _ENERGON.items()]
-    with torch.serialization.safe_globals(kinds):
+    with _LOADING, torch.serialization.safe_globals(kinds):
         return torch.load(io.BytesIO(data), weights_only=True)
 
 
