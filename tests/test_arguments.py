@@ -146,12 +146,12 @@ def test_flags_help_and_table() -> None:
     assert len(actions) == len(SETTINGS) <= 14
     assert "online dynamic batching" in parser.format_help()
     root = Path(__file__).parents[1]
-    page = (root / "docs" / "options.md").read_text(encoding="utf-8")
+    page = (root / "docs" / "quickstart.md").read_text(encoding="utf-8")
     for action in actions:
         text, _, default = str(action.help).partition(" Default: ")
         value = " ".join([action.option_strings[0], *_value(action)]).replace("|", "\\|")
         row = f"| `{value}` | {default.removesuffix('.')} | {text} |"
-        assert row in page.splitlines(), f"docs/options.md should have the line\n{row}"
+        assert row in page.splitlines(), f"docs/quickstart.md should have the line\n{row}"
 
 
 def _value(action: argparse.Action) -> list[str]:

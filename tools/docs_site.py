@@ -44,7 +44,7 @@ LAYERS = {"testing": "for tests of programs that use ODB, and on machines withou
 _log = logging.getLogger("mkdocs.hooks.docs_site")
 # A link, or code, in which nothing is a link. What begins first is what it is.
 _LINK_OR_CODE = re.compile(
-    r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)"
+    r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)"
     r"|```[\s\S]*?```|(?:^ {4}.*\n?)+|`[^`\n]*`",
     re.MULTILINE,
 )

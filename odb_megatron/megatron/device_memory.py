@@ -29,6 +29,14 @@ class MemoryUse:
     reserved: int
     total: int
 
+    def __str__(self) -> str:
+        peak, reserved, total = (
+            f"{num / 2**30:.2f} GiB" for num in (self.peak, self.reserved, self.total)
+        )
+        if not self.reserved:
+            return f"process peak {peak} of {total}"
+        return f"peak {peak}, reserved {reserved} of {total}"
+
 
 def memory_use() -> MemoryUse:
     """Return this rank's memory use."""

@@ -81,7 +81,7 @@ class OdbRun:
         args: from `setup.parse_and_validate_args`.
         datasets: your own datasets instead of `--data-path`: a function of Megatron's
             (train, valid, test) sample counts that returns one dataset or None per split. They are
-            map-style, and the train dataset can be iterable (docs/streaming.md). Items are mappings
+            map-style, and the train dataset can be iterable (docs/data.md). Items are mappings
             with `tokens`, `labels` and `loss_mask`.
 
     Attributes:

@@ -1,6 +1,6 @@
 """`odb-megatron inspect`: what a training would do with a data set, before it is run.
 
-Reads with the training's own reader and plans with its own planner; trains nothing. docs/inspect.md
+Reads with the training's own reader and plans with its own planner; trains nothing. docs/reports.md
 says what each figure means.
 """
 
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Look at a data set before training on it: lengths, bad records, what padding "
         "costs, how even and how fast steps would be, how much memory logits take, and which flags "
         "to use. Reads with the training's own reader and plans with its own planner; runs no "
-        "model. docs/inspect.md says what each figure means. Without DATA: what 'make train' "
+        "model. docs/reports.md says what each figure means. Without DATA: what 'make train' "
         "prepared in this folder, with its flags.",
         allow_abbrev=False,
     )
@@ -554,7 +554,7 @@ class Inspection:
     """All that was found.
 
     Attributes:
-        values: the JSON; docs/inspect.md lists its keys.
+        values: the JSON; docs/reports.md lists its keys.
         lengths: of good records, uncut.
         runs: by method.
         fixed: the fixed batch with the larger of the token budgets given and advised.

@@ -241,7 +241,7 @@ def _source_lines(sources: Sequence[SourceTotals], scope: str) -> list[str]:
 
 # --- series ----------------------------------------------------------------------------------
 
-# By name behind `odb/`, the field of a record. docs/metrics.md says what each is.
+# By name behind `odb/`, the field of a record. docs/reports.md says what each is.
 _SERIES = {
     **{"micro-batches": "num_micro_batches", "samples": "samples", "tokens": "tokens"},
     **{"loss-tokens": "loss_tokens", "fill": "fill", "balance": "balance", "left-out": "left_out"},
