@@ -1,7 +1,4 @@
-"""What mkdocs does beside docs/: the repository's own pages, links out of docs/, the API's pages.
-
-Must not write into docs/, and must not import the package: its docstrings are read as text.
-"""
+"""What mkdocs does beside docs/: the repository's own pages, links out of docs/, the API's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How much memory a run takes: of the CUDA device or, without one, of the process.
-
-Must not allocate or free any, and must not print.
-"""
+"""How much memory a run takes: of the CUDA device or, without one, of the process."""
 
 from __future__ import annotations
 

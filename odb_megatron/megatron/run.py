@@ -513,7 +513,7 @@ class OdbRun:
         if told:
             print(f"odb: this machine, rank {args.rank}:\n{doctor.render(told)}", flush=True)
         self._unfit = "; ".join(
-            f"{one.subject}: {one.seen}, expected {one.expected}: {one.way_out}"
+            f"{one.subject}: {one.observed}, expected {one.expected}: {one.hint}"
             for one in told
             if one.status == doctor.FAILURE
         )

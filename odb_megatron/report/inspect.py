@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from odb_megatron import __version__
 from odb_megatron.output_files import check_output, write_json, write_output
-from odb_megatron.plan.cost import CostModel, CostPrices, ModelShape
+from odb_megatron.plan.cost import CostCoefficients, CostModel, ModelShape
 from odb_megatron.plan.padding import OverlongPolicy, budget_length, length_multiple
 from odb_megatron.report.lengths import (
     LENGTHS,
@@ -584,7 +584,7 @@ def inspect(options: argparse.Namespace) -> Inspection:
     if options.model_shape is not None:
         shape = parse_shape(options.model_shape)
     try:
-        prices = None if options.cost is None else CostPrices.parse(options.cost)
+        prices = None if options.cost is None else CostCoefficients.parse(options.cost)
     except ValueError as error:
         raise ValueError(f"--cost {options.cost!r}: {error}") from error
     multiple = length_multiple(
@@ -727,7 +727,7 @@ def _read(options: argparse.Namespace) -> Reading:
 
 
 def _cost(
-    prices: CostPrices | None, shape: ModelShape | None, lengths: Integers, token_budget: int
+    prices: CostCoefficients | None, shape: ModelShape | None, lengths: Integers, token_budget: int
 ) -> tuple[CostModel, str]:
     """Return the cost model, as measured, of the shape, or of typical shares; and its origin."""
     overhead = f"{FIXED_SHARE:.0%} of a full micro-batch as the overhead of each"

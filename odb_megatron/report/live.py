@@ -256,7 +256,7 @@ _PACKED_SERIES = {
 
 
 def series_of(record: StepRecord) -> dict[str, float]:
-    """Return what TensorBoard and W&B are told of a step; what a rank does not know is left out."""
+    """Return what TensorBoard and W&B get of a step; what a rank does not know is left out."""
     names = _SERIES | (_PACKED_SERIES if record.fill is not None else {})
     values = {name: getattr(record, field) for name, field in names.items()}
     if record.step_s > 0:
