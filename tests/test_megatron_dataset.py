@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -304,8 +303,6 @@ def test_a_path_is_opened_once(write_chats: Any) -> None:
 def test_the_cache_is_written_and_read(
     write_chats: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # 0.16.1 asks for the rank without looking whether there are any (blended_dataset.py 153).
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
     paths = [write_chats("a", 10), write_chats("b", 30)]
 
     def config() -> SampleDatasetConfig:
