@@ -1,0 +1,170 @@
+"""How long a pipeline takes for micro-batches that differ in cost, and the order that takes least.
+
+Pure, and integers only. The schedules are Megatron's 1F1B and interleaved ones (schedules.py
+`get_pp_rank_microbatches`, `get_schedule_table`, core 0.19.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_megatron.plan.step_planner import StepPlan
+
+__all__ = ["Pipeline", "best_order", "in_best_order", "stage_queue", "step_times"]
+
+Integers = npt.NDArray[np.int64]
+
+_MAX_ROUNDS = 12  # of exchanges; most orders are at their best after four
+_MAX_OPERATIONS = 1 << 18  # passes times orders of a round: some tens of milliseconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How a model is cut into stages.
+
+    Attributes:
+        stages: pipeline-parallel size.
+        chunks: virtual stages of each.
+        group: micro-batches that a virtual stage takes in turn; 0 for the number of stages.
+    """
+
+    stages: int = 1
+    chunks: int = 1
+    group: int = 0
+
+
+def step_times(costs: npt.ArrayLike, pipeline: Pipeline) -> Integers:
+    """Return the time that each order of micro-batches takes, int64 [orders].
+
+    A micro-batch of cost c takes c for a forward pass of a virtual stage, 2 c for a backward pass,
+    so that a stage which never waits takes 3 * chunks * the sum of costs.
+
+    Args:
+        costs: of the micro-batches in each order, int64 [orders, micro-batches].
+    """
+    units = np.ascontiguousarray(np.asarray(costs, dtype=np.int64).T)
+    ends: list[Integers] = []
+    for before, needed, micro_batch, weight in _passes(len(units), pipeline):
+        end = weight * units[micro_batch]
+        if before >= 0 and needed >= 0:
+            end += np.maximum(ends[before], ends[needed])
+        elif max(before, needed) >= 0:
+            end += ends[max(before, needed)]
+        ends.append(end)
+    times: Integers = np.max(ends, axis=0)
+    return times
+
+
+def best_order(costs: npt.ArrayLike, pipeline: Pipeline) -> list[int]:
+    """Return the order of micro-batches of these costs, int64 [micro-batches], that takes least.
+
+    The best of some that are good for a reason (cheap ones at both ends, where stages wait for the
+    first and the last; neighbours alike, since a stage works at one while the next works at the
+    other), improved by exchanging two, or moving one, as long as that helps.
+    """
+    given = np.asarray(costs, dtype=np.int64)
+    num = len(given)
+    if pipeline.stages == 1 or num < 2 or given.max() - given.min() <= given.max() // 128:
+        return list(range(num))
+    rising = np.argsort(given, kind="stable")
+    hill = np.concatenate([rising[::2], rising[1::2][::-1]])
+    starts = np.stack([np.arange(num), rising, rising[::-1], hill, np.roll(hill, 1)])
+    orders = starts[np.argsort(step_times(given[starts], pipeline), kind="stable")]
+    passes = 2 * num * pipeline.stages * pipeline.chunks
+    found = orders[0]
+    if passes * num * num > _MAX_OPERATIONS:
+        return list(map(int, found))
+    best = int(step_times(given[found[None]], pipeline)[0])
+    for start in orders[: 1 + 2 * (num <= 8)]:
+        order, time = start, int(step_times(given[start[None]], pipeline)[0])
+        for _ in range(_MAX_ROUNDS):
+            others = np.stack(list(_neighbours(order)))
+            times = step_times(given[others], pipeline)
+            at = int(times.argmin())
+            if times[at] >= time:
+                break
+            order, time = others[at], int(times[at])
+        if time < best:
+            found, best = order, time
+    return list(map(int, found))
+
+
+def in_best_order(plan: StepPlan, pipeline: Pipeline) -> StepPlan:
+    """Return the same plan with its micro-batches in the order in which the pipeline idles least.
+
+    One order for all replicas: those that meet in a micro-batch still do.
+    """
+    costs = np.array(plan.loads, dtype=np.int64).max(axis=0) + plan.overhead
+    order = best_order(costs, pipeline)
+    return replace(
+        plan,
+        micro_batches=tuple(tuple(row[at] for at in order) for row in plan.micro_batches),
+        loads=tuple(tuple(row[at] for at in order) for row in plan.loads),
+    )
+
+
+def _neighbours(order: Integers) -> Iterator[Integers]:
+    for a, b in combinations(range(len(order)), 2):
+        swapped = order.copy()
+        swapped[[a, b]] = order[[b, a]]
+        yield swapped
+        if b > a + 1:
+            yield np.insert(np.delete(order, a), b, order[a])
+            yield np.insert(np.delete(order, b), a, order[b])
+
+
+def stage_queue(num: int, pipeline: Pipeline, stage: int) -> list[tuple[bool, int, int]]:
+    """Return (is forward, micro-batch, virtual stage) of each pass of a stage, in Megatron's order."""
+    chunks, group = pipeline.chunks, pipeline.group or pipeline.stages
+    table = [
+        (micro_batch, chunk)
+        for first in range(0, num, group)
+        for chunk in range(chunks)
+        for micro_batch in range(first, min(first + group, num))
+    ]
+    behind = pipeline.stages - stage - 1
+    warmup = min(behind if chunks == 1 else 2 * behind + (chunks - 1) * group, len(table))
+    forward = [(True, *one) for one in table]
+    backward = [(False, micro_batch, chunks - 1 - chunk) for micro_batch, chunk in table]
+    queue = forward[:warmup]
+    for pair in zip(forward[warmup:], backward, strict=False):
+        queue += pair
+    return queue + backward[len(table) - warmup :]
+
+
+@lru_cache(maxsize=64)
+def _passes(num: int, pipeline: Pipeline) -> tuple[tuple[int, int, int, int], ...]:
+    """Return (pass before it on its stage, pass it waits for, micro-batch, weight) of each pass.
+
+    Passes are named by their place, -1 for none; each stands behind those it needs.
+    """
+    stages, deepest = pipeline.stages, pipeline.stages * pipeline.chunks - 1
+    queues = [iter(stage_queue(num, pipeline, stage)) for stage in range(stages)]
+    heads = [next(queue, None) for queue in queues]
+    places: dict[tuple[bool, int, int], int] = {}
+    before = [-1] * stages
+    passes: list[tuple[int, int, int, int]] = []
+    while any(heads):
+        for stage, queue in enumerate(queues):
+            while head := heads[stage]:
+                is_forward, micro_batch, chunk = head
+                depth = chunk * stages + stage
+                if is_forward or depth == deepest:
+                    source = (True, micro_batch, depth - is_forward)
+                else:
+                    source = (False, micro_batch, depth + 1)
+                needs = source[2] >= 0
+                if needs and source not in places:
+                    break
+                number = len(passes)
+                needed = places[source] if needs else -1
+                passes.append((before[stage], needed, micro_batch, 1 if is_forward else 2))
+                before[stage] = places[is_forward, micro_batch, depth] = number
+                heads[stage] = next(queue, None)
+    return tuple(passes)
