@@ -120,7 +120,7 @@ def _neighbours(order: Integers) -> Iterator[Integers]:
 
 
 def stage_queue(num: int, pipeline: Pipeline, stage: int) -> list[tuple[bool, int, int]]:
-    """Return (is forward, micro-batch, virtual stage) of each pass of a stage, in Megatron's order."""
+    """Return (is forward, micro-batch, virtual stage) of each pass of a stage, in order."""
     chunks, group = pipeline.chunks, pipeline.group or pipeline.stages
     table = [
         (micro_batch, chunk)
