@@ -36,7 +36,7 @@ test-slurm: venv ## run the job scripts of launch/ on a Slurm of two nodes here 
 	@tools/slurm_cluster.sh install
 	$(PYTHON) -m pytest tests/test_launch_scripts.py tests/test_slurm_jobs.py $(ARGS)
 
-test-matrix: venv ## Megatron tests on each supported version (VERSIONS="0.16.1 0.18.2")
+test-matrix: venv ## Megatron tests on each supported version (VERSIONS="0.18.2")
 	$(PYTHON) tools/test_matrix.py --jobs $(JOBS) $(VERSIONS)
 
 test-bridge: venv ## run the tests on Megatron-Bridge (NeMo), in an environment of its own

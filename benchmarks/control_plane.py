@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from flags import output_file, whole
+from common import output_file, whole
 
-from odb_megatron.comm.blocks import SourceGroup
+from odb_megatron.comm.groups import SourceGroup
 from odb_megatron.plan.record import HEADER, ROW
 
 RANKS = (4, 16, 64)
@@ -61,7 +61,7 @@ def main() -> None:
 def measure(ranks: int, *, block: int, rounds: int) -> dict[str, Any]:
     """Return a row: medians over the ranks, and the most sockets that one has."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["odb_megatron.comm.blocks"])  # torch is imported once
+    context.set_forkserver_preload(["odb_megatron.comm.groups"])  # torch is imported once
     results: Queue[dict[str, float]] = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")

@@ -27,14 +27,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from chat_data import prepare
+from common import prepare
 
-from odb_megatron.comm.blocks import SourceGroup
+from odb_megatron.comm.groups import SourceGroup
 from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.feed import StepFeed, StepHeader
 from odb_megatron.data.order import PassOrder
-from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
-from odb_megatron.data.sample import Sample
+from odb_megatron.data.sample import Sample, SampleRules
 from odb_megatron.data.sources import ChatSource
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream, SourcePart
@@ -351,7 +350,7 @@ def _stream(setting: Setting, *, num_samples: int) -> SampleStream:
         token_budget=BUDGET,
         multiple=1,
         overlong=OverlongPolicy.TRUNCATE,
-        bad_record=BadRecordPolicy.SKIP,
+        skip_bad=True,
     )
     renderer = ChatRenderer(load_tokenizer(setting.tokenizer))
     source = ChatSource(setting.path, rules=rules, renderer=renderer)

@@ -38,20 +38,18 @@ def main() -> None:
     if kind == "armed":
         faulthandler.dump_traceback_later(3600)
     cpu_device.activate()
-    from megatron.core.enums import ModelType
-    from megatron.training import argument_utils, pretrain, training
+    from megatron.training import training
 
-    from odb_megatron.megatron import peer_watch
+    from odb_megatron.megatron import replica
     from odb_megatron.megatron.run import OdbRun
     from odb_megatron.megatron.setup import parse_and_validate_args
 
     if "GRACE_S" in os.environ:  # tests of many victims would wait for it each time
-        peer_watch._GRACE_S = float(os.environ["GRACE_S"])
+        replica._GRACE_S = float(os.environ["GRACE_S"])
     args = parse_and_validate_args({"tokenizer_type": "NullTokenizer"})
     is_victim = args.rank == victim
     fault = kind.removeprefix("worker_") if kind.startswith("worker_") else ""
     data = FaultyDataset(args.train_samples, fault=fault, folder=folder)
-    model_config = argument_utils.gpt_config_from_args(args)
     if kind == "killed_planning" and is_victim:
         _killed_in_gather(folder)
     if kind == "device_call" and is_victim:
@@ -61,14 +59,8 @@ def main() -> None:
     if kind == "leaves_between" and is_victim:
         _leaves_between(training, folder)
     with OdbRun(args, datasets=lambda _: [data, data, None]) as run:
-        run.prepare_model(model_config)
         step = _watched(run.forward_step, args, kind=kind, is_victim=is_victim, folder=folder)
-        pretrain(
-            argument_utils.pretrain_cfg_container_from_args(args, model_config),
-            run.datasets_provider,
-            ModelType.encoder_or_decoder,
-            step,
-        )
+        run.pretrain(forward_step=step)
 
 
 def _watched(
@@ -112,7 +104,7 @@ def _killed_once_stuck(folder: str) -> None:
 
 
 def _killed_in_gather(folder: str) -> None:
-    from odb_megatron.comm.blocks import SourceGroup
+    from odb_megatron.comm.groups import SourceGroup
 
     original = SourceGroup.gather
 

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from chat_data import ChatData, chat_stream, prepare
+from common import ChatData, chat_stream, prepare
 
 from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.sample import Sample
-from odb_megatron.data.sample_wire import encode_sample
 from odb_megatron.data.step_loader import StepLoader
+from odb_megatron.data.wire import encode_sample
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.record import HEADER, ROW, PlanConfig
 
@@ -48,7 +48,7 @@ class SyntheticPeers:
         self.replica, self.num_replicas = 0, REPLICAS
         rng = np.random.default_rng(0)
         lengths = np.clip(rng.lognormal(6.0, 0.8, REPLICAS), 1, CONTEXT).astype(int).tolist()
-        samples = [bytes(8) + encode_sample(_sample(length)) for length in lengths]
+        samples = [encode_sample(0, _sample(length)) for length in lengths]
         self._samples = samples
         self._rows = [
             np.array([(length, length, 0, len(data))] * SHARE, dtype=ROW).tobytes()

@@ -10,7 +10,7 @@ not average anything over steps. What a case is compared with:
 - mixtures of experts, multi-token prediction: `replay_steps.py`, which trains the micro-batches of
   the case's own step log in one process: their losses are per micro-batch.
 - global auxiliary loss: the same, with tokens counted over the micro-batches that the replicas ran
-  at the same time (`global_balance`).
+  at the same time (`run_together`).
 
 Where a token's expert scores tie within rounding, runs may choose other experts: the reference then
 takes the case's choice (`routing_log`). Such tokens are in the results, and any other token that
@@ -34,10 +34,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chat_data import prepare
+from common import (
+    ROOT,
+    ModelSize,
+    data_flags,
+    prepare,
+    read_steps,
+    run_batch,
+    sample_ids,
+    write_json,
+)
 from gradient_log import compare_gradients
 from routing_log import MAX_MARGIN, compare_routing
-from training_runs import ROOT, ModelSize, data_flags, read_steps, run_batch, write_json
 
 from odb_megatron.report.steps import StepRecord
 
@@ -251,7 +259,7 @@ class Runs:
 
     def _planned(self, name: str, flags: list[str], case: Case) -> Planned:
         gradients = self._folder / f"{name}-gradients"
-        own = ["--odb-log-dir", str(self._folder / name), "--odb-log-ids"]
+        own = ["--odb-log-dir", str(self._folder / name)]
         own += ["--gradients", str(gradients)]
         routing = self._routing(name) if case.model.endswith("experts") else None
         if routing is not None:
@@ -280,7 +288,7 @@ def compare(found: Steps, reference: Steps) -> dict[str, Any]:
             None if not a.grad_norm or not b.grad_norm else abs(a.grad_norm / b.grad_norm - 1)
             for a, b in pairs
         ),
-        "ids_equal": _ids(found) == _ids(reference),
+        "ids_equal": sample_ids(found) == sample_ids(reference),
         "collectives_per_step": max(step.collectives for step in steps),
         "bytes_per_step": sum(step.bytes_delivered for step in steps) / len(steps),
         "reports_per_step": max(step.reports for step in steps),
@@ -379,14 +387,6 @@ def _line(name: str, result: Mapping[str, Any]) -> str:
         f"{result['idle_microbatches']} idle"
         + "".join(f", tie {token['margins']}" for token in result.get("routed_otherwise", ()))
     )
-
-
-def _ids(run: Steps) -> list[list[str]]:
-    """Sample ids of each step, over all replicas, sorted."""
-    return [
-        sorted(name for step in replicas for micro_batch in step.ids for name in micro_batch)
-        for replicas in zip(*run, strict=True)
-    ]
 
 
 def _largest(values: Any) -> float:

@@ -10,14 +10,12 @@ time of the one thread, so that other work on the machine does not count.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from typing import Any
 
 import numpy as np
-from flags import output_file, whole
+from common import parser_of, whole, write_json
 
 from odb_megatron.plan.blocks import MAX_OFFERS, blocks_of, even_blocks, offered
 from odb_megatron.plan.cost import CostModel
@@ -32,8 +30,7 @@ WARM_UP = 2
 
 def main() -> None:
     """Measure every combination asked for and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json", type=output_file, required=True, metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--replicas", type=whole(1), nargs="+", default=REPLICAS)
     parser.add_argument("--cv", type=float, default=1.0, help="coefficient of variation")
     parser.add_argument("--steps", type=whole(1), default=20, help="steps timed per row")
@@ -48,7 +45,10 @@ def main() -> None:
                 f"sample of the block  {row['us_per_step']:9.1f} µs per step",
                 flush=True,
             )
-    args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+    steps = {row["replicas"]: row["us_per_step"] for row in rows if row["sync"] == "step"}
+    whole_block, many = steps.get(64), steps.get(1024)
+    over = many / whole_block if whole_block and many else None
+    write_json(args.json, {"rows": rows, "over_one_block": over})
 
 
 def measure(*, replicas: int, sync: Sync, cv: float, steps: int) -> dict[str, Any]:

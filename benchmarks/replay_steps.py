@@ -5,7 +5,7 @@
 `--replay` names the step log (`--odb-log-dir`) of the run to repeat. Each step runs the
 micro-batches of all its replicas one after the other, idle ones too: the first of each replica,
 then the second of each, and so on. So nothing of the planner, the delivery or the process groups
-is used. With `--together` the global auxiliary loss is that of replicas (`global_balance`).
+is used. With `--together` the global auxiliary loss is that of replicas (`run_together`).
 `--count-multiple N`, without `--replay`, is the ordinary
 script with M rounded up to a multiple of N, as under virtual pipelining, so that a single replica
 idles too. `--gradients FOLDER` writes every step's gradients (`gradient_log`), `--routing FOLDER`
@@ -18,24 +18,20 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from global_balance import run_together
 from gradient_log import log_gradients
-from megatron.core.enums import ModelType
-from megatron.training import training
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from routing_log import log_routing
 
-from odb_megatron.data.loop import PackedStep, Progress
+from odb_megatron.data.loop import PackedStep, Progress, SourceCounts
 from odb_megatron.data.sample import Sample, Skipped
-from odb_megatron.data.source_counts import SourceCounts
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.step_wire import encode_header, pack_step
 from odb_megatron.data.stream import SampleStream
+from odb_megatron.data.wire import encode_header, pack_step
 from odb_megatron.megatron import providers, run
 from odb_megatron.megatron.setup import parse_and_validate_args
 from odb_megatron.plan.record import StepTotals
@@ -135,6 +131,70 @@ def _totals(
     )
 
 
+@contextlib.contextmanager
+def run_together(forward_step: Callable[..., Any], count: int) -> Iterator[Callable[..., Any]]:
+    """Yield a forward step that takes each `count` micro-batches in a row as run at one time.
+
+    Megatron defines the global auxiliary loss over the micro-batches that replicas run at the same
+    time: the share of tokens per expert is that of all of them. One process runs them one after the
+    other, so it first runs all of them without gradients to count, and hands the counts to the runs
+    with gradients. Nothing of what ODB corrects in routers is used.
+    """
+    import torch
+    from megatron.core.transformer.moe import router as module
+
+    kind = module.TopKRouter
+    originals = kind.routing, kind._apply_global_aux_loss
+    counts: dict[Any, Any] = {}  # by router: tokens per expert of the micro-batches together
+    before: dict[Any, Any] = {}  # by router: what was added up over the step's earlier ones
+    waiting: deque[Any] = deque()
+
+    def routing(self: Any, logits: Any, padding_mask: Any = None) -> Any:
+        if not torch.is_grad_enabled():
+            flat_mask = None if padding_mask is None else padding_mask.reshape(-1)
+            chosen, _ = module.compute_routing_scores_for_aux_loss(
+                logits.view(-1, logits.shape[-1]),
+                self.topk,
+                self.score_function,
+                padding_mask=flat_mask,
+            )
+            counts[self] = counts.get(self, 0) + chosen.sum(dim=0)
+        return originals[0](self, logits, padding_mask=padding_mask)
+
+    def apply_global_aux_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(waiting) == count - 1:
+            before[self] = self.global_tokens_per_expert.clone(), self.ga_steps.clone()
+        self.global_tokens_per_expert.copy_(before[self][0])
+        self.ga_steps.copy_(before[self][1])
+
+        def together(**_options: Any) -> Any:
+            total = counts[self].sum() / self.topk
+            return counts[self], total / count, total
+
+        mended = module.get_tokens_per_expert_and_token_count
+        module.get_tokens_per_expert_and_token_count = together
+        try:
+            return originals[1](self, *args, **kwargs)
+        finally:
+            module.get_tokens_per_expert_and_token_count = mended
+
+    def step(data_iterator: Any, model: Any, *rest: Any) -> Any:
+        if not waiting:
+            counts.clear()
+            waiting.extend(next(data_iterator) for _ in range(count))
+            with torch.no_grad():
+                for item in waiting:
+                    forward_step(iter([item]), model, *rest)
+        item = waiting.popleft()
+        return forward_step(iter([item]), model, *rest)
+
+    kind.routing, kind._apply_global_aux_loss = routing, apply_global_aux_loss
+    try:
+        yield step
+    finally:
+        kind.routing, kind._apply_global_aux_loss = originals
+
+
 def main() -> None:
     """Run the script; with `--batch FILE` once for each command line of a JSON file."""
     if sys.argv[1:2] != ["--batch"]:
@@ -174,7 +234,6 @@ def _run() -> None:
 def _pretrain(own: argparse.Namespace) -> None:
     num_together = len(ReplayLoader.records[0]) if own.together else 1
     args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
-    model_config = gpt_config_from_args(args)
     with contextlib.ExitStack() as stack:
         odb = stack.enter_context(run.OdbRun(args))
         forward_step = odb.forward_step
@@ -183,13 +242,7 @@ def _pretrain(own: argparse.Namespace) -> None:
             forward_step = stack.enter_context(logged)
         if num_together > 1:
             forward_step = stack.enter_context(run_together(forward_step, num_together))
-        odb.prepare_model(model_config)
-        training.pretrain(
-            pretrain_cfg_container_from_args(args, model_config),
-            odb.datasets_provider,
-            ModelType.encoder_or_decoder,
-            forward_step,
-        )
+        odb.pretrain(forward_step=forward_step)
 
 
 if __name__ == "__main__":

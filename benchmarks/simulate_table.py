@@ -9,17 +9,15 @@ budget 8192; 5 % overhead per micro-batch; M = 8 but in the rows `small`.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-from flags import output_file, whole
+from common import parser_of, whole, write_json
 
-from odb_megatron.simulation.compare import parse, select_names, simulate
+from odb_megatron.report.simulate import parse, select_names, simulate
 
 SPREADS = ("0.29", "0.48", "1.0", "2.0")
 POLICIES = "standard-safe,sorted-bucketed,odb-reference,dp-balanced,ffd,odb"
@@ -71,8 +69,7 @@ def rows() -> list[Row]:
 
 def main() -> int:
     """Run the rows asked for; return 1 if a target was missed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json", type=output_file, required=True, metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="rows like 'step/dp8/*'")
     parser.add_argument("--policy", default=POLICIES, metavar="P[,P...]", help="others than usual")
     parser.add_argument(
@@ -95,8 +92,7 @@ def main() -> int:
         result = judge(row, report) | {"seconds": round(time.monotonic() - started, 1)}
         results.append(result)
         print(summary(result), flush=True)
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"rows": results}, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, {"rows": results})
     missed = [result["name"] for result in results if result["missed"]]
     print(f"{len(results)} rows, {len(missed)} with a target missed: {', '.join(missed) or '-'}")
     return 1 if missed else 0

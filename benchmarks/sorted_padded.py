@@ -1,4 +1,4 @@
-"""A pretrain script for the length-sorted padded batches of `sorted_batches`: no ODB, no packing.
+"""A pretrain script for length-sorted padded batches, all lengths known beforehand: no ODB.
 
 Takes Megatron's flags as examples/pretrain_gpt_odb.py does, and `--sorted-token-budget`. The data
 is read once to learn all lengths and again while training, so that reading is in a step's time as
@@ -8,24 +8,26 @@ for the other variants. Must not be used to train: the order of samples depends 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.enums import ModelType
-from megatron.training import pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from sorted_batches import SortedStep, num_padded, sorted_rounds, sorted_steps
 
 from odb_megatron.data.feed import StepHeader
-from odb_megatron.data.padded import PaddedDataset
 from odb_megatron.data.sample import Sample, Skipped
-from odb_megatron.megatron.counters import StepCalculator
-from odb_megatron.megatron.hooks import Hooks
+from odb_megatron.data.stream import PaddedDataset
+from odb_megatron.megatron.hooks import REPLACED, Hooks
 from odb_megatron.megatron.run import OdbRun
 from odb_megatron.megatron.setup import parse_and_validate_args
 from odb_megatron.plan.record import StepTotals
+
+Round = tuple[tuple[int, ...], ...]
+"""One micro-batch of stream positions for each replica."""
+
+Step = list[Round]
+"""`step[m][replica]` is that replica's micro-batch m."""
 
 
 class SortedRun(OdbRun):
@@ -60,27 +62,98 @@ class SortedRun(OdbRun):
             num_replicas=group.num_replicas,
         )
         steps = sorted_steps(rounds, global_batch_size=args.global_batch_size, seed=args.seed)
-        self._calculator = StepCalculator.install(num_replicas=group.num_replicas)
+        calculator = REPLACED["_GLOBAL_NUM_MICROBATCHES_CALCULATOR"]
+        self._hooks.replace(calculator, self._make_calculator)
         args.dataloader_type = "external"
         args.train_iters = len(steps)
         totals = all_totals(steps, samples)
         return _items(dataset, steps, totals, replica=group.replica)
 
 
-def all_totals(steps: Sequence[SortedStep], samples: Sequence[Sample]) -> list[StepTotals]:
+def sorted_rounds(
+    lengths: Sequence[int], *, token_budget: int, max_samples: int, num_replicas: int
+) -> list[Round]:
+    """Cut the samples, longest first, into batches; deal neighbours to the replicas of a round.
+
+    A batch holds as many samples as fit `longest * number <= token_budget`. Batches of most samples
+    are halved until their number is a multiple of the replicas.
+
+    Args:
+        lengths: by stream position.
+        token_budget: most tokens of a batch, padding included.
+        max_samples: most samples of a batch, so that a round is no larger than a step.
+        num_replicas: data-parallel size.
+
+    Raises:
+        ValueError: a sample over the budget, no room for one, or samples that are no multiple of
+            the replicas.
+    """
+    if max(lengths, default=0) > token_budget:
+        raise ValueError(f"a sample of {max(lengths)} tokens is over the budget of {token_budget}")
+    if len(lengths) % num_replicas or max_samples < 1:
+        raise ValueError(
+            f"{len(lengths)} samples in batches of at most {max_samples} cannot be dealt to "
+            f"{num_replicas} replicas: give a multiple of the replicas, and at least 1 per batch"
+        )
+    order = sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
+    batches: list[list[int]] = []
+    start = 0
+    while start < len(order):
+        size = min(max_samples, token_budget // max(1, lengths[order[start]]))
+        batches.append(order[start : start + size])
+        start += size
+    while len(batches) % num_replicas:
+        at = max(range(len(batches)), key=lambda index: (len(batches[index]), -index))
+        half = len(batches[at]) // 2
+        batches[at : at + 1] = [batches[at][:half], batches[at][half:]]
+    return [
+        tuple(tuple(batch) for batch in batches[at : at + num_replicas])
+        for at in range(0, len(batches), num_replicas)
+    ]
+
+
+def sorted_steps(rounds: Sequence[Round], *, global_batch_size: int, seed: int) -> list[Step]:
+    """Shuffle the rounds and gather them into steps of about `global_batch_size` samples.
+
+    A step ends where the samples emitted so far come closest to that many per step.
+    """
+    shuffled = list(rounds)
+    random.Random(seed).shuffle(shuffled)
+    steps: list[Step] = []
+    current: list[Round] = []
+    emitted = 0
+    for one in shuffled:
+        size = sum(len(batch) for batch in one)
+        target = (len(steps) + 1) * global_batch_size
+        if current and abs(emitted - target) < abs(emitted + size - target):
+            steps.append(current)
+            current = []
+        current.append(one)
+        emitted += size
+    if current:
+        steps.append(current)
+    return steps
+
+
+def num_padded(positions: Sequence[int], lengths: Sequence[int]) -> int:
+    """Tokens of a batch, padding included."""
+    return len(positions) * max(lengths[position] for position in positions)
+
+
+def all_totals(steps: Sequence[Step], samples: Sequence[Sample]) -> list[StepTotals]:
     """The totals of each step, in the form a plan has them; the cost is padded tokens."""
     lengths = [len(sample) for sample in samples]
     consumed = 0
     built = []
     for index, step in enumerate(steps):
-        positions = [at for one in step.rounds for batch in one for at in batch]
+        positions = [at for one in step for batch in one for at in batch]
         costs = tuple(
             sum(num_padded(batch, lengths) for batch in batches)
-            for batches in zip(*step.rounds, strict=True)
+            for batches in zip(*step, strict=True)
         )
         totals = StepTotals(
             step=index,
-            num_micro_batches=len(step.rounds),
+            num_micro_batches=len(step),
             num_consumed=len(positions),
             consumed_before=consumed,
             num_samples=len(positions),
@@ -114,27 +187,20 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     sys.argv = [sys.argv[0], *rest]
     args = parse_and_validate_args({"tokenizer_type": "HuggingFaceTokenizer"})
-    model_config = gpt_config_from_args(args)
     with SortedRun(args, token_budget=options.sorted_token_budget) as run:
-        model_config.transformer_layer_spec = run.layer_spec
-        pretrain(
-            pretrain_cfg_container_from_args(args, model_config),
-            run.datasets_provider,
-            ModelType.encoder_or_decoder,
-            run.forward_step,
-        )
+        run.pretrain()
 
 
 def _items(
     dataset: PaddedDataset,
-    steps: Sequence[SortedStep],
+    steps: Sequence[Step],
     totals: Sequence[StepTotals],
     *,
     replica: int,
 ) -> Iterator[Any]:
     """One replica's items: per step its header, then batches as the padded baseline has them."""
     for step, total in zip(steps, totals, strict=True):
-        batches = tuple(one[replica] for one in step.rounds)
+        batches = tuple(one[replica] for one in step)
         yield StepHeader(totals=total, micro_batches=batches)
         for batch in batches:
             yield torch.utils.data.default_collate([dataset[position] for position in batch])

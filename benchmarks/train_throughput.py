@@ -1,8 +1,7 @@
 """Samples per second of real training: ODB against padded micro-batches, on the CPU.
 
 Real `pretrain()` runs of one model over the same samples, one process group per run, variants
-interleaved. The first steps of a run are left out of the times. Must not compare runs of different
-repeats: ratios are taken within a repeat.
+interleaved. The first steps of a run are left out of the times. Ratios are taken within a repeat.
 
     python benchmarks/train_throughput.py --data chitchat --json build/bench/train_throughput.json
 """
@@ -20,28 +19,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from chat_data import ChatData, MissingDataError, mean_length, prepare
-from flags import data_name, output_file, whole
-from intervals import ratio_interval
-from training_runs import (
+from common import (
     EXAMPLE_SCRIPT,
+    NUM_WARM_UP_STEPS,
     Launch,
+    MissingDataError,
     ModelSize,
     TrainingRun,
     data_flags,
+    data_name,
+    mean_length,
+    parser_of,
+    prepare,
+    ratio_interval,
     run_training,
+    sample_ids,
+    timed_rate,
+    whole,
     write_json,
 )
 
 SORTED_SCRIPT = Path(__file__).resolve().parent / "sorted_padded.py"
-NUM_WARM_UP_STEPS = 2
 MODEL = ModelSize(num_layers=3, hidden=96, num_heads=4, ffn_hidden=288, seq_length=1024)
 QUICK_MODEL = ModelSize(num_layers=1, hidden=32, num_heads=2, ffn_hidden=64, seq_length=256)
 TRAIN_FLAGS = shlex.split("--odb-overlong truncate --lr 1e-3 --lr-decay-style constant --seed 1234")
-RATIOS = {
-    "odb_over_sorted": ("odb", "sorted"),
-    "odb_over_standard_mean": ("odb", "standard_mean"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +87,37 @@ class Batching:
             num_samples=steps * batch,
         )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """One way to form batches."""
-
-    description: str
-    flags: tuple[str, ...]
-    script: Path = EXAMPLE_SCRIPT
+    def variants(self) -> dict[str, tuple[str, tuple[str, ...], Path]]:
+        """Return description, flags and script by name; speed-ups are relative to `standard`."""
+        budget, size = str(self.token_budget), "--micro-batch-size"
+        return {
+            "standard": (
+                f"padded, {self.standard} samples per micro-batch: the most whose worst case fits "
+                f"the {budget} tokens; padded to the longest of the micro-batch",
+                (size, str(self.standard)),
+                EXAMPLE_SCRIPT,
+            ),
+            "standard_mean": (
+                f"padded, {self.standard_mean} samples per micro-batch: the budget over the mean "
+                "length; padded to the longest of the micro-batch, so a micro-batch may exceed the "
+                f"{budget} tokens",
+                (size, str(self.standard_mean)),
+                EXAMPLE_SCRIPT,
+            ),
+            "sorted": (
+                "padded, sorted by length with all lengths known beforehand (an offline oracle): "
+                "longest * samples within the budget, batches of one length side by side on the "
+                "replicas, in shuffled order",
+                (size, "1", "--sorted-token-budget", budget),
+                SORTED_SCRIPT,
+            ),
+            "odb": (
+                "ODB: the samples of the padded baseline's step, packed and spread over the "
+                "replicas",
+                ("--odb", "--odb-token-budget", budget, size, "1"),
+                EXAMPLE_SCRIPT,
+            ),
+        }
 
 
 def main() -> int:
@@ -109,68 +133,63 @@ def main() -> int:
     mean = mean_length(data, seq_length=model.seq_length)
     batching = Batching.choose(options, seq_length=model.seq_length, mean=mean)
     print(f"{model}\n{batching}", flush=True)
-    variants = all_variants(batching)
-    shared = _shared_flags(model, data, batching)
-    runs = _run_all(variants, shared, options)
-    result = summarize(variants, runs)
-    result["setting"] = _setting(options, model, batching)
+    shared = [*model.flags(), *data_flags(data.path, data.tokenizer), *TRAIN_FLAGS]
+    shared += ["--global-batch-size", str(batching.global_batch_size)]
+    shared += ["--train-samples", str(batching.num_samples)]
+    variants = batching.variants()
+    runs: dict[str, list[TrainingRun]] = {name: [] for name in variants}
+    names = list(variants)
+    for repeat in range(options.repeats):
+        print(f"repeat {repeat + 1} of {options.repeats}", flush=True)
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            _, flags, script = variants[name]
+            launch = Launch(
+                name=name, flags=[*shared, *flags], num_replicas=options.dp, script=script
+            )
+            runs[name].append(run_training(launch))
+    result = summarize({name: text for name, (text, *_) in variants.items()}, runs)
+    result["setting"] = {
+        "data": options.data,
+        "repeats": options.repeats,
+        "num_replicas": options.dp,
+        "threads_per_replica": 1,
+        "num_warm_up_steps": NUM_WARM_UP_STEPS,
+        "model": asdict(model),
+        "batching": asdict(batching),
+        "cores": os.cpu_count(),
+        "machine": platform.platform(),
+        "note": "load_average is the 1-minute load before each run; on a shared machine rates "
+        "move with it and ratios within a repeat move less",
+    }
     write_json(options.json, result)
-    _print_result(result)
     if not result["same_samples"]:
         print("FAILED: the variants did not train the same samples", flush=True)
         return 1
     return 0
 
 
-def all_variants(batching: Batching) -> dict[str, Variant]:
-    """The variants by name; `standard` is what speed-ups are relative to."""
-    budget, micro_batch = batching.token_budget, "--micro-batch-size"
-    return {
-        "standard": Variant(
-            description=f"padded, {batching.standard} samples per micro-batch: the most whose "
-            f"worst case fits the {budget} tokens; padded to the longest of the micro-batch",
-            flags=(micro_batch, str(batching.standard)),
-        ),
-        "standard_mean": Variant(
-            description=f"padded, {batching.standard_mean} samples per micro-batch: the budget "
-            "over the mean length; padded to the longest of the micro-batch, so a micro-batch may "
-            f"exceed the {budget} tokens",
-            flags=(micro_batch, str(batching.standard_mean)),
-        ),
-        "sorted": Variant(
-            description="padded, sorted by length with all lengths known beforehand (an offline "
-            "oracle): longest * samples within the budget, batches of one length side by side on "
-            "the replicas, in shuffled order",
-            flags=(micro_batch, "1", "--sorted-token-budget", str(budget)),
-            script=SORTED_SCRIPT,
-        ),
-        "odb": Variant(
-            description="ODB: the samples of the padded baseline's step, packed and spread over "
-            "the replicas",
-            flags=("--odb", "--odb-token-budget", str(budget), micro_batch, "1"),
-        ),
-    }
-
-
 def summarize(
-    variants: Mapping[str, Variant], runs: Mapping[str, Sequence[TrainingRun]]
-) -> dict[str, object]:
-    """Summarize the runs: `runs[variant][repeat]`."""
+    descriptions: Mapping[str, str], runs: Mapping[str, Sequence[TrainingRun]]
+) -> dict[str, Any]:
+    """Summarize the runs, `runs[variant][repeat]`, and print them."""
     measured = {name: [measure(run) for run in own] for name, own in runs.items()}
     rates = {name: [one["samples_per_s"] for one in own] for name, own in measured.items()}
 
     def ratio(over: str, under: str) -> dict[str, object]:
         pairs = zip(rates[over], rates[under], strict=True)
-        return ratio_interval([one / other for one, other in pairs]).as_json()
+        interval = ratio_interval([one / other for one, other in pairs])
+        print(f"{over} over {under}: {interval}", flush=True)
+        return interval.as_json()
 
     summaries: dict[str, object] = {}
-    for name, variant in variants.items():
-        own = measured[name]
-        means = {key: sum(one[key] for one in own) / len(own) for key in own[0]}
-        names = ("samples_per_s", "tokens_per_s", "padding_fraction", "samples_per_step")
+    for name, own in measured.items():
+        shown = ("samples_per_s", "tokens_per_s", "padding_fraction", "samples_per_step")
+        means = {key: sum(one[key] for one in own) / len(own) for key in shown}
+        print(name, *(f"{key} {value:.4g}" for key, value in means.items()), sep="  ")
         summaries[name] = {
-            "description": variant.description,
-            **{key: means[key] for key in names},
+            "description": descriptions[name],
+            **means,
             "max_micro_batch_tokens": max(map(_max_micro_batch_tokens, runs[name])),
             "speedup_vs_standard": ratio(name, "standard"),
             "runs": [
@@ -178,10 +197,16 @@ def summarize(
                 for one, run in zip(own, runs[name], strict=True)
             ],
         }
-    ids = {_ids(run) for own in runs.values() for run in own}
+    ids = {
+        tuple(sorted(name for step in sample_ids(run.steps) for name in step))
+        for own in runs.values()
+        for run in own
+    }
     return {
         "variants": summaries,
-        "ratios": {name: ratio(over, under) for name, (over, under) in RATIOS.items()},
+        "ratios": {
+            f"odb_over_{other}": ratio("odb", other) for other in ("sorted", "standard_mean")
+        },
         "same_samples": len(ids) == 1,
     }
 
@@ -195,57 +220,23 @@ def measure(run: TrainingRun) -> dict[str, float]:
     `timed_samples_per_s`.
     """
     steps = run.steps[0]
-    timed = list(zip(*run.steps, strict=True))[NUM_WARM_UP_STEPS:]
-    seconds = sum(max(step.step_s for step in replicas) for replicas in timed)
-    tokens_per_s = sum(replicas[0].tokens for replicas in timed) / seconds
+    tokens_per_s, seconds, timed_samples = timed_rate(run)
     num_samples = sum(step.samples for step in steps)
     num_tokens = sum(step.tokens for step in steps)
     return {
         "samples_per_s": tokens_per_s * num_samples / num_tokens,
         "tokens_per_s": tokens_per_s,
-        "timed_samples_per_s": sum(replicas[0].samples for replicas in timed) / seconds,
+        "timed_samples_per_s": timed_samples / seconds,
         "padding_fraction": 1 - num_tokens / sum(step.computed_tokens for step in steps),
         "samples_per_step": num_samples / len(steps),
         "num_steps": len(steps),
         "num_samples": num_samples,
         "num_tokens": num_tokens,
-        "timed_steps": len(timed),
+        "timed_steps": len(steps) - NUM_WARM_UP_STEPS,
         "timed_s": seconds,
         "wall_s": run.wall_s,
         "load_average": run.load_average,
     }
-
-
-def _run_all(
-    variants: Mapping[str, Variant], shared: Sequence[str], options: argparse.Namespace
-) -> dict[str, list[TrainingRun]]:
-    """Run every variant once per repeat, each repeat starting with another one."""
-    runs: dict[str, list[TrainingRun]] = {name: [] for name in variants}
-    names = list(variants)
-    for repeat in range(options.repeats):
-        print(f"repeat {repeat + 1} of {options.repeats}", flush=True)
-        first = repeat % len(names)
-        for name in names[first:] + names[:first]:
-            launch = Launch(
-                name=name,
-                flags=[*shared, *variants[name].flags],
-                num_replicas=options.dp,
-                script=variants[name].script,
-            )
-            runs[name].append(run_training(launch))
-    return runs
-
-
-def _shared_flags(model: ModelSize, data: ChatData, batching: Batching) -> list[str]:
-    sizes = ["--global-batch-size", str(batching.global_batch_size)]
-    sizes += ["--train-samples", str(batching.num_samples)]
-    return [*model.flags(), *data_flags(data.path, data.tokenizer), *TRAIN_FLAGS, *sizes]
-
-
-def _ids(run: TrainingRun) -> tuple[str, ...]:
-    """All sample ids of a run, sorted."""
-    steps = (step for replica in run.steps for step in replica)
-    return tuple(sorted(id_ for step in steps for ids in step.ids for id_ in ids))
 
 
 def _max_micro_batch_tokens(run: TrainingRun) -> int:
@@ -259,47 +250,8 @@ def _max_micro_batch_tokens(run: TrainingRun) -> int:
     )
 
 
-def _setting(
-    options: argparse.Namespace, model: ModelSize, batching: Batching
-) -> dict[str, object]:
-    return {
-        "data": options.data,
-        "repeats": options.repeats,
-        "num_replicas": options.dp,
-        "threads_per_replica": 1,
-        "num_warm_up_steps": NUM_WARM_UP_STEPS,
-        "model": asdict(model),
-        "batching": asdict(batching),
-        "cores": os.cpu_count(),
-        "machine": platform.platform(),
-        "note": "load_average is the 1-minute load before each run; on a shared machine rates "
-        "move with it and ratios within a repeat move less",
-    }
-
-
-def _print_result(result: Mapping[str, object]) -> None:
-    variants, ratios = result["variants"], result["ratios"]
-    assert isinstance(variants, dict)
-    assert isinstance(ratios, dict)
-    print("variant           samples/s  tokens/s  padding  samples/step  speed-up over standard")
-    for name, one in variants.items():
-        print(
-            f"{name:16s} {one['samples_per_s']:10.2f} {one['tokens_per_s']:9.0f} "
-            f"{one['padding_fraction']:8.1%} {one['samples_per_step']:13.1f}  "
-            f"{_ratio_text(one['speedup_vs_standard'])}"
-        )
-    for name, one in ratios.items():
-        print(f"{name}: {_ratio_text(one)}", flush=True)
-
-
-def _ratio_text(ratio: Mapping[str, Any]) -> str:
-    low, high = ratio["ci95"]
-    interval = "one run: no interval" if low is None else f"95 % interval {low:.3f} to {high:.3f}"
-    return f"{ratio['mean']:.3f} ({interval})"
-
-
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--data", type=data_name, default="chitchat", help="chitchat (default), chat-mix or a file")
     add("--repeats", type=whole(1), default=3, help="runs of each variant (default 3)")
@@ -308,7 +260,6 @@ def _parse() -> argparse.Namespace:
     add("--global-batch-size", type=whole(1), default=32, help="rounded to the micro-batch sizes")
     add("--dp", type=whole(1), default=2, help="data-parallel replicas")
     add("--quick", action="store_true", help="tiny model, few steps, one repeat: for the tests")
-    add("--json", type=output_file, help="write the result here")
     options = parser.parse_args()
     if options.quick:
         options.repeats, options.samples = 1, 64

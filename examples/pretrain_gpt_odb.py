@@ -4,7 +4,7 @@
 micro-batches.
 
     torchrun --nproc-per-node 8 examples/pretrain_gpt_odb.py --odb --odb-token-budget 16384 \
-        --calculate-per-token-loss --micro-batch-size 1 --data-path chat.jsonl ...
+        --data-path chat.jsonl ...
 """
 
 from __future__ import annotations

@@ -118,7 +118,10 @@ def tokenizer_for(data: Path, cache: Path) -> Path:
     """Train a byte-level BPE on the data's own text, or return the one trained before."""
     records = open_records(str(data))
     name = hashlib.sha256(f"{records.fingerprint()} {VOCAB_SIZE}".encode()).hexdigest()[:12]
-    return train_bpe(texts_of(records), vocab_size=VOCAB_SIZE, folder=cache / f"tokenizer-{name}")
+    folder = cache / f"tokenizer-{name}"
+    if (folder / "tokenizer_config.json").exists():
+        return folder
+    return train_bpe(texts_of(records), vocab_size=VOCAB_SIZE, folder=folder)
 
 
 def texts_of(records: Records) -> Iterator[str]:
@@ -128,7 +131,7 @@ def texts_of(records: Records) -> Iterator[str]:
         try:
             record = parse_record(records[index])
         except ValueError:
-            continue  # the training run names it, by --odb-bad-record
+            continue  # the training run names it, by --odb-max-bad-records
         if isinstance(record, PlainText):
             text = record.text
         else:

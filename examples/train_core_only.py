@@ -1,8 +1,7 @@
 """Train a GPT with ODB on megatron-core alone: a small loop over `get_forward_backward_func`.
 
-For megatron-core 0.16 (Python 3.10 and 3.11), whose package has no `megatron.training`, and for
-loops of your own. Data, plans and packed attention are those of pretrain_gpt_odb.py; checkpoints
-and evaluation are left out. One line is printed per step: its samples, M and the loss.
+For loops of your own. Data, plans and packed attention are those of pretrain_gpt_odb.py;
+checkpoints and evaluation are left out. One line is printed per step: its samples, M and the loss.
 
     torchrun --nproc-per-node 2 examples/train_core_only.py --data-path chat.jsonl \
         --tokenizer-model /path/to/hf-tokenizer --train-samples 512
@@ -28,6 +27,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -42,23 +42,18 @@ from odb_megatron.data.megatron_dataset import (
 )
 from odb_megatron.data.order import build_order
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder
-from odb_megatron.megatron.arguments import add_odb_arguments
-from odb_megatron.megatron.attention import registry
-from odb_megatron.megatron.attention.spec import layer_spec
-from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.data.tokenizer import load_tokenizer
+from odb_megatron.errors import usage_errors
+from odb_megatron.megatron.attention import Attention
+from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.forward_step import packed_batch
+from odb_megatron.megatron.pipeline import planned_shapes
 from odb_megatron.megatron.providers import build_loader, source_group
-from odb_megatron.megatron.replica_data import ReplicaData
-from odb_megatron.megatron.replica_ranks import replica_ranks
+from odb_megatron.megatron.replica import ReplicaData, replica_ranks
 from odb_megatron.megatron.topology import padding_multiple
-from odb_megatron.megatron.usage import usage_errors
 from odb_megatron.megatron.validation import refuse_unsupported
 
-LEFT_OUT = (
-    *("epochs", "log_dir", "resume_strict", "warmup_worst_case", "stall_warn_s", "on_peer_failure"),
-    *("log_ids", "dry_run"),
-)
+LEFT_OUT = ("epochs", "log_dir", "dry_run")
 """Flags of ODB's for what this loop does not have."""
 
 
@@ -68,7 +63,7 @@ def main() -> None:
     start_processes(args)
     with usage_errors():
         config = OdbConfig.from_args(args)
-        tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_model, args.tokenizer_cache))
+        tokenizer = load_tokenizer(args.tokenizer_model)
         args.padded_vocab_size = -(-len(tokenizer) // 128) * 128
         refuse_unsupported(args, config)
     model = build_model(args, config)
@@ -87,8 +82,7 @@ def parse_args() -> argparse.Namespace:
     """Parse the command line; names are Megatron's, so the package's functions read them."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--data-path", required=True, help="JSON or JSONL chat or text file")
-    parser.add_argument("--tokenizer-model", required=True, help="HF folder or tokenizer.json")
-    parser.add_argument("--tokenizer-cache", default=".cache", help="for a bare tokenizer.json")
+    parser.add_argument("--tokenizer-model", required=True, help="HF folder")
     parser.add_argument("--train-samples", type=int, default=256)
     parser.add_argument("--global-batch-size", type=int, default=16)
     parser.add_argument("--seq-length", type=int, default=2048)
@@ -102,7 +96,7 @@ def parse_args() -> argparse.Namespace:
         parser.add_argument(f"--{name}-model-parallel-size", type=int, default=1)
     args = add_odb_arguments(parser).parse_args()
     for name in LEFT_OUT:
-        if getattr(args, f"odb_{name}") is not None:
+        if getattr(args, f"odb_{name}") not in (None, False):
             parser.error(f"this loop does not have --odb-{name.replace('_', '-')}: drop it")
     args.odb = True
     fixed = {
@@ -140,7 +134,6 @@ def start_processes(args: argparse.Namespace) -> None:
 
 def build_model(args: argparse.Namespace, config: OdbConfig) -> DistributedDataParallel:
     """Build this pipeline stage of a GPT whose attention takes packed samples."""
-    pipelined = args.pipeline_model_parallel_size > 1
     transformer = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -155,20 +148,16 @@ def build_model(args: argparse.Namespace, config: OdbConfig) -> DistributedDataP
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         pipeline_dtype=torch.float32,
-        # Micro-batches differ in length, which pipeline stages tell each other.
-        variable_seq_lengths=pipelined,
-        moe_token_dispatcher_type="alltoall" if pipelined else "allgather",
         # Σ token losses / Σ loss tokens over the whole step, whatever M is.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
     )
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    backend = registry.select(config.attention, device_type=device_type)
+    Attention(name="torch", reason="in float32, on any device").install()
     model = GPTModel(
         config=transformer,
-        transformer_layer_spec=layer_spec(transformer, backend=backend),
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.seq_length,
         pre_process=mpu.is_pipeline_first_stage(),
@@ -208,7 +197,7 @@ def build_data(args: argparse.Namespace, config: OdbConfig, renderer: ChatRender
         loader = build_loader(args, config, stream, split=Split.train, group=group)
         return [loader, None, None]
 
-    replica = ReplicaData(args, place, plan_ahead=config.plan_ahead)
+    replica = ReplicaData(args, place)
     replica.build(make_loaders)
     return replica
 
@@ -227,15 +216,17 @@ def train(
         totals = header.totals
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        reports = schedule(
-            forward_step_func=forward_step,
-            data_iterator=items,
-            model=[model],
-            num_microbatches=totals.num_micro_batches,
-            seq_length=args.seq_length,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        arguments = {
+            "forward_step_func": forward_step,
+            "data_iterator": items,
+            "model": [model],
+            "num_microbatches": totals.num_micro_batches,
+            "seq_length": args.seq_length,
+            "micro_batch_size": 1,
+            "forward_only": False,
+        }
+        with planned_shapes(arguments, header.lengths):
+            reports = schedule(**arguments)
         optimizer.step()
         if mpu.is_pipeline_last_stage():
             loss = mean_loss(reports)

@@ -23,7 +23,7 @@ _COMMANDS = {
     ),
     "inspect": (
         "look at a data set before training on it: padding, balance, speed, memory, advice",
-        "odb_megatron.inspection.command:main",
+        "odb_megatron.report.inspect:main",
     ),
     "doctor": (
         "check this machine before a run",
@@ -31,15 +31,15 @@ _COMMANDS = {
     ),
     "simulate": (
         "compare ways to form steps on the lengths of samples alone",
-        "odb_megatron.simulation.compare:main",
+        "odb_megatron.report.simulate:main",
     ),
     "trace": (
         "show a run from its step logs (--odb-log-dir)",
-        "odb_megatron.report.trace_command:trace",
+        "odb_megatron.report.trace:trace",
     ),
     "compare": (
         "lay two runs over each other, from their step logs",
-        "odb_megatron.report.trace_command:compare",
+        "odb_megatron.report.trace:compare",
     ),
 }
 """What each command says of itself, and the function that runs it: arguments in, exit code out."""

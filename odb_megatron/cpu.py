@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from odb_megatron.elastic import reason_left
+from odb_megatron.errors import usage_errors
+from odb_megatron.megatron.versions import megatron_version
 from odb_megatron.testing import cpu_device
 
 __all__ = ["main"]
@@ -38,6 +41,8 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"no such script: {script}")
     if not is_module:  # first, so that the layer finds the Megatron of a script's own checkout
         sys.path[0] = str(script.resolve().parent)
+    with usage_errors(), contextlib.suppress(ModuleNotFoundError):  # the script may need none
+        megatron_version()
     try:
         cpu_device.activate()
     except RuntimeError as error:

@@ -14,7 +14,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import resource
 import socket
 import struct
@@ -29,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from odb_megatron import __version__
-from odb_megatron.megatron.attention.registry import BACKENDS
-from odb_megatron.megatron.compat import MAX_VERSION, MIN_VERSION, check_version
+from odb_megatron.megatron import attention
+from odb_megatron.megatron.versions import MAX_VERSION, MIN_VERSION, require_version
 from odb_megatron.output_files import check_output, write_json
 
-__all__ = ["FAILURE", "NOT_APPLICABLE", "OK", "WARNING", "Finding", "Host", "Load", "Megatron"]
-__all__ += ["as_json", "check_host", "check_network", "check_packages", "check_run", "check_torch"]
-__all__ += ["main", "render"]
+__all__ = ["FAILURE", "NOT_APPLICABLE", "OK", "WARNING", "Finding", "Host", "Load", "as_json"]
+__all__ += ["check_host", "check_megatron", "check_network", "check_packages", "check_run"]
+__all__ += ["check_torch", "main", "render"]
 
 OK, WARNING, FAILURE, NOT_APPLICABLE = "ok", "warning", "failure", "not applicable"
 _STATUSES = (OK, WARNING, FAILURE, NOT_APPLICABLE)
@@ -96,89 +95,55 @@ _SHOWN = (
 _PIP = "pip install 'odb-megatron[megatron]' on Python 3.12 or later"
 
 
-@dataclass(frozen=True, slots=True)
-class Megatron:
-    """The Megatron that Python finds.
-
-    Attributes:
-        version: empty where there is none.
-        folder: of `megatron.core`.
-        foreign: file of an unrelated package `megatron`, which hides it.
-        has_training: whether there is `megatron.training`.
-    """
-
-    version: str = ""
-    folder: str = ""
-    foreign: str = ""
-    has_training: bool = True
-
-
-def find_megatron() -> Megatron:
-    """Find Megatron as a launched process would, the current folder first; it is not imported."""
-    sys.path.insert(0, os.getcwd())
-    try:
-        spec = importlib.util.find_spec("megatron")
-        core = importlib.util.find_spec("megatron.core") if spec else None
-        training = importlib.util.find_spec("megatron.training") if spec else None
-    finally:
-        sys.path.pop(0)
-    if core is None or not core.origin:
-        return Megatron(foreign=(spec.origin or "") if spec else "")
-    folder = Path(core.origin).parent
-    info = (folder / "package_info.py").read_text(encoding="utf-8")  # it runs git when imported
-    parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)", info, re.MULTILINE))
-    version = ".".join(parts.get(name, "0") for name in ("MAJOR", "MINOR", "PATCH"))
-    version += parts.get("PRE_RELEASE", "")
-    return Megatron(version=version, folder=str(folder), has_training=training is not None)
-
-
-def check_packages(
-    versions: Mapping[str, str], megatron: Megatron, *, python: tuple[int, ...]
-) -> Iterator[Finding]:
-    """Check what is installed.
-
-    Args:
-        versions: of installed distributions, by name.
-        megatron: see `Megatron`.
-        python: this one's version.
-    """
+def check_packages(versions: Mapping[str, str], *, python: tuple[int, ...]) -> Iterator[Finding]:
+    """Check what is installed: versions of distributions by name, and of this Python."""
     expected = "3.12 or later: megatron.training, which pretrain scripts need, is for those"
     text, hint = ".".join(map(str, python)), "make an environment with Python 3.12"
     yield _judged("python", text, expected, hint, warns=python[:2] < (3, 12))
     yield Finding("odb-megatron", OK, __version__)
     for name in (*_NEEDED, *_SHOWN):
-        if name in versions or name in _NEEDED:
-            seen, is_absent = versions.get(name, "not installed"), name not in versions
-            hint = _PIP if name == "torch" else f"pip install {name}"
-            yield _judged(name, seen, "needed to train", hint, fails=is_absent)
+        seen, is_needed = versions.get(name, "not installed"), name in _NEEDED
+        hint = _PIP if name == "torch" else f"pip install {name}"
+        if name in versions or is_needed:
+            yield _judged(name, seen, "needed to train", hint, fails=name not in versions)
         else:
-            yield Finding(name, NOT_APPLICABLE, "not installed")
-    checkout = f"{_PIP}, or put a Megatron-LM checkout on PYTHONPATH"
-    if not megatron.version:
-        seen, hint = "not installed", checkout
-        if megatron.foreign:
-            seen, hint = f"{megatron.foreign} is another package", f"pip uninstall megatron; {hint}"
-        yield Finding("megatron-core", FAILURE, seen, "NVIDIA's, needed to train", hint)
-        return
-    low, high = (".".join(map(str, bound)) for bound in (MIN_VERSION, MAX_VERSION))
-    try:
-        is_old, is_new = False, check_version(megatron.version)[:2] > MAX_VERSION
-    except ValueError:
-        is_old, is_new = True, False
-    seen, hint = f"{megatron.version} in {megatron.folder}", f"pip install 'megatron-core>={low}'"
-    expected = f"{low} to {high}"
-    yield _judged("megatron-core", seen, expected, hint, fails=is_old, warns=is_new)
-    if not megatron.has_training:
-        expected = "needed by pretrain scripts"
-        yield Finding("megatron.training", FAILURE, "not there", expected, checkout)
+            yield Finding(name, NOT_APPLICABLE, seen)
     if "psutil" not in versions:
         expected = "Megatron needs it to save torch_dist checkpoints, its default format"
         yield Finding("checkpoints", WARNING, "no psutil", expected, "pip install psutil")
 
 
+def check_megatron(found: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check the Megatron that a launched process would import.
+
+    Args:
+        found: `version` and `folder` of `megatron.core`, `has_training`; `error` where it cannot be
+            imported, and `foreign`, the file of an unrelated package `megatron`.
+    """
+    hint = f"{_PIP}, or put a Megatron-LM checkout on PYTHONPATH"
+    if "error" in found:
+        seen, expected = found["error"], "NVIDIA's, needed to train"
+        if found["foreign"]:
+            seen = f"{found['foreign']} is another package"
+            hint = f"pip uninstall megatron; {hint}"
+        yield Finding("megatron-core", FAILURE, seen, expected, hint)
+        return
+    low, high = (".".join(map(str, bound)) for bound in (MIN_VERSION, MAX_VERSION))
+    try:
+        is_old, is_new = False, require_version(found["version"])[:2] > MAX_VERSION
+    except ValueError:
+        is_old, is_new = True, False
+    seen, pip = f"{found['version']} in {found['folder']}", f"pip install 'megatron-core>={low}'"
+    yield _judged("megatron-core", seen, f"{low} to {high}", pip, fails=is_old, warns=is_new)
+    if not found["has_training"]:
+        expected = "needed by pretrain scripts"
+        yield Finding("megatron.training", FAILURE, "not there", expected, hint)
+
+
 # --- devices, collectives, attention ---------------------------------------------------------
 
 _MARK = "odb-torch: "
+_GLOO = "GLOO_SOCKET_IFNAME"
 
 
 def look_at_torch() -> None:
@@ -202,16 +167,27 @@ def look_at_torch() -> None:
         "devices": [torch.cuda.get_device_name(at) for at in range(count)],
         "has_nccl": dist.is_available() and dist.is_nccl_available(),
         "gloo_error": gloo,
-        "attention": {name: backend.available() or "" for name, backend in BACKENDS.items()},
+        "attention": attention.absent(),
+        "megatron": _look_at_megatron(),
     }
     print(f"{_MARK}{json.dumps(found)}", flush=True)
 
 
+def _look_at_megatron() -> dict[str, Any]:
+    try:
+        core = importlib.import_module("megatron.core")
+        about = {"version": core.__version__, "folder": str(Path(str(core.__file__)).parent)}
+        training = importlib.util.find_spec("megatron.training")
+    except Exception as error:  # whatever an unrelated or broken package does
+        spec = importlib.util.find_spec("megatron")
+        return {"error": repr(error), "foreign": (spec.origin if spec else "") or ""}
+    return {**about, "has_training": training is not None}
+
+
 def _torch_facts() -> dict[str, Any]:
     code = "from odb_megatron.doctor import look_at_torch; look_at_torch()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    command = [sys.executable, "-c", code]  # the current folder first, as a launched process
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     for line in done.stdout.splitlines():
         if line.startswith(_MARK):
             return dict(json.loads(line.removeprefix(_MARK)))
@@ -240,23 +216,21 @@ def check_torch(found: Mapping[str, Any], *, driver: str, visible: str | None) -
         seen = seen or (f"CUDA_VISIBLE_DEVICES is {visible!r}" if is_hidden else "torch sees none")
         hint = "see nvidia-smi; the driver must be as new as torch's build for CUDA (pytorch.org), "
         hint = "unset CUDA_VISIBLE_DEVICES" if is_hidden else hint + "a container needs --gpus all"
-        has_failed, expected = not devices and not is_hidden, "the devices of the run"
-        seen = f"{seen}; {build}"
-        yield _judged("CUDA", seen, expected, hint, fails=has_failed, warns=not devices)
+        fails, expected = not devices and not is_hidden, "the devices of the run"
+        yield _judged("CUDA", f"{seen}; {build}", expected, hint, fails=fails, warns=not devices)
     seen, hint = "there" if found["has_nccl"] else "none", "install torch's CUDA build for Linux"
-    has_failed = bool(devices) and not found["has_nccl"]
-    yield _judged("NCCL", seen, "needed on GPUs", hint, fails=has_failed)
+    fails = bool(devices) and not found["has_nccl"]
+    yield _judged("NCCL", seen, "needed on GPUs", hint, fails=fails)
     seen, expected = found["gloo_error"], "plans go over gloo, on GPUs too"
-    hint = "GLOO_SOCKET_IFNAME with an interface that is up, or a host name that resolves to one"
+    hint = f"{_GLOO} with an interface that is up, or a host name that resolves to one"
     works = "a group of one process works"
     yield _judged("gloo", seen or works, expected, hint, fails=bool(seen))
-    device = "cuda" if devices else "cpu"
-    able = [name for name, why in found["attention"].items() if not why]
-    has_failed = not any(device in BACKENDS[name].auto_devices for name in able)
     seen = ", ".join(f"{name}: {why or 'ok'}" for name, why in found["attention"].items())
-    expected = f"a backend that --odb-attention auto may choose on {device}"
-    hint = "pip install 'odb-megatron[te]' or 'odb-megatron[flash]', or torch 2.11"
-    yield _judged("attention", seen, expected, hint, fails=has_failed)
+    expected = f"a kernel for packed samples on {'cuda' if devices else 'cpu'}"
+    hint = "pip install 'odb-megatron[te]' or 'odb-megatron[flash]'"
+    able = [name for name, why in found["attention"].items() if not why]
+    yield _judged("attention", seen, expected, hint, fails=bool(devices) and able == ["torch"])
+    yield from check_megatron(found["megatron"])
 
 
 # --- limits of the machine -------------------------------------------------------------------
@@ -350,7 +324,6 @@ def check_host(host: Host, load: Load | None) -> Iterator[Finding]:
 
 # --- network ---------------------------------------------------------------------------------
 
-_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
@@ -373,7 +346,7 @@ def check_network(
     resolved: str,
     num_nodes: int | None,
 ) -> Iterator[Finding]:
-    """Check which interfaces gloo and NCCL take.
+    """Check which interface gloo takes.
 
     Args:
         interfaces: IPv4 addresses, by name.
@@ -385,7 +358,7 @@ def check_network(
     named = ", ".join(f"{name} {interfaces[name]}" for name in outside) or "none but loopback"
     host = f"the host's name resolves to {resolved or 'nothing'}"
     yield Finding("interfaces", OK, f"{named}; {host}")
-    gloo, nccl = environment.get(_GLOO, ""), environment.get(_NCCL, "")
+    gloo = environment.get(_GLOO, "")
     is_wrong = any(name not in interfaces for name in gloo.split(",") if name)
     is_alone = num_nodes == 1 or (num_nodes is None and len(outside) < 2)
     is_sure = len(outside) == 1 and interfaces[outside[0]] == resolved
@@ -395,22 +368,6 @@ def check_network(
     expected = f"the network that all nodes share, of {', '.join(sorted(interfaces))}"
     hint = f"export {_GLOO}={outside[0] if outside else 'NAME'}, or what all nodes share"
     yield _judged(_GLOO, seen, expected, hint, fails=fails, warns=is_open)
-    if not nccl:
-        yield Finding(_NCCL, NOT_APPLICABLE, "not set")
-        return
-    chosen = [name for name in interfaces if nccl_takes(nccl, name)]
-    seen = f"{nccl}: {', '.join(chosen) or 'fits no interface here'}"
-    hint = f"export {_NCCL} with what every node has (=name exactly, ^name all but), or unset"
-    yield _judged(_NCCL, seen, f"a prefix of {', '.join(outside)}", hint, fails=not chosen)
-
-
-def nccl_takes(rule: str, name: str) -> bool:
-    """Whether NCCL's rule holds: prefixes with commas; `^` turns it round, `=` wants all of it."""
-    is_turned, rule = rule.startswith("^"), rule.removeprefix("^")
-    is_exact, rule = rule.startswith("="), rule.removeprefix("=")
-    parts = [part.partition(":")[0] for part in rule.split(",")]
-    fits = any(name == part if is_exact else name.startswith(part) for part in parts)
-    return fits != is_turned
 
 
 # --- the command, and the dry run ------------------------------------------------------------
@@ -431,13 +388,14 @@ def check_machine() -> list[Finding]:
     for name in (*_NEEDED, *_SHOWN):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    found = list(check_packages(versions, find_megatron(), python=sys.version_info[:3]))
+    found = list(check_packages(versions, python=sys.version_info[:3]))
     if "torch" in versions:
-        torch = _torch_facts()
         driver = Path("/proc/driver/nvidia/version")
         version = driver.read_text(errors="replace").split("\n")[0] if driver.is_file() else ""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        found += check_torch(torch, driver=" ".join(version.split()), visible=visible)
+        found += check_torch(_torch_facts(), driver=" ".join(version.split()), visible=visible)
+    else:
+        found += check_megatron({"error": "not looked for: torch is missing", "foreign": ""})
     return found + check_run(None, num_nodes=None)
 
 

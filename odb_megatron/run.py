@@ -1,7 +1,7 @@
 """Runs a Megatron-LM checkout's own pretrain script with `--odb`, the checkout left as it is.
 
 `torchrun ... -m odb_megatron.run path/to/pretrain_gpt.py --odb ...`. Without `--odb` the script
-runs as Python alone would run it; nothing is imported or replaced. Must not read the script.
+runs as Python alone would run it; nothing is imported or replaced.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from odb_megatron.elastic import reason_left
-from odb_megatron.megatron.host_script import FLAG, HostScript, wants_odb
-from odb_megatron.megatron.usage import usage_errors
+from odb_megatron.errors import usage_errors
+from odb_megatron.megatron.pretrain import FLAG, HostScript, wants_odb
+from odb_megatron.megatron.versions import megatron_version
+
+if TYPE_CHECKING:
+    from odb_megatron.megatron.hooks import Replacements
 
 __all__ = ["main"]
 
 _USAGE = "usage: python -m odb_megatron.run SCRIPT [ARGS...]"
-
-_PRETRAIN = ("megatron.training", "megatron.training.training")
-_ARGUMENTS = "megatron.training.arguments"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -48,10 +48,13 @@ def main(argv: Sequence[str]) -> None:
     if not asked:
         runpy.run_path(str(script), run_name="__main__")
         return
-    with usage_errors():
-        host = _host(script)
-    with _replaced(host), reason_left():
-        runpy.run_path(str(script), run_name="__main__")
+    with reason_left():
+        with usage_errors():
+            host, replaced = _replace(script)
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        finally:
+            replaced.undo()
     with usage_errors():
         if not host.has_trained:
             raise ValueError(
@@ -59,16 +62,17 @@ def main(argv: Sequence[str]) -> None:
             )
 
 
-def _host(script: Path) -> HostScript:
-    """Import the Megatron that the script will import.
+def _replace(script: Path) -> tuple[HostScript, Replacements]:
+    """Let the names that the script will import be a host script's.
 
     Raises:
-        ValueError: there is none, or another one than the script's is in this process.
+        ValueError: there is no Megatron, or another one than the script's is in this process.
     """
     try:
+        megatron_version()
         training = importlib.import_module("megatron.training")
     except ModuleNotFoundError as error:
-        if error.name not in ("megatron", "megatron.training"):
+        if error.name not in ("megatron", "megatron.core", "megatron.training"):
             raise
         raise ValueError(
             f"{FLAG}: megatron.training cannot be imported: run a script of a Megatron-LM "
@@ -81,26 +85,13 @@ def _host(script: Path) -> HostScript:
             f"{FLAG}: megatron.training was imported from {found} before {script} could import its "
             f"own, {own}: put {own.parents[1]} first on PYTHONPATH"
         )
-    return HostScript(training.pretrain)
+    from odb_megatron.megatron.hooks import REPLACED, Replacements
 
-
-@contextmanager
-def _replaced(host: HostScript) -> Iterator[None]:
-    """Let the names that a script imports be the host script's."""
-    names: list[tuple[Any, str, Any]] = [
-        (importlib.import_module(module), "pretrain", host.pretrain) for module in _PRETRAIN
-    ]
-    arguments = importlib.import_module(_ARGUMENTS)
-    if hasattr(arguments, "parse_and_validate_args"):  # from 0.18
-        names.append((arguments, "parse_and_validate_args", host.parse_and_validate_args))
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in names]
-    for owner, name, value in names:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, name, value in originals:
-            setattr(owner, name, value)
+    host, replaced = HostScript(training.pretrain), Replacements()
+    replaced.replace(REPLACED["pretrain"], lambda _: host.pretrain)
+    replaced.replace_in(training, "pretrain", lambda _: host.pretrain)  # what scripts import
+    replaced.replace(REPLACED["parse_and_validate_args"], lambda _: host.parse_and_validate_args)
+    return host, replaced
 
 
 if __name__ == "__main__":

@@ -150,24 +150,25 @@ def _call(case: Case, outcome: Outcome) -> None:
 @contextlib.contextmanager
 def _merged() -> Any:
     """Leave out where samples begin, as far as attention goes."""
-    from odb_megatron.bridge import batches
+    from odb_megatron.bridge import run
 
-    original = batches.as_batch
+    original = run.as_batch
 
     def one_sample(item: Any) -> dict[str, Any]:
         batch = original(item)
+        whole = batch["cu_seqlens_q"][[0, -1]]
         for name in batch:
             if name.startswith("cu_seqlens"):
-                batch[name] = batch["cu_seqlens_q_padded"][[0, -1]]
+                batch[name] = whole
             if name.startswith("max_seqlen"):
-                batch[name] = batch["cu_seqlens_q_padded"][-1]
+                batch[name] = whole[-1]
         return batch
 
-    batches.as_batch = one_sample
+    run.as_batch = one_sample
     try:
         yield
     finally:
-        batches.as_batch = original
+        run.as_batch = original
 
 
 def _replaced_names() -> list[Any]:
@@ -180,7 +181,6 @@ def _replaced_names() -> list[Any]:
             "get_forward_backward_func",
             "training_log",
             "save_checkpoint_and_time",
-            "compute_throughputs_and_append_to_progress_log",
         ),
         "eval": ("get_forward_backward_func",),
         "pretrain": ("_finish_train", "_cleanup_after_pretrain_failure"),
@@ -287,12 +287,12 @@ class Bridge:
         if settings is None:
             argv = (
                 *("--recipe", f"bridge_recipe:{recipe}", "--step", "bridge_recipe:forward_step"),
-                *(*options, *self._common, logged, "dataset.odb.log_ids=true"),
+                *(*options, *self._common, logged),
                 *(*(self._data if own_data else ()), *overrides),
             )
         else:
             argv = (*self._common, *overrides)
-            settings = {**settings, "log_dir": log, "log_ids": True}
+            settings = {**settings, "log_dir": log}
         for rank, end in enumerate(self._ends):
             case = Case(
                 argv=argv,

@@ -13,13 +13,12 @@ import numpy as np
 
 from odb_megatron.data.loop import PackedStep
 from odb_megatron.data.order import Order, PassOrder
-from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules
-from odb_megatron.data.sample import Sample
+from odb_megatron.data.sample import Sample, SampleRules
 from odb_megatron.data.sources import MapSource
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.step_wire import StepMetadata, decode_header
 from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.data.thd import MicroBatch
+from odb_megatron.data.wire import StepMetadata, decode_header
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.plan.record import PlanConfig
@@ -38,7 +37,7 @@ BUDGET = 32
 LENIENT: dict[str, Any] = {
     "context": BUDGET,
     "token_budget": BUDGET,
-    "bad_record": BadRecordPolicy.SKIP,
+    "skip_bad": True,
     "overlong": OverlongPolicy.DROP,
 }
 
@@ -49,7 +48,7 @@ def rules(
     token_budget: int = 64,
     multiple: int = 1,
     overlong: OverlongPolicy = OverlongPolicy.ERROR,
-    bad_record: BadRecordPolicy = BadRecordPolicy.ERROR,
+    skip_bad: bool = False,
     vocab_size: int = 0,
 ) -> SampleRules:
     """Sample rules with small defaults."""
@@ -58,7 +57,7 @@ def rules(
         token_budget=token_budget,
         multiple=multiple,
         overlong=overlong,
-        bad_record=bad_record,
+        skip_bad=skip_bad,
         vocab_size=vocab_size,
     )
 
@@ -89,7 +88,7 @@ class Records:
 
 
 class Letters:
-    """A `TextTokenizer` of one token per character."""
+    """A tokenizer of Megatron's, of one token per character."""
 
     eos_id = 0
     chat_template: str | None = None
@@ -97,7 +96,7 @@ class Letters:
     def __init__(self, chat_template: str | None = None) -> None:
         self.chat_template = chat_template
 
-    def encode(self, text: str) -> list[int]:
+    def text_to_ids(self, text: str) -> list[int]:
         """Code points."""
         return [ord(letter) for letter in text]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import importlib
 import io
 import json
 import math
@@ -65,7 +66,6 @@ class Case:
         nan_in: ("once" or "always", iteration): the last rank's loss of that iteration's first
             micro-batch is NaN, in the first attempt or in every one.
         stage: script of examples/modelopt to run instead of `pretrain()`.
-        out_of_memory_in: micro-batch of this process, counted from 1, that runs out of memory.
         has_images: samples may have images.
         compared_with: what counts once, `token` or `sample`, in a plain loop over all the training
             items that every step is compared with; empty for none.
@@ -80,7 +80,6 @@ class Case:
     terminated_in: int | None = None
     nan_in: tuple[str, int] | None = None
     stage: str = ""
-    out_of_memory_in: int | None = None
     has_images: bool = False
     compared_with: str = ""
 
@@ -96,9 +95,7 @@ class Outcome:
         steps: this replica's lines of the step log (`--odb-log-dir`).
         forwards: training micro-batches run, by iteration (1-based).
         flops: arguments of Megatron's FLOPs function in each training iteration:
-            (batch size, real tokens, squared tokens); the first is None where that function knows
-            one length for all (0.17).
-        progress_tokens: tokens written to the progress log at each save.
+            (batch size, real tokens, squared tokens).
         learning_rates: as Megatron logs them, by iteration.
         eval_ids: stream positions of each evaluation step, in order.
         final: some of Megatron's arguments after the run.
@@ -118,8 +115,7 @@ class Outcome:
     output: str = ""
     steps: list[dict[str, Any]] = field(default_factory=list)
     forwards: dict[int, int] = field(default_factory=dict)
-    flops: list[tuple[int | None, float | None, float | None]] = field(default_factory=list)
-    progress_tokens: list[int] = field(default_factory=list)
+    flops: list[tuple[int, float | None, float | None]] = field(default_factory=list)
     learning_rates: dict[int, float] = field(default_factory=dict)
     eval_ids: list[tuple[int, ...]] = field(default_factory=list)
     final: dict[str, Any] = field(default_factory=dict)
@@ -192,44 +188,45 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
     """As examples/pretrain_gpt_odb.py, observed."""
     from megatron.training import training
 
-    from odb_megatron.megatron.compat_pretrain import pretrain_gpt
     from odb_megatron.megatron.run import OdbRun
     from odb_megatron.megatron.setup import read_args
 
     if case.stage:
         script = Path(__file__).parents[1] / "examples" / "modelopt" / f"{case.stage}.py"
-        made = "micro-batch calculator"  # by the stage
-        before = _replaced_names(training) | {made: None}
+        made = "_GLOBAL_NUM_MICROBATCHES_CALCULATOR"  # by the stage
+        before = _replaced_names() | {made: None}
         try:
             runpy.run_path(str(script), run_name="__main__")
         finally:
-            outcome.restored = _replaced_names(training) | {made: None} == before
+            outcome.restored = _replaced_names() | {made: None} == before
         return
     kind: type[OdbRun] = OdbRun
     extra = None
     if case.has_images:
-        from odb_megatron.megatron.multimodal.arguments import add_image_arguments
-        from odb_megatron.megatron.multimodal.arguments import refuse_unsupported as refuse
-        from odb_megatron.megatron.multimodal.run import ImageRun
+        from odb_megatron.megatron.image_run import ImageRun
+        from odb_megatron.megatron.images import refuse_unsupported
 
-        kind, extra = ImageRun, add_image_arguments
+        sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "multimodal"))
+        import pretrain_pictures
+
+        kind, extra = ImageRun, pretrain_pictures.add_arguments
     args = read_args({"tokenizer_type": "HuggingFaceTokenizer"}, extra)
+    model_class = None
     if case.has_images:
-        refuse(args)
+        refuse_unsupported(args)
+        vision = pretrain_pictures.vision_shape(args)
+        from image_gpt import ImageGPT
+
+        model_class = functools.partial(ImageGPT, vision=vision)
     datasets = None if case.items is None else _datasets(case.items)
     with _observed(training, outcome), _compared(training, outcome, case):
-        before = _replaced_names(training)
+        before = _replaced_names()
         try:
             with kind(args, datasets=datasets) as run:
-                pretrain_gpt(
-                    args,
-                    prepare_model=run.prepare_model,
-                    datasets_provider=run.datasets_provider,
-                    forward_step=_counted(run.forward_step, outcome, args, case),
-                    model_class=getattr(run, "model_class", None),
-                )
+                step = _counted(run.forward_step, outcome, args, case)
+                run.pretrain(forward_step=step, model_class=model_class)
         finally:
-            outcome.restored = _replaced_names(training) == before
+            outcome.restored = _replaced_names() == before
 
 
 @contextlib.contextmanager
@@ -241,10 +238,10 @@ def _merged() -> Iterator[None]:
 
     def one_sample(**values: Any) -> Any:
         whole = {
-            name: value[[0, -1]] if name.startswith("cu_seqlens") else value
+            name: value[[0, -1]] if name in ("cu_seqlens_q", "cu_seqlens_kv") else value
             for name, value in values.items()
         }
-        length = int(whole["cu_seqlens_q_padded"][-1])
+        length = int(whole["cu_seqlens_q"][-1])
         return original(**{**whole, "max_seqlen_q": length, "max_seqlen_kv": length})
 
     forward_step.packed_seq_params = one_sample
@@ -267,22 +264,10 @@ def _observed(training: Any, outcome: Outcome) -> Iterator[None]:
 
     def num_floating_point_operations(original: Any) -> Any:
         def observed(args: Any, batch_size: int, **sums: float | None) -> Any:
-            if sums:
-                tokens = sums["total_real_tokens_in_batch"]
-                squared = sums["seqlen_squared_sum_in_batch"]
-                outcome.flops.append((batch_size, tokens, squared))
-            else:  # 0.17: as many samples of one length
-                tokens = batch_size * args.seq_length
-                outcome.flops.append((None, round(tokens), round(tokens * args.seq_length)))
+            tokens = sums["total_real_tokens_in_batch"]
+            squared = sums["seqlen_squared_sum_in_batch"]
+            outcome.flops.append((batch_size, tokens, squared))
             return original(args, batch_size, **sums)
-
-        return observed
-
-    def progress(original: Any) -> Any:
-        def observed(*arguments: Any) -> Any:
-            args = training.get_args()
-            outcome.progress_tokens.append(args.consumed_train_samples * args.seq_length)
-            return original(*arguments)
 
         return observed
 
@@ -297,7 +282,6 @@ def _observed(training: Any, outcome: Outcome) -> Iterator[None]:
 
     observers = {
         "num_floating_point_operations": num_floating_point_operations,
-        "compute_throughputs_and_append_to_progress_log": progress,
         "training_log": training_log,
     }
     originals = {name: getattr(training, name) for name in observers}
@@ -372,8 +356,6 @@ def _counted(forward_step: Any, outcome: Outcome, args: Any, case: Case) -> Any:
             if is_last and iteration == case.terminated_in and iteration not in outcome.forwards:
                 os.kill(os.getpid(), signal.SIGTERM)
             outcome.forwards[iteration] = outcome.forwards.get(iteration, 0) + 1
-            if sum(outcome.forwards.values()) == case.out_of_memory_in:
-                raise torch.OutOfMemoryError("no more")
             items = _Noted(data_iterator, [])
             output, loss_func = forward_step(items, model, *rest)
             if not is_last or case.nan_in is None or iteration != case.nan_in[1]:
@@ -427,24 +409,14 @@ class _Noted:
         return item
 
 
-def _replaced_names(training: Any) -> dict[str, Any]:
-    from megatron.core import num_microbatches_calculator
-    from megatron.core.datasets import utils
-    from megatron.training import checkpointing
+def _replaced_names() -> dict[str, Any]:
+    from odb_megatron.megatron.hooks import CORRECTED, REPLACED
 
-    from odb_megatron.megatron.compat_pretrain import prediction_module
-
-    names = (
-        "get_forward_backward_func",
-        "training_log",
-        "save_checkpoint",
-        "compute_throughputs_and_append_to_progress_log",
-    )
-    return {name: getattr(training, name) for name in names} | {
-        "compile_helpers": utils.compile_helpers,
-        "check_checkpoint_args": checkpointing.check_checkpoint_args,
-        "GPTModel": getattr(prediction_module(), "GPTModel", None),
-        "micro-batch calculator": num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,
+    return {
+        one.name: functools.reduce(
+            getattr, one.name.split("."), importlib.import_module(one.module)
+        )
+        for one in (*REPLACED.values(), *CORRECTED.values())
     }
 
 
@@ -455,7 +427,6 @@ def _final_values() -> dict[str, Any]:
     if args is None:
         return {}
     names = ("train_iters", "consumed_train_samples", "consumed_valid_samples", "iteration")
-    names += ("variable_seq_lengths",)
     return {name: getattr(args, name, None) for name in names}
 
 

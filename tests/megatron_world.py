@@ -51,7 +51,7 @@ _FLAGS = shlex.split("""
     --attention-dropout 0 --hidden-dropout 0 --make-vocab-size-divisible-by 64
     --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm
     --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion
-    --distributed-backend gloo --num-workers 0 --seed 1234
+    --num-workers 0 --seed 1234
     --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --clip-grad 1.0
     --micro-batch-size 1 --calculate-per-token-loss --eval-interval 1000 --log-interval 1
 """)
@@ -281,7 +281,7 @@ class Megatron:
             *("--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH)),
             *("--global-batch-size", str(GLOBAL_BATCH_SIZE)),
             *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", self.tokenizer),
-            *("--odb-log-dir", str(self.log_folder), "--odb-log-ids"),
+            *("--odb-log-dir", str(self.log_folder)),
             *(str(flag) for flag in flags),
         )
 

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from megatron_world import Megatron, Run
 
-from odb_megatron.megatron.compat_pretrain import PretrainForm, pretrain_form
-
 __all__ = [
     "CP",
     "EP",
@@ -27,7 +25,6 @@ __all__ = [
     "TP",
     "VPP",
     "assert_equal",
-    "is_017",
     "train_changed",
 ]
 
@@ -45,11 +42,6 @@ EXPERTS = (
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.05"
 )
 NO_ROUTER_LOSS = EXPERTS.replace("aux_loss --moe-aux-loss-coeff 0.05", "none")
-
-
-def is_017() -> bool:
-    """Whether Megatron is 0.17, where tests have to know; the package never asks."""
-    return pretrain_form() is PretrainForm.PARSES
 
 
 def assert_equal(run: Run, expected: Run) -> None:

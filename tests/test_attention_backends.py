@@ -1,15 +1,15 @@
-"""Attention backends against a float64 reference: where they run, and on fakes of their kernels.
-
-The fakes take exactly the arguments of the real functions (`test_kernel_signatures`) and leave
-unwritten what those would. On a GPU every backend that is installed runs on its real kernel.
-"""
+"""Choice of an attention kernel, what it and Megatron are told, and what is refused."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
-from itertools import pairwise
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,220 +17,217 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from odb_megatron.megatron.attention.registry import BACKENDS
+from odb_megatron.data.thd import layout
+from odb_megatron.megatron import attention
+from odb_megatron.megatron.attention import absent, select
+from odb_megatron.plan.padding import SizeRule
 from odb_megatron.testing import backends
-from odb_megatron.testing.attention_cases import CASES, Case, attend, real_places
-from odb_megatron.testing.backend_checks import Difference, _build, contract, measure, worst
-from odb_megatron.testing.fake_kernels import fake_flash, fake_torch_varlen
+from odb_megatron.testing.backends import CASES, Case, attend, build, differences
 
 BF16 = torch.bfloat16
+ALL = ("te", "flash3", "flash")
 
 
-def test_the_reference_is_torchs() -> None:
-    """One sample at a time, by scaled_dot_product_attention; so no backend judges another."""
-    for case in (CASES["several samples"], CASES["scale"], CASES["multi-latent"]):
-        query, key, value = case.tensors(dtype=torch.float64)
-        offsets = case.layout().cu_seqlens_padded.tolist()
-        found = attend(query, key, value, offsets, case)
-        for start, end in pairwise(offsets):
-            one = torch.nn.functional.scaled_dot_product_attention(
-                *(part[None, start:end].transpose(1, 2) for part in (query, key, value)),
-                is_causal=True,
-                scale=case.softmax_scale,
-                enable_gqa=True,
-            )
-            assert torch.allclose(found[start:end], one[0].transpose(0, 1), atol=1e-12)
-
-
-def test_cases_are_what_they_say() -> None:
-    assert int(CASES["FP8 shapes"].layout().cu_seqlens_padded[-1]) == 128
-    whole = CASES["padded to a size"].layout()
-    assert (whole.cu_seqlens_padded.diff() == 0).any()  # entries that stand for no token
-    assert int(whole.cu_seqlens_padded[-1]) == 64 > int(real_places(whole).sum()) == 32
-    assert not real_places(CASES["idle"].layout()).any()
-    one = CASES["one sample fills the pack"].layout()
-    assert one.cu_seqlens_padded.tolist() == [0, 48]
-
-
-@pytest.mark.parametrize("name", ["torch_flex", "cpu"])
-def test_those_that_run_on_the_cpu(name: str) -> None:
-    found = measure(BACKENDS[name].load(), device="cpu", dtype=torch.float32)
-    assert found.num_cases >= 12
-    assert found.fits(torch.float32), found
-    assert (found.gradient is None) == (name == "torch_flex")
-
-
-@pytest.mark.parametrize("name", ["flash", "flash3", "flash4", "torch"])
-def test_those_that_need_a_gpu_on_fakes(name: str) -> None:
-    found = contract(BACKENDS[name])
-    assert found is not None
-    assert found.num_cases == len(CASES)
-    assert found.fits(BF16), found
-    assert found.gradient is not None
-
-
-@pytest.mark.slow
-def test_transformer_engine_on_a_fake() -> None:
-    """Megatron's own `TEDotProductAttention` in between, for two versions of Transformer Engine."""
-    found = contract(BACKENDS["te"])
-    assert found is not None
-    assert found.num_cases == len(CASES)
-    assert found.fits(BF16), found
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", BACKENDS)
-def test_on_the_gpu(name: str) -> None:
-    backend = BACKENDS[name]
-    why = backend.available()
-    if why is not None:
-        pytest.skip(why)
-    dtype = BF16 if backend.limits.dtypes else torch.float32
-    found = measure(backend.load(), device="cuda", dtype=dtype)
-    assert found.num_cases >= 12
-    assert found.fits(dtype), found
-
-
-def _packed(where: Any, **changes: Any) -> Any:
-    from odb_megatron.megatron.compat import packed_seq_params
-
-    values = {
-        "qkv_format": "thd",
-        "cu_seqlens_q": where.cu_seqlens,
-        "cu_seqlens_kv": where.cu_seqlens,
-        "cu_seqlens_q_padded": where.cu_seqlens_padded,
-        "cu_seqlens_kv_padded": where.cu_seqlens_padded,
-        "max_seqlen_q": where.max_seqlen,
-        "max_seqlen_kv": where.max_seqlen,
-    }
-    return packed_seq_params(**values | changes)
-
-
-@pytest.mark.parametrize("name", ["flash", "flash3", "flash4"])
-def test_what_flash_is_told(name: str) -> None:
-    case = CASES["window"]
-    with fake_flash(name) as kernel:
-        module = _build(BACKENDS[name].load(), case)
-        module(*case.tensors(dtype=BF16), None, packed_seq_params=_packed(case.layout()))
-    (call,) = kernel.calls
-    assert call["causal"] is True
-    assert call["cu_seqlens_q"] is call["cu_seqlens_k"]
-    assert (call["max_seqlen_q"], call["max_seqlen_k"]) == (40, 40)
-    assert call["window_size"] == (6, 0)
-    assert call["softmax_scale"] == 0.25
-    assert call["deterministic"] is False
-    assert call.get("dropout_p", 0.0) == 0.0
-    assert ("dropout_p" in call) == (name == "flash")
-
-
-@pytest.mark.parametrize("name", ["flash", "flash3", "flash4"])
-def test_no_window(name: str) -> None:
-    case = CASES["several samples"]
-    with fake_flash(name) as kernel:
-        module = _build(BACKENDS[name].load(), case)
-        module(*case.tensors(dtype=BF16), None, packed_seq_params=_packed(case.layout()))
-    expected = (None, None) if name == "flash4" else (-1, -1)
-    assert kernel.calls[0]["window_size"] == expected
-
-
-def test_what_torch_is_told() -> None:
-    case = CASES["several samples"]
-    with fake_torch_varlen() as kernel:
-        module = _build(BACKENDS["torch"].load(), case)
-        module(*case.tensors(dtype=BF16), None, packed_seq_params=_packed(case.layout()))
-    (call,) = kernel.calls
-    assert (call["max_q"], call["max_k"], call["window_size"]) == (23, 23, (-1, 0))
-    assert (call["scale"], call["enable_gqa"]) == (0.25, True)
-
-
-def test_torch_without_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2.11 has no `enable_gqa`; before it there is no window."""
-    case = CASES["several samples"]
-    from torch.nn.attention import varlen
-
-    with fake_torch_varlen() as kernel:
-        own = varlen.varlen_attn.__signature__  # type: ignore[attr-defined]
-        kept = [p for n, p in own.parameters.items() if n != "enable_gqa"]
-        varlen.varlen_attn.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
-        module = _build(BACKENDS["torch"].load(), case)
-        module(*case.tensors(dtype=BF16), None, packed_seq_params=_packed(case.layout()))
-        assert kernel.calls[0]["key"].shape == (33, 4, 16)
-        kept = [p for n, p in own.parameters.items() if n != "window_size"]
-        varlen.varlen_attn.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match=r"needs varlen_attn with scale and window_size"):
-            _build(BACKENDS["torch"].load(), case)
-
-
-def test_a_padded_batch() -> None:
-    """Without `--odb` rows come as [S, B, heads, D]."""
-    case = Case(lengths=(9, 9, 9))
-    query, key, value = case.tensors(dtype=torch.float32)
-    rows = [part.view(3, 9, -1, 16).transpose(0, 1) for part in (query, key, value)]
-    module = _build(BACKENDS["torch_flex"].load(), case)
-    with torch.no_grad():
-        out = module(*rows, None)
-    assert out.shape == (9, 3, 64)
-    expected = attend(query, key, value, [0, 9, 18, 27], case).view(3, 9, 64).transpose(0, 1)
-    assert (out - expected).abs().max() < 1e-5
-
-
-def test_layers_of_a_micro_batch_share_the_mask() -> None:
-    from odb_megatron.megatron.attention import torch_kernels
-
-    case = CASES["several samples"]
-    where, last = case.layout(), torch_kernels._LastMask()
-    offsets = where.cu_seqlens_padded
-    first = last.of(offsets, num_tokens=33, window=-1)
-    assert last.of(offsets, num_tokens=33, window=-1) is first
-    assert last.of(offsets, num_tokens=33, window=4) is not first
-    assert last.of(offsets.clone(), num_tokens=33, window=-1) is not first
+def _args(impl: str = "local", backend: str = "auto", **others: Any) -> Namespace:
+    flags = {"bf16": True, "attention_dropout": 0.0, **others}
+    return Namespace(
+        transformer_impl=impl, attention_backend=SimpleNamespace(name=backend), **flags
+    )
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("args", "device", "capability", "installed", "chosen"),
     [
-        ({"qkv_format": "sbhd"}, "must come as qkv_format 'thd', got 'sbhd'"),
-        ({"max_seqlen_q": None}, "must come with max_seqlen_q"),
-        (
-            {"cu_seqlens_q_padded": torch.tensor([0, 5, 9], dtype=torch.int32)},
-            "got 5 offsets of keys for 3 of queries",
-        ),
-        (
-            {"cu_seqlens_q_padded": torch.tensor([0, 5, 9, 10, 33])},
-            r"must be int32 \[samples \+ 1\], got torch.int64",
-        ),
-        (
-            {
-                f"cu_seqlens_{name}_padded": torch.tensor([0, 5, 9], dtype=torch.int32)
-                for name in ("q", "kv")
-            },
-            r"cu_seqlens \[0, 5, 9\] do not end at the pack's 33 tokens",
-        ),
+        (_args("transformer_engine"), "cuda", (9, 0), ALL, "te"),
+        (_args("transformer_engine", "fused"), "cuda", (9, 0), ALL, "te"),
+        (_args(), "cuda", (9, 0), ALL, "flash3"),
+        (_args(backend="flash"), "cuda", (10, 0), ALL, "flash"),
+        (_args(attention_dropout=0.1), "cuda", (9, 0), ALL, "flash"),
+        (_args(backend="unfused"), "cuda", (9, 0), ALL, "torch"),
+        (_args(), "cpu", None, ALL, "torch"),
+        (Namespace(), "cpu", None, (), "torch"),
+        (_args("transformer_engine"), "cuda", (9, 0), (), "te is not here|--transformer-impl loc"),
+        (_args("transformer_engine"), "cpu", None, ALL, "no CUDA device. Mend that"),
+        (_args(backend="fused"), "cuda", (9, 0), ALL, "fused is Transformer Engine's"),
+        (_args(backend="flash"), "cpu", None, ALL, "there is no CUDA device"),
+        (_args(bf16=False), "cuda", (9, 0), ALL, "neither --bf16 nor --fp16"),
+        (_args(context_parallel_size=2), "cuda", (9, 0), ALL, "no --context-parallel-size above 1"),
+        (_args(), "cuda", (8, 0), ("flash3",), "flash is not here"),
+        (_args(attention_dropout=0.1), "cuda", (9, 0), ("flash3",), "has no --attention-dropout"),
     ],
 )
-def test_layouts_that_do_not_fit(changes: dict[str, Any], text: str) -> None:
+def test_what_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    args: Namespace,
+    device: str,
+    capability: tuple[int, int] | None,
+    installed: tuple[str, ...],
+    chosen: str,
+) -> None:
+    why = {name: "" if name in installed else f"{name} is not here" for name in ALL}
+    monkeypatch.setattr(attention, "absent", lambda: {**why, "torch": ""})
+    if chosen in {*ALL, "torch"}:
+        assert select(args, device_type=device, capability=capability).name == chosen
+    else:
+        with pytest.raises(ValueError, match=chosen):
+            select(args, device_type=device, capability=capability)
+
+
+def test_the_choice_imports_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys, odb_megatron.megatron.attention as a; a.absent();"
+        "print([m for m in sys.modules if m == 'torch' or m.startswith('megatron.')])"
+    )
+    import subprocess
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --- kernels -----------------------------------------------------------------------------------
+
+
+def _flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """By the reference."""
+    assert causal
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert max_seqlen_q == max_seqlen_k >= int(cu_seqlens_q.diff().max())
+    left, right = window_size
+    assert (left, right) == (-1, -1) or right == 0
+    case = Case(lengths=(), scale=softmax_scale, window=left if left >= 0 else None)
+    return attend(q, k, v, cu_seqlens_q.tolist(), case).to(q.dtype)
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Modules with the function that is called, executed by the reference."""
+    for name in ("flash_attn", "flash_attn_interface"):
+        module: Any = ModuleType(name)
+        module.flash_attn_varlen_func = _flash_attn_varlen_func
+        monkeypatch.setitem(sys.modules, name, module)
+    return importlib.import_module("odb_megatron.megatron.packed_attention").CLASSES
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_against_the_reference(flash: Any, case: str) -> None:
+    assert max(differences(flash["torch"], CASES[case], device="cpu", dtype=torch.float32)) < 1e-5
+    for name in ("flash", "flash3"):
+        assert max(differences(flash[name], CASES[case], device="cpu", dtype=BF16)) < 3e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("flash", "flash_attn"), ("flash3", "flash_attn_interface")]
+)
+def test_the_installed_function_takes_what_it_is_given(name: str, module: str) -> None:
+    if absent()[name]:
+        pytest.skip(absent()[name])
+    from odb_megatron.megatron.packed_attention import CLASSES
+
+    build(CLASSES[name], CASES["window"])  # looks at the signature
+
+
+def test_a_function_of_other_arguments_is_refused(flash: Any) -> None:
+    sys.modules["flash_attn"].flash_attn_varlen_func = lambda q, k, v, causal: None  # type: ignore[attr-defined]
+    with pytest.raises(
+        ValueError, match="flash_attn does not take cu_seqlens_k, cu_seqlens_q, det"
+    ):
+        build(flash["flash"], CASES["scale"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["te", "flash3", "flash", "torch"])
+def test_on_the_gpu(name: str) -> None:
+    found = backends.report(name)
+    if found["checked"] == "skipped":
+        pytest.skip(found["why"])
+    assert found["ok"], found
+
+
+def test_transformer_engine_takes_what_megatron_passes_on() -> None:
+    """Stock `TEDotProductAttention` passes fields of PackedSeqParams on by their names."""
+    if absent()["te"]:
+        pytest.skip(absent()["te"])
+    from transformer_engine.pytorch import DotProductAttention
+
+    known = inspect.signature(DotProductAttention.forward).parameters
+    assert {"cu_seqlens_q", "cu_seqlens_q_padded", "max_seqlen_q", "pad_between_seqs"} <= set(known)
+
+
+# --- what Megatron is told ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context_size", [1, 2])
+def test_the_layout_of_a_pack(monkeypatch: pytest.MonkeyPatch, context_size: int) -> None:
+    """Padding belongs to its sample, lengths are bounded by a power of two, and nothing else."""
+    from odb_megatron.megatron.forward_step import packed_batch
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    where = layout([7, 9, 1], positions=range(3), rule=SizeRule(multiple=8))
+    batch = packed_batch(where, context_size=context_size)
+    assert batch.cu_seqlens is not None
+    assert batch.cu_seqlens.tolist() == [0, 7, 16, 17]
+    given = vars(batch.packed_seq_params)
+    offsets = given["cu_seqlens_q"]
+    assert offsets.tolist() == [0, 8, 24, 32]
+    assert given["cu_seqlens_kv"] is offsets
+    padded = given["cu_seqlens_q_padded"], given["cu_seqlens_kv_padded"]
+    assert padded == ((offsets, offsets) if context_size > 1 else (None, None))
+    assert given["max_seqlen_q"] == given["max_seqlen_kv"] == 16
+    assert given.get("pad_between_seqs") in (False, None)
+
+
+def _run(case: Case, packed: dict[str, Any] | None = None, **given: Any) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from odb_megatron.megatron.packed_attention import CLASSES
+
+    offsets = torch.tensor([0, 5, 9, 33], dtype=torch.int32)
+    fields = {"qkv_format": "thd", "cu_seqlens_q": offsets, "max_seqlen_q": 24, **(packed or {})}
+    params = PackedSeqParams(**fields) if packed is not None else None
+    tensors = [torch.zeros(33, heads, 16) for heads in (4, 2, 2)]
+    if params is None:
+        tensors = [tensor[:, None] for tensor in tensors]
+    query = tensors[0][: given.pop("queries", 33)]
+    module = build(CLASSES["torch"], case)
+    module(query, *tensors[1:], None, packed_seq_params=params, **given)
+
+
+@pytest.mark.parametrize(
+    ("packed", "given", "text"),
+    [
+        ({"qkv_format": "sbhd"}, {}, "must come as qkv_format 'thd', got 'sbhd'"),
+        ({"local_cp_size": 1}, {}, "nothing that is not known here, got local_cp_size"),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 33])},
+            {},
+            r"must be int32 \[samples \+ 1\], got torch.i",
+        ),
+        ({"cu_seqlens_kv": torch.tensor([0, 33])}, {}, "got 2 offsets of keys for 4 of queries"),
+        *(
+            ({"cu_seqlens_q": torch.tensor(ends, dtype=torch.int32)}, {}, "do not go up from 0 to")
+            for ends in ([0, 5, 9], [3, 9, 33], [0, 9, 5, 33], [0, 5, 34])
+        ),
+        ({}, {"attention_bias": torch.zeros(1)}, "has no attention_bias: use rope or"),
+        (None, {"queries": 1}, "got 1 queries for 33 keys"),
+    ],
+)
+def test_what_does_not_fit(packed: dict[str, Any] | None, given: dict[str, Any], text: str) -> None:
     """pitfalls.md, boundary bookkeeping: `[0, 5, 9]` with no sentinel is refused."""
-    case = CASES["several samples"]
-    module = _build(BACKENDS["torch_flex"].load(), case)
-    with pytest.raises(ValueError, match=text), torch.no_grad():
-        module(
-            *case.tensors(dtype=torch.float32),
-            None,
-            packed_seq_params=_packed(case.layout(), **changes),
-        )
-
-
-@pytest.mark.parametrize("name", ["cpu", "torch_flex"])
-@pytest.mark.parametrize("offsets", [[0, 5, 9], [3, 9, 33], [0, 9, 5, 33], [0, 5, 34]])
-def test_boundaries_that_do_not_fit(name: str, offsets: list[int]) -> None:
-    """Every backend that runs here."""
-    case = CASES["several samples"]
-    module = _build(BACKENDS[name].load(), case)
-    made = torch.tensor(offsets, dtype=torch.int32)
-    names = [f"cu_seqlens_{side}{end}" for side in ("q", "kv") for end in ("", "_padded")]
-    packed = _packed(case.layout(), **dict.fromkeys(names, made))
-    with pytest.raises(ValueError, match="cu_seqlens"), torch.no_grad():
-        module(*case.tensors(dtype=torch.float32), None, packed_seq_params=packed)
+    with pytest.raises(ValueError, match=text):
+        _run(Case(lengths=()), packed, **given)
 
 
 @pytest.mark.parametrize(
@@ -244,80 +241,21 @@ def test_boundaries_that_do_not_fit(name: str, offsets: list[int]) -> None:
         ({"fp8_dot_product_attention": True}, "does not support --fp8-dot-product-attention"),
     ],
 )
-def test_what_varlen_kernels_do_not_have(values: dict[str, Any], text: str) -> None:
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.enums import AttnMaskType
-
-    config = TransformerConfig(
-        num_layers=1, hidden_size=64, num_attention_heads=4, attention_dropout=0.0
-    )
-    for name, value in values.items():
-        setattr(config, name, value)
-    load = BACKENDS["torch_flex"].load()
-    with pytest.raises(ValueError, match=f"attention backend torch_flex {text}: drop it, or"):
-        load(config, 1, AttnMaskType.causal, "self")
+def test_what_local_layers_do_not_have(flash: Any, values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=f"Flash3Attention of local layers {text}: drop it, or"):
+        build(flash["flash3"], CASES["scale"], **values)
 
 
-def test_other_attention_is_refused() -> None:
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.enums import AttnMaskType
-
-    config = TransformerConfig(
-        num_layers=1, hidden_size=64, num_attention_heads=4, attention_dropout=0.0
-    )
-    load = BACKENDS["torch_flex"].load()
-    for mask, kind in ((AttnMaskType.causal, "cross"), (AttnMaskType.padding, "self")):
-        with pytest.raises(ValueError, match="has causal self-attention only"):
-            load(config, 1, mask, kind)
-    module = load(config, 1, AttnMaskType.causal, "self")
-    row = torch.zeros(4, 1, 4, 16)
-    with pytest.raises(ValueError, match="has no attention_bias: use rope or"):
-        module(row, row, row, None, attention_bias=torch.zeros(1))
-    with pytest.raises(ValueError, match="got attn_mask_type no_mask, supports causal"):
-        module(row, row, row, None, AttnMaskType.no_mask)
-    with pytest.raises(ValueError, match="got 1 queries for 4 keys: it has no key/value cache"):
-        module(row[:1], row, row, None)
-
-
-def test_the_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "backends.json"
-    names = [name for name in BACKENDS if name != "te"]
-    assert backends.main(["--json", str(out), "--only", *names]) == 0
-    found = json.loads(out.read_text())
-    assert list(found["backends"]) == names
-    for name, one in found["backends"].items():
-        assert one["checked"] in ("ran", "contract"), name
-        assert (one["max_abs_diff"] is None) == (one["checked"] == "contract")
-        assert one["reason"]
-        assert one["ok"]
-    cpu = found["backends"]["cpu"]
-    assert (cpu["installed"], cpu["checked"]) == (True, "ran")
-    assert 0 < cpu["max_abs_diff"] < 1e-5
+    assert backends.main(["--json", str(out)]) == 0
+    found = json.loads(out.read_text())["backends"]
+    assert list(found) == ["te", "flash3", "flash", "torch"]
+    assert found["torch"]["checked"] == "ran"
+    assert 0 < found["torch"]["max_abs_diff"] < 1e-5
     printed = capsys.readouterr().out
-    assert all(f"{name} " in printed for name in names)
-    assert f"auto        {found['auto']}" in printed
-    monkeypatch.setattr(backends.Difference, "fits", lambda _self, _dtype: False)
-    assert backends.main(["--only", "cpu"]) == 1
-    assert "WRONG" in capsys.readouterr().out
-
-
-def test_the_worst_of_several_versions_counts_in_outputs_and_in_gradients() -> None:
-    one = Difference(output=1e-3, gradient=0.5, num_cases=3)
-    other = Difference(output=2e-3, gradient=1e-4, num_cases=4)
-    assert worst([one, other]) == Difference(output=2e-3, gradient=0.5, num_cases=3)
-    assert not worst([one, other]).fits(BF16)
-    without = Difference(output=0.0, gradient=None, num_cases=3)
-    assert worst([without]).gradient is None
-
-
-def test_a_file_that_cannot_be_written_is_refused_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    assert all(f"{name} " in printed for name in found)
     with pytest.raises(SystemExit) as ended:
-        backends.main(["--only", "cpu", "--json", str(tmp_path / "none" / "out.json")])
+        backends.main(["--json", str(tmp_path / "none" / "out.json")])
     assert ended.value.code == 2
-    printed = capsys.readouterr()
-    assert "there is no folder" in printed.err
-    assert not printed.out
+    assert "there is no folder" in capsys.readouterr().err

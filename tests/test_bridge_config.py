@@ -72,7 +72,7 @@ def test_overlay_of_the_examples(bridge: Bridge) -> None:
     run = bridge.train(*SHORT, "dataset.odb.token_budget=96", options=("--config", str(OVERLAY)))
     assert (
         "odb: reproduce with dataset.odb.token_budget=96 dataset.odb.overlong=truncate "
-        "dataset.odb.bad_record=skip "
+        "dataset.odb.max_bad_records=100 "
     ) in run.output
     assert [record["samples"] for record in run.records] == [8, 8]
 
@@ -97,14 +97,6 @@ def test_enable(bridge: Bridge, chats: ChatFile) -> None:
     assert {rank.dataset for rank in run.ranks} == {"OdbDatasetConfig"}
     assert "dataset.odb.token_budget=96" in run.output
     assert [record["samples"] for record in run.records] == [8, 8]
-
-
-def test_one_file_beside_those_of_splits_is_refused_in_python_too(
-    bridge: Bridge, chats: ChatFile
-) -> None:
-    settings = {"token_budget": 96, "data_path": chats.path, "valid_data_path": chats.path}
-    text = "dataset.odb.data_path is for all splits, and dataset.odb.valid_data_path for one"
-    assert text in bridge.refused(*SHORT, settings=settings)
 
 
 def test_data_set_of_a_fine_tuning_recipe(bridge: Bridge, tmp_path: Path) -> None:
@@ -145,28 +137,16 @@ def test_data_set_of_a_fine_tuning_recipe(bridge: Bridge, tmp_path: Path) -> Non
             ["dataset.odb.nothing=1"],
             "there is no dataset.odb.nothing: the settings are token_budget, ",
         ),
-        (["+dataset.odb.token_budget=1"], "write dataset.odb.NAME=VALUE"),
-        (["dataset.odb.token_budget=many"], "argument dataset.odb.token_budget: invalid int"),
-        (["dataset.odb.overlong=fifo"], "argument dataset.odb.overlong: invalid choice: 'fifo'"),
-        (["dataset.odb.pad_to_budget=1"], "dataset.odb.pad_to_budget is 1: give true or false"),
+        (["dataset.odb.token_budget=many"], "dataset.odb.token_budget is 'many': expected a whole"),
+        (["dataset.odb.dry_run=1"], "dataset.odb.dry_run is 1: give true or false"),
         (["dataset.odb.order=batch"], "dataset.odb.order is 'batch': give single"),
-        (["+dataset.nothing=1"], "nothing"),  # Bridge's own warning, or that it is not there
-        (["dataset.nothing=1"], "Could not override 'dataset.nothing'"),
-        (["dataset.odb.shape_buckets=[1"], "dataset.odb.shape_buckets=[1 is no override"),
-        (["~dataset"], "~dataset: a deletion would do nothing"),
-        (["~dataset.num_workers"], "~dataset.num_workers: a deletion would do nothing"),
-        (["dataset=null"], "dataset is a section of the configuration and cannot be None"),
-        (["train=null"], "train is a section of the configuration and cannot be None"),
-        (["+dataset._target_=somewhere.Nothing"], "_target_ would make another object of this"),
-        (["dataset.odb.token_budget=-5"], "dataset.odb.token_budget"),
-        (
-            ["dataset.odb.max_bad_records=16"],
-            "dataset.odb.max_bad_records would do nothing with data",
-        ),
+        (["dataset.nothing=1"], "the configuration has no dataset.nothing"),
+        (["dataset.odb.pad_to=[1"], "dataset.odb.pad_to=[1: "),
+        (["~dataset"], "~dataset: Bridge keeps what is not named"),
+        (["dataset=null"], "in this recipe and cannot be None: change dataset.KEY"),
+        (["+dataset._target_=somewhere.Nothing"], "_target_ would make another object of a"),
         (["dataset.odb.train_data_path=/nope.jsonl"], "/nope.jsonl does not exist"),
-        (["dataset.odb.valid_data_path=[1,/nope/some]"], "no data at '/nope/some': "),
         (["model.num_moe_experts=4"], "routers of a mixture of experts no padding mask"),
-        (["validation.full_validation=true"], "Bridge does not read validation.full_validation"),
     ],
 )
 def test_override_that_cannot_be_used(bridge: Bridge, overrides: list[str], text: str) -> None:
@@ -178,16 +158,12 @@ def test_override_that_cannot_be_used(bridge: Bridge, overrides: list[str], text
     [
         ("dataset:\n  nothing: 1\n", "the configuration has no dataset.nothing"),
         ("dataset:\n  odb:\n    nothing: 1\n", "there is no dataset.odb.nothing"),
-        ("dataset:\n  odb: 16384\n", "dataset.odb is 16384: it holds settings"),
+        ("dataset:\n  odb: 16384\n", "dataset.odb a int; expected 'external' and OdbSettings"),
         ("- 1\n", "holds no mapping"),
-        ("dataset: [1\n", "is no YAML: while parsing"),
-        ("train:\n  train_iters: ${nothing}\n", "nothing"),
         (
             "dataset:\n  _target_: megatron.bridge.training.config.MockGPTDatasetConfig\n",
-            "dataset._target_ would make another object",
+            "_target_ would make another object",
         ),
-        ("dataset: null\n", "dataset is a section of the configuration and cannot be None"),
-        ("dataset: mock\n", "dataset is a section of the configuration and cannot be 'mock'"),
         ("model:\n  num_layers:\n    one: 1\n", "no model.num_layers.one"),
     ],
 )
@@ -203,11 +179,9 @@ def test_overlay_that_cannot_be_used(
     ("options", "text"),
     [
         (["--recipe", "llama32_1b_sft"], "did you mean llama32_1b_sft_config"),
-        (["--recipe", "no.module:config"], "there is no module no.module"),
         (["--step", "bridge_recipe:nothing"], "bridge_recipe has no function nothing"),
         (["--config", "/no/such.yaml"], "the overlay /no/such.yaml cannot be read"),
         (["--nothing"], "there is no option --nothing"),
-        (["--mode", "finetune"], "finetune() starts from weights: give checkpoint.pretrained_ch"),
         (["nothing"], "an override has the form KEY=VALUE, got 'nothing'"),
     ],
 )
@@ -222,12 +196,12 @@ def test_option_that_cannot_be_used(bridge: Bridge, options: list[str], text: st
         (
             "tiny_sft_config",
             ["dataset.enable_offline_packing=true"],
-            "dataset.enable_offline_packing and dataset.odb both pack",
+            "dataset.odb and dataset.enable_offline_packing: both pack",
         ),
         (
             "tiny_packed_config",
             [],
-            "dataset.enable_in_batch_packing and dataset.odb both pack",
+            "dataset.odb and dataset.enable_in_batch_packing: both pack",
         ),
         (
             "tiny_packed_config",
@@ -246,21 +220,14 @@ def test_recipe_that_cannot_be_used(
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["model.num_moe_experts=4"], "routers of a mixture of experts no padding mask"),
-        (["model.mtp_num_layers=1"], "set model.mtp_num_layers=null"),
-        (["model.tp_comm_overlap=true"], "model.tp_comm_overlap has buffers of one shape"),
-        (["dist.eval_context_parallel_size=1"], "drop dist.eval_context_parallel_size"),
-        (["validation.full_validation=true"], "Bridge does not read validation.full_validation"),
-        (["logger.skip_train_metrics_log=true"], "logger.skip_train_metrics_log leaves out"),
-        (["train.rampup_batch_size=[4,4,16]"], "drop train.rampup_batch_size"),
-        (["train.decrease_batch_size_if_needed=true"], "dataset.odb keeps the batch size"),
-        (["validation.multiple_validation_sets=true"], "drop validation.multiple_validation_sets"),
-        (["checkpoint.non_persistent_ckpt_type=local"], "checkpoint.non_persistent_ckpt_type"),
-        (["dataset.eod_mask_loss=true"], "dataset.eod_mask_loss and "),
+        (["model.mtp_num_layers=1"], "drop model.mtp_num_layers"),
         (
-            ["dataset.odb.max_bad_records=16"],
-            "dataset.odb.max_bad_records would do nothing with data",
+            ["validation.full_validation=true"],
+            "Bridge does not read it",
         ),
+        (["train.decrease_batch_size_if_needed=true"], "drop train.decrease_batch_size_if_needed"),
+        (["checkpoint.non_persistent_ckpt_type=local"], "checkpoint.non_persistent_ckpt_type"),
+        (["dataset.eod_mask_loss=true"], "drop dataset.eod_mask_loss"),
         (["train.train_iters=0"], "SystemExit: 2"),
         (["dataset.odb.data_path=x.jsonl"], "dataset.odb.data_path is for all splits, and"),
         (["dataset.odb.token_budget=32"], "dataset.odb.token_budget 32 is below model.seq_length"),
@@ -272,8 +239,7 @@ def test_configuration_that_cannot_be_used(bridge: Bridge, overrides: list[str],
         assert text in bridge.refused(*SHORT, *overrides)
     else:
         assert (
-            "odb: validation.eval_micro_batch_size=1 (was 2)"
-            in bridge.train(*SHORT, *overrides).output
+            "validation.eval_micro_batch_size=1 (was 2)" in bridge.train(*SHORT, *overrides).output
         )
 
 
@@ -283,7 +249,6 @@ def test_configuration_that_cannot_be_used(bridge: Bridge, overrides: list[str],
         ({"tokens": 1}, [], "there is no dataset.odb.tokens: the settings are token_budget, "),
         ({}, ["dataset.dataloader_type=batch"], "drop the override that changes them"),
         ({}, ["train.micro_batch_size=2"], "dataset.odb needs train.micro_batch_size 1"),
-        ({}, ["ddp.average_in_collective=true"], "average_in_collective"),
     ],
 )
 def test_enable_refuses(
@@ -302,10 +267,7 @@ def test_enable_refuses(
             "UnusableError: the dataset is a GPTDatasetConfig, not ODB's",
         ),
         ("cfg.dataset.odb.token_budgt = 128", "did you mean dataset.odb.token_budget?"),
-        ("cfg.dataset.odb.overlog = 'drop'", "did you mean dataset.odb.overlong?"),
         ("cfg.dataset.token_budget = 128", "set cfg.dataset.odb.token_budget"),
-        ("cfg.dataset.blend = None", "set cfg.dataset.recipe.blend"),
-        ("cfg.dataset.odb.token_budget = -5", "dataset.odb.token_budget"),
     ],
 )
 def test_change_after_enable_that_cannot_be_used(

@@ -36,13 +36,11 @@ TOPOLOGIES = {
     "pp2": ("model.pipeline_model_parallel_size=2",),
     "pp2_one_shape": (
         "model.pipeline_model_parallel_size=2",
-        "dataset.odb.pad_to_budget=true",
+        "dataset.odb.pad_to=budget",
     ),
     "vpp2x2": (
         "model.pipeline_model_parallel_size=2",
         "model.virtual_pipeline_model_parallel_size=2",
-        "model.overlap_p2p_comm=true",  # gloo hangs in batched sends of several chunks
-        "model.batch_p2p_comm=false",
     ),
     "cp2": ("model.context_parallel_size=2",),
 }
@@ -83,8 +81,8 @@ def test_pretrain(saved: tuple[Run, Path], chats: ChatFile) -> None:
 
 def test_says_what_is_on(saved: tuple[Run, Path], chats: ChatFile) -> None:
     output = saved[0].output
-    assert "odb: train.micro_batch_size=1 (was 2)" in output
-    assert "odb: model.calculate_per_token_loss=True (was False)" in output
+    assert "train.micro_batch_size=1 (was 2)" in output
+    assert "odb: set model.calculate_per_token_loss=True (was False), " in output
     assert f"dataset.odb over {chats.path}" in output
     assert "odb: reproduce with dataset.odb.token_budget=96 " in output
     assert "6 optimizer steps, 48 samples (48 of 48 requested)" in output

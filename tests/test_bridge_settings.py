@@ -2,54 +2,70 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import importlib.util
+import pickle
 from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from odb_megatron.bridge.batches import TrainBatches, as_batch
+from odb_megatron import errors
 from odb_megatron.bridge.hooks import require_names
-from odb_megatron.bridge.settings import OdbSettings, described, flag_values, in_bridge_words
-from odb_megatron.data.thd import assemble_idle, layout
-from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.plan.padding import SizeRule
+from odb_megatron.bridge.run import TrainBatches, as_batch
+from odb_megatron.bridge.settings import OdbSettings, described, setting_in_bridge
+from odb_megatron.data.thd import assemble, layout
+from odb_megatron.errors import SettingError, flag_of
+from odb_megatron.megatron.config import SETTINGS, OdbConfig
+from odb_megatron.plan.padding import OverlongPolicy, SizeRule
 
 
 def test_every_setting_is_a_flag_or_names_data() -> None:
     names = {field.name for field in fields(OdbSettings)}
-    assert {name for name in names if f"odb_{name}" not in flag_values(OdbSettings())} == {
-        "data_path",
-        "train_data_path",
-        "valid_data_path",
-        "test_data_path",
-        "split",
-        "order",
+    assert names - set(SETTINGS) == {
+        *("data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "order")
     }
+    assert set(SETTINGS) - names == {"enabled", "epochs"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "name", "value"),
+    ("settings", "value"),
     [
-        ({}, "odb", True),
-        ({}, "odb_token_budget", None),
-        ({"token_budget": 96}, "odb_token_budget", 96),
-        ({"token_budget": "96"}, "odb_token_budget", 96),  # as an override may have it
-        ({"pad_to_budget": True}, "odb_pad_to_budget", True),
-        ({"pad_to_budget": False}, "odb_pad_to_budget", None),
-        ({"resume_strict": False}, "odb_resume_strict", False),
-        ({"resume_strict": True}, "odb_resume_strict", True),
-        ({"log_dir": "a b"}, "odb_log_dir", "a b"),
-        ({"log_dir": "a b", "log_ids": True}, "odb_log_ids", True),
-        ({"dry_run": True}, "odb_dry_run", True),
-        ({"log_ids": False}, "odb_log_ids", None),
-        ({"cost": "linear=0.5,patch=2"}, "odb_cost", "linear=0.5,patch=2"),
+        ({}, 64),
+        ({"token_budget": 96}, 96),
+        ({"token_budget": "96"}, 96),  # as an override may have it
+        ({"pad_to": "budget"}, (64,)),
+        ({"pad_to": [32, 16]}, (16, 32, 64)),
+        ({"pad_to": 32}, (32, 64)),
+        ({"log_dir": "a b"}, "a b"),
+        ({"dry_run": True}, True),
+        ({"dry_run": False}, False),
+        ({"timeout_s": 7}, 7.0),
+        ({"template_args": {"enable_thinking": False}}, {"enable_thinking": False}),
+        ({"overlong": "drop"}, OverlongPolicy.DROP),
     ],
 )
-def test_values(settings: dict[str, object], name: str, value: object) -> None:
-    assert flag_values(OdbSettings(**settings))[name] == value  # type: ignore[arg-type]
+def test_values(settings: dict[str, object], value: object) -> None:
+    config = _config(**settings)
+    assert config.enabled
+    assert getattr(config, next(iter(settings), "token_budget")) == value
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"token_budget": "many"}, "token-budget is 'many': expected a whole number"),
+        ({"token_budget": True}, "token-budget is True: expected a whole number"),
+        ({"overlong": "fifo"}, "overlong is 'fifo': expected error, truncate, drop, solo"),
+        ({"dry_run": 1}, "dry-run is 1: give true or false"),
+        ({"timeout_s": "long"}, "timeout-s is 'long': expected a number of seconds"),
+    ],
+)
+def test_values_of_a_wrong_type(settings: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        _config(**settings)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +73,7 @@ def test_values(settings: dict[str, object], name: str, value: object) -> None:
     [
         ("token_budgt", "there is no dataset.odb.token_budgt: did you mean dataset.odb.token_budg"),
         ("overlonk", "did you mean dataset.odb.overlong?"),
-        ("nothing", "there is no dataset.odb.nothing: the settings are token_budget, pad_to_budg"),
+        ("nothing", "there is no dataset.odb.nothing: the settings are token_budget, "),
     ],
 )
 def test_attribute_that_is_no_setting(name: str, text: str) -> None:
@@ -70,27 +86,34 @@ def test_attribute_that_is_no_setting(name: str, text: str) -> None:
 
 
 def test_described() -> None:
-    settings = OdbSettings(token_budget=96, pad_to_budget=True, data_path=["0.5", "a", "0.5", "b"])
+    settings = OdbSettings(token_budget=96, dry_run=True, data_path=["0.5", "a", "0.5", "b"])
     assert described(settings) == (
-        "dataset.odb.token_budget=96 dataset.odb.pad_to_budget=true "
-        "dataset.odb.data_path=[0.5,a,0.5,b]"
+        "dataset.odb.token_budget=96 dataset.odb.dry_run=true dataset.odb.data_path=[0.5,a,0.5,b]"
     )
     prices = OdbSettings(cost="linear=1,patch=2")
     assert described(prices) == """'dataset.odb.cost="linear=1,patch=2"'"""
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("name", "words"),
     [
-        ("--odb-token-budget 8", "dataset.odb.token_budget 8"),
-        ("--odb needs --micro-batch-size 1:", "dataset.odb needs train.micro_batch_size 1:"),
-        ("or anew (--finetune)", "or anew (checkpoint.finetune=true)"),
-        ("pass --no-odb-resume-strict to", "pass dataset.odb.resume_strict=false to"),
-        ("--unknown-flag stays", "--unknown-flag stays"),
+        ("odb", "dataset.odb"),
+        ("odb_token_budget", "dataset.odb.token_budget"),
+        ("micro_batch_size", "train.micro_batch_size"),
+        ("finetune", "checkpoint.finetune=true"),
+        ("not_in_bridge", "--not-in-bridge"),
     ],
 )
-def test_words(text: str, words: str) -> None:
-    assert in_bridge_words(text) == words
+def test_names(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = SettingError(f"{{{name}}} is {{value}}", value="{7}")
+    assert str(error) == f"{flag_of(name)} is {{7}}"
+    monkeypatch.setitem(errors._host, "name", setting_in_bridge)
+    assert str(pickle.loads(pickle.dumps(error))) == f"{words} is {{7}}"
+
+
+def _config(**settings: object) -> OdbConfig:
+    values = OdbSettings(**settings).as_flags()
+    return OdbConfig.from_args(argparse.Namespace(**values, seq_length=64, global_batch_size=8))
 
 
 def test_layout_reaches_ranks_without_tokens() -> None:
@@ -98,39 +121,28 @@ def test_layout_reaches_ranks_without_tokens() -> None:
     assert [name for name in batch if batch[name] is None] == [
         *("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
     ]
-    assert batch["cu_seqlens_q"].tolist() == [0, 3, 8]
-    assert batch["cu_seqlens_q_padded"].tolist() == [0, 4, 12]
+    assert batch["cu_seqlens_q"].tolist() == batch["cu_seqlens_kv"].tolist() == [0, 4, 12]
     assert int(batch["max_seqlen_q"]) == 8
     assert batch["cu_seqlens_q"].dtype == torch.int32
 
 
 @pytest.mark.parametrize(
-    ("item", "real"),
+    ("item", "offsets"),
     [
-        (assemble_idle(rule=SizeRule(multiple=4)), [0, 4]),
-        (assemble_idle(rule=SizeRule(sizes=(16,), multiple=4)), [0, 16]),
-        (layout([3], positions=[0], rule=SizeRule(sizes=(16,), multiple=4)), [0, 3, 15]),
+        (assemble([], positions=[], rule=SizeRule(multiple=4)), [0, 4]),
+        (assemble([], positions=[], rule=SizeRule(sizes=(16,), multiple=4)), [0, 16]),
+        (layout([3], positions=[0], rule=SizeRule(sizes=(16,), multiple=4)), [0, 4, 16]),
     ],
 )
-def test_no_segment_is_empty(item: object, real: list[int]) -> None:
-    assert as_batch(item)["cu_seqlens_q"].tolist() == real  # type: ignore[arg-type]
+def test_no_segment_is_empty(item: object, offsets: list[int]) -> None:
+    assert as_batch(item)["cu_seqlens_q"].tolist() == offsets  # type: ignore[arg-type]
 
 
 def test_state_of_another_loader_is_refused() -> None:
-    batches = TrainBatches(
-        iter(()), on_batch=print, save=lambda: "text", restore=lambda _text: None
-    )
+    batches = TrainBatches(iter(()), print, save=lambda: "text", restore=lambda _text: None)
     assert batches.save_state() == {"odb": "text"}
     with pytest.raises(ValueError, match="which ODB did not write"):
         batches.restore_state({"samples_seen": 3})
-
-
-def test_defaults_are_those_of_the_flags() -> None:
-    import argparse
-
-    args = argparse.Namespace(**flag_values(OdbSettings()), seq_length=64, global_batch_size=8)
-    config = OdbConfig.from_args(args)
-    assert (config.token_budget, config.enabled) == (64, True)
 
 
 def test_another_bridge_is_refused() -> None:

@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from odb_megatron.comm.blocks import ControlError, SourceGroup
-from odb_megatron.comm.delivery import ReplicaGroup
-from odb_megatron.testing.gloo import run_replicas
-from odb_megatron.testing.nursery import nursery
+from odb_megatron.comm.groups import ControlError, ReplicaGroup, SourceGroup
+from odb_megatron.testing.gloo import nursery, run_replicas
 
 RANKS = [5, 0, 3, 7, 1, 6, 2]  # in replica order; rank 4 is no source rank
 FAILED = {2, 5}
@@ -193,7 +191,7 @@ SHORT_S, HEADERS = 8.0, (b"", b"short", b"x" * 4088, b"y" * 4089, b"z" * 9000, b
 def _replica(rank: int) -> dict[str, Any]:
     """Rank 2 is the source rank of ranks 0 and 1, of which 1 gets no payload; rank 3 is alone."""
     ranks, payload, attachment = ([3], [3], []) if rank == 3 else ([2, 0, 1], [2, 0], [2, 1])
-    from odb_megatron.megatron.replica_data import differences
+    from odb_megatron.megatron.replica import differences
 
     values = {"seed": "7" if rank == 1 else "1", "lr": "0.1"}
     seen: dict[str, Any] = {

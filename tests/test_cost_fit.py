@@ -90,18 +90,6 @@ def test_known_prices_are_found(how: dict[str, Any]) -> None:
     assert fit.notes == ()
 
 
-def test_a_few_outliers_do_no_harm() -> None:
-    run = _run()
-    for step in run.steps[5::7]:
-        record = step.records[1]
-        times = (record.micro_batch_s[0] * 8, *record.micro_batch_s[1:])
-        step.records[1] = replace(record, micro_batch_s=times)
-    fit = fit_cost(run)
-    assert fit.num_outliers >= 5
-    assert fit.prices.linear == pytest.approx(TRUE.linear, rel=0.06)
-    assert fit.prices.overhead == pytest.approx(TRUE.overhead, rel=0.1)
-
-
 def test_what_is_not_told_apart_keeps_its_ratio() -> None:
     """Samples of one length have no quadratic price, full micro-batches no overhead."""
     same = fit_cost(_run(lengths=(500, 501), noise=0.01))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from odb_megatron.testing import cpu_device
-from odb_megatron.testing.cpu_replacements import REPLACEMENTS
+from odb_megatron.testing.cpu_device import REPLACEMENTS
 from odb_megatron.testing.gloo import run_replicas
 
 IDENTITIES = """
@@ -72,7 +72,7 @@ def test_import_changes_nothing_and_activation_is_idempotent() -> None:
         IDENTITIES
         + """
 from odb_megatron.testing import cpu_device
-from odb_megatron.testing.cpu_replacements import REPLACEMENTS
+from odb_megatron.testing.cpu_device import REPLACEMENTS
 assert identities() == before and not cpu_device.is_active()
 cpu_device.activate()
 once = identities()

@@ -1,4 +1,4 @@
-"""`odb_megatron.comm.deadline` and `watchdog`, with a heartbeat that says what the test says."""
+"""`odb_megatron.comm.heartbeat` and `watchdog`, with a heartbeat that says what the test says."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from odb_megatron.comm import deadline as deadline_module
+from odb_megatron.comm import heartbeat as deadline_module
 from odb_megatron.comm import watchdog as watchdog_module
-from odb_megatron.comm.deadline import Deadline, PeerError
-from odb_megatron.comm.watchdog import PEER_LOST, OnPeerFailure, Watchdog
+from odb_megatron.comm.heartbeat import Deadline, PeerError
+from odb_megatron.comm.watchdog import PEER_LOST, Watchdog
 
 WAIT_S = 20.0
 
@@ -141,7 +141,7 @@ class Watched:
         monkeypatch.setattr(watchdog_module, "end_process", self._end)
         monkeypatch.setattr(watchdog_module, "limit_shutdown", self.limits.append)
         monkeypatch.setattr(watchdog_module, "_LOOK_S", 0.01)
-        defaults: Any = {"action": OnPeerFailure.EXIT, "grace_s": 0.05, "longest_save_s": 3600.0}
+        defaults: Any = {"grace_s": 0.05, "longest_save_s": 3600.0}
         defaults |= {"is_saving": lambda: False, "leave_reason": self.reasons.append}
         self.watchdog = Watchdog(cast(Any, self.heartbeat), **{**defaults, **options})
         self.thread = next(t for t in threading.enumerate() if t.name == "the watchdog")
@@ -176,17 +176,6 @@ def test_a_checkpoint_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyP
     watched = Watched(monkeypatch, is_saving=lambda: True, longest_save_s=0.1)
     watched.heartbeat.lose("rank 1 is gone")
     assert watched.ended.wait(WAIT_S)
-
-
-def test_reporting_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    watched = Watched(monkeypatch, action=OnPeerFailure.REPORT)
-    watched.heartbeat.lose("rank 1 is gone")
-    watched.thread.join(WAIT_S)
-    assert not watched.thread.is_alive()
-    assert watched.codes == []
-    assert "rank 1 is gone; nothing is done (--odb-on-peer-failure)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("loss", ["gone", "failed", ""])

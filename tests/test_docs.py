@@ -116,7 +116,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
         "odb_megatron.data.step_loader.StepLoader",
         "odb_megatron.megatron.run.OdbRun",
         "odb_megatron.bridge.activation.enable",
-        "odb_megatron.simulation.compare.simulate",
+        "odb_megatron.report.simulate.simulate",
         "odb_megatron.elastic.main",
     ):
         assert f'id="{name}"' in text, name

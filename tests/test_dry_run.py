@@ -51,7 +51,7 @@ def test_data_that_does_not_fit(megatron: Megatron, chats: ChatFile, tmp_path: P
     run = megatron.run(*DRY, *flags)
     assert {outcome.error for outcome in run.replicas} == {"SystemExit: 2"}
     assert any("bad.jsonl" in outcome.output for outcome in run.replicas)
-    left_out = megatron.run(*DRY, *flags, "--odb-bad-record", "skip")
+    left_out = megatron.run(*DRY, *flags, "--odb-max-bad-records", 99)
     assert [outcome.error for outcome in left_out.replicas] == ["", ""]
     assert "first left out: " in left_out.replicas[0].output
 

@@ -86,8 +86,7 @@ def test_quota_and_resume(path: Path, workers: int) -> None:
     names, states, steps = run(stream, config)
     assert sum(step.totals.num_samples for step in steps) == 150
     source = json.loads(states[-2][0])["source"]
-    assert source["from"]["number"] > 0
-    assert source["from"]["parts"][0][0]["__kind__"] == "SavableDataLoaderState"
+    assert source["parts"][0]["at"] > 0
     middle = len(names) // 2
     for at in (2, middle, len(names) - 2) if workers == 1 else (middle,):
         rest, _, _ = run(stream, config, states=states[at])

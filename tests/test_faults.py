@@ -25,7 +25,7 @@ def _module(name: str) -> ModuleType:
 
 def _run(kind: str, **options: Any) -> Any:
     flags = ("--num-workers", "1", *options.pop("flags", ()))
-    return _module("fault_world").run_fault(kind, flags=flags, **options)
+    return _module("faults").run_fault(kind, flags=flags, **options)
 
 
 @pytest.mark.parametrize(

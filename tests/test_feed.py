@@ -28,7 +28,6 @@ from made_up_data import (
 
 from odb_megatron.data.feed import ContextPart, StepFeed, StepHeader
 from odb_megatron.data.loop import StepLoop
-from odb_megatron.data.preprocess import BadRecordPolicy
 from odb_megatron.data.sample import BadRecordError
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
@@ -36,7 +35,7 @@ from odb_megatron.plan.record import LoaderClosedError, ReplicaFailedError
 from odb_megatron.testing.replicas import ThreadChannel, run_in_threads, thread_channels
 
 WAIT_S = 60.0
-ERROR = {"bad_record": BadRecordPolicy.ERROR}
+ERROR = {"skip_bad": False}
 LENGTHS = [random.Random(9).choice([0, *range(1, 33)]) for _ in range(40)]
 
 
@@ -101,7 +100,7 @@ def test_steps_and_progress_do_not_depend_on_timing() -> None:
 
     def go(channel: ThreadChannel) -> list[Any]:
         runs = []
-        for plan_ahead in (0, 1, 2, 5):
+        for plan_ahead in (1, 5):
             feed = feed_of(channel, plan_ahead=plan_ahead, stream=stream)
             assert feed.progress.consumed == 0
             runs.append(named(read(feed, delay_s=0.01)))
@@ -124,7 +123,6 @@ def test_several_loaders_at_once_in_turns() -> None:
         for _ in range(4):
             found = [named(read(feed, most=1)) for feed in feeds]
             assert found[0] == found[1] == found[2]
-        assert all(feed.is_running for feed in feeds)
         for feed in feeds:
             end = time.monotonic() + WAIT_S
             while feed.num_ready < 2 and time.monotonic() < end:
@@ -139,10 +137,9 @@ def test_several_loaders_at_once_in_turns() -> None:
     in_threads(go)
 
 
-@pytest.mark.parametrize("plan_ahead", [0, 2])
-def test_a_pass_can_be_broken_off_and_begun_again(plan_ahead: int) -> None:
+def test_a_pass_can_be_broken_off_and_begun_again() -> None:
     def go(channel: ThreadChannel) -> None:
-        feed = feed_of(channel, plan_ahead=plan_ahead)
+        feed = feed_of(channel, plan_ahead=2)
         (iterator,) = feed.iterators
         passes = []
         for most in (3, None, 1, None):
@@ -166,8 +163,7 @@ def test_a_pass_that_does_not_end_is_not_begun_again() -> None:
 # --- closing ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan_ahead", [0, 1, 5])
-@pytest.mark.parametrize("after", [0, 1, 4])
+@pytest.mark.parametrize(("plan_ahead", "after"), [(1, 0), (2, 4), (5, 1)])
 def test_a_replica_that_closes_stops_all(plan_ahead: int, after: int) -> None:
     """Steps that were made everywhere are trained by those who go on, and no more."""
 
@@ -182,7 +178,6 @@ def test_a_replica_that_closes_stops_all(plan_ahead: int, after: int) -> None:
         except Exception as found:
             error = found
         assert feed.close(timeout_s=WAIT_S)
-        assert not feed.is_running
         assert feed.close(timeout_s=0.0)
         with pytest.raises(RuntimeError, match="is closed: no step can be taken from it any more"):
             feed.next_item(0)
@@ -197,8 +192,7 @@ def test_a_replica_that_closes_stops_all(plan_ahead: int, after: int) -> None:
     assert first[0] == third[0]
 
 
-@pytest.mark.parametrize("plan_ahead", [0, 1, 5])
-@pytest.mark.parametrize("stop", [0, 3, 99])
+@pytest.mark.parametrize(("plan_ahead", "stop"), [(1, 0), (2, 3), (5, 3), (2, 99)])
 def test_all_can_stop_after_the_same_step(plan_ahead: int, stop: int) -> None:
     """As an iteration limit, an exit interval or the end of the data; nobody waits for anybody."""
     channels = thread_channels(3)
@@ -228,8 +222,7 @@ def test_closing_does_not_wait_for_ever_and_wakes_the_trainer() -> None:
 
     trainer = threading.Thread(target=train)
     trainer.start()
-    while not feed.is_running:
-        time.sleep(0.001)
+    time.sleep(0.5)
     assert not feed.close(timeout_s=0.01)
     trainer.join(WAIT_S)
     assert found == ["the step queue is closed: no step can be taken from it any more"]
@@ -255,13 +248,12 @@ def _errors(make: Callable[[ThreadChannel], StepFeed]) -> list[tuple[int, Except
     return in_threads(go)
 
 
-@pytest.mark.parametrize("plan_ahead", [0, 1, 3])
-def test_a_bad_record_reaches_all_trainers_after_the_steps_before_it(plan_ahead: int) -> None:
+def test_a_bad_record_reaches_all_trainers_after_the_steps_before_it() -> None:
     limits = {"context": 32, "token_budget": 32}
     stream = single_stream(Records([3] * 40 + [0]), sample_rules=rules(**limits))
     position = next(at for at in range(41) if stream.locate(at).record == 40)
     found = _errors(
-        lambda channel: feed_of(channel, plan_ahead=plan_ahead, stream=stream, global_batch_size=2)
+        lambda channel: feed_of(channel, plan_ahead=3, stream=stream, global_batch_size=2)
     )
     guilty, other = found[position % 2][1], found[1 - position % 2][1]
     assert isinstance(guilty, BadRecordError)
@@ -272,10 +264,7 @@ def test_a_bad_record_reaches_all_trainers_after_the_steps_before_it(plan_ahead:
     assert found[0][0] == found[1][0] == position // 2  # every step before it was trained
 
 
-@pytest.mark.parametrize("plan_ahead", [0, 3])
-def test_an_error_after_the_gather_reaches_all_trainers(
-    plan_ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_after_the_gather_reaches_all_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     pack = StepLoop._pack
 
     def broken(self: StepLoop, plan: Any, totals: Any, samples: Any) -> Any:
@@ -284,18 +273,11 @@ def test_an_error_after_the_gather_reaches_all_trainers(
         return pack(self, plan, totals, samples)
 
     monkeypatch.setattr(StepLoop, "_pack", broken)
-    (made, other), (count, error) = _errors(lambda channel: feed_of(channel, plan_ahead=plan_ahead))
+    (made, other), (count, error) = _errors(lambda channel: feed_of(channel, plan_ahead=3))
     assert (count, str(error)) == (4, "no memory to pack in")
     assert isinstance(other, ReplicaFailedError)
     assert str(other) == "replica 1 failed: OSError: no memory to pack in"
     assert made == 5  # its own part of the step was fine
-
-
-def test_what_cannot_be() -> None:
-    with pytest.raises(ValueError, match="needs a channel to its source rank"):
-        StepFeed(None, channel=None)
-    with pytest.raises(ValueError, match=r"a queue of -1 steps: give 0 \(no thread\) or more"):
-        feed_of(thread_channels(1)[0], plan_ahead=-1)
 
 
 # --- the other ranks of a replica --------------------------------------------------------------
@@ -354,7 +336,7 @@ def in_ranks(
             channel=channel,
             part=ContextPart(size=parts, rank=rank % parts),
             num_chunks=2,
-            plan_ahead=rank,
+            plan_ahead=rank + 1,
         )
         try:
             results[rank] = function(feed, channel)

@@ -1,4 +1,4 @@
-"""`--odb-pad-to-budget` and `--odb-shape-buckets`: shapes over many steps, losses, what is counted.
+"""`--odb-pad-to`: shapes over many steps, losses, what is counted.
 
 Megatron's CUDA graphs compare what they were captured with to what they get (cuda_graphs.py
 `get_mismatch_errors`, 0.19.2); that comparison is made here, without a GPU.
@@ -122,7 +122,7 @@ def test_losses_over_a_hundred_steps(megatron: Megatron, data_flags: tuple[str, 
     """The acceptance: as without padding within 1e-5, and one shape."""
     flags = ("--odb", "--train-samples", 808, "--lr", "1e-4", "--min-lr", "1e-5", *data_flags)
     plain = megatron.train(*flags, replicas=1)
-    fixed = megatron.train(*flags, "--odb-pad-to-budget", replicas=1)
+    fixed = megatron.train(*flags, "--odb-pad-to", "budget", replicas=1)
     assert len(fixed.steps) >= 100
     assert [step.all_ids for step in fixed.steps] == [step.all_ids for step in plain.steps]
     assert fixed.losses == pytest.approx(plain.losses, abs=1e-5)
@@ -135,7 +135,7 @@ def test_buckets_are_counted(megatron: Megatron, data_flags: tuple[str, ...]) ->
     """Of both replicas, in each step and in the summary."""
     flags = ("--odb", "--train-samples", 41, *data_flags)
     plain = megatron.train(*flags)
-    bucketed = megatron.train(*flags, "--odb-shape-buckets", 32, 48)
+    bucketed = megatron.train(*flags, "--odb-pad-to", 32, 48)
     assert bucketed.losses == pytest.approx(plain.losses, abs=1e-5)
     total = 0
     for number, step in enumerate(bucketed.steps):

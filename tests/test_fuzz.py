@@ -7,12 +7,12 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import pytest
 
-from odb_megatron.data.loop import PackedStep, StepLoop
-from odb_megatron.data.step_wire import StepMetadata, encode_header
+from odb_megatron.data.loop import PackedStep
+from odb_megatron.data.wire import StepMetadata, encode_header
 from odb_megatron.plan.record import PlanConfig
 from odb_megatron.testing import fuzz
 from odb_megatron.testing.fuzz import run_world
@@ -98,61 +98,61 @@ class TestInvariants:
             assert check_run(other, steps, is_whole=True).over_budget > 0
 
 
-class TestWorlds:
-    def test_a_world_is_a_function_of_seed_and_number(self) -> None:
-        assert random_world(random.Random("0 7")) == random_world(random.Random("0 7"))
-        assert random_world(random.Random("0 7")) != random_world(random.Random("0 8"))
-
-    def test_no_violation_and_every_case(self) -> None:
-        total = Tally()
-        worlds = (random_world(random.Random(f"tests {number}")) for number in range(200))
-        small = [one for one in worlds if len(one[0].lengths) < 1000]
-        assert len(small) > 50
-        for number, (world, fault) in enumerate(small):
-            total.add(run_world(world, fault, rng=random.Random(number)))
-        cases = asdict(total)
-        assert not total.num_violations, total
-        assert all(cases[name] for name in cases.keys() - fuzz._VIOLATIONS), cases
+def test_a_world_is_a_function_of_seed_and_number() -> None:
+    assert random_world(random.Random("0 7")) == random_world(random.Random("0 7"))
+    assert random_world(random.Random("0 7")) != random_world(random.Random("0 8"))
 
 
-class TestCommand:
-    def test_result(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        out = tmp_path / "fuzz.json"
-        arguments = ["--first", "7", "--worlds", "4", "--processes", "1", "--json", str(out)]
-        assert fuzz.main(arguments) == 0, capsys.readouterr().err
-        result = json.loads(out.read_text())
-        assert result["worlds"] == 4
-        assert result["lost"] == result["duplicated"] == result["misaligned"] == 0
-        assert result["failures"] == []
+def test_no_violation_and_every_case() -> None:
+    total = Tally()
+    worlds = (random_world(random.Random(f"tests {number}")) for number in range(200))
+    small = [one for one in worlds if len(one[0].lengths) < 1000]
+    assert len(small) > 50
+    for number, (world, fault) in enumerate(small):
+        total.add(run_world(world, fault, rng=random.Random(number)))
+    assert not total.num_violations, total
+    assert all(value for name, value in asdict(total).items() if name not in Tally.VIOLATIONS)
 
-    def test_a_run_without_the_cases_does_not_pass(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        with mock.patch.object(fuzz, "_run_all", return_value=(Tally(idle=1), [])):
-            assert fuzz.main(["--worlds", "100"]) == 1
-            assert "never occurred in 100 worlds: moved, skipped" in capsys.readouterr().err
-            assert fuzz.main(["--worlds", "99"]) == 0
 
-    def test_a_defect_is_named_with_its_seed(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with mock.patch.object(StepLoop, "_deliver", side_effect=AssertionError("spoilt")):
-            tally, failures = fuzz._run_part((range(5, 8), 0))
-        assert tally.misaligned == len(failures) > 0
-        assert "spoilt" in str(failures[0]["what"])
-        with mock.patch.object(fuzz, "_run_all", return_value=(tally, failures)):
-            assert fuzz.main(["--worlds", "1", "--seed", "0"]) == 1
-        first = failures[0]["world"]
-        assert f"world {first} (--seed 0 --first {first} --worlds 1): " in capsys.readouterr().err
+def test_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "fuzz.json"
+    arguments = ["--first", "7", "--worlds", "4", "--processes", "1", "--json", str(out)]
+    assert fuzz.main(arguments) == 0, capsys.readouterr().err
+    result = json.loads(out.read_text())
+    assert result["worlds"] == 4
+    assert result["lost"] == result["duplicated"] == result["misaligned"] == 0
+    assert result["failures"] == []
 
-    @pytest.mark.parametrize(
-        ("flags", "text"),
-        [
-            (["--worlds", "0"], "--worlds and --processes must be at least 1"),
-            (["--json", "/nowhere/out.json"], "--json /nowhere/out.json: there is no folder"),
-        ],
-    )
-    def test_refusals(
-        self, flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        with pytest.raises(SystemExit):
-            fuzz.main(flags)
-        assert text in capsys.readouterr().err
+
+def _spoilt(number: int, seed: int) -> Tally:
+    if number == 6:
+        raise AssertionError("spoilt")
+    return Tally(idle=1)
+
+
+def test_what_fails_is_named_with_its_seed_and_all_cases_are_due(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options: dict[str, Any] = {"name": "n", "description": "d", "unit": "world", "run": _spoilt}
+    assert fuzz.fuzz_command(["--worlds", "3", "--first", "5"], **options, empty=Tally()) == 1
+    found = capsys.readouterr()
+    assert "world 6 (--seed 0 --first 6 --worlds 1): " in found.err
+    assert "AssertionError: spoilt" in found.err
+    assert json.loads(found.out)["misaligned"] == 1
+    many = ["--worlds", "100", "--first", "7"]
+    assert fuzz.fuzz_command(many, **options, empty=Tally()) == 1
+    assert "never occurred in 100 worlds: moved, skipped" in capsys.readouterr().err
+    assert fuzz.fuzz_command(["--worlds", "9", "--first", "7"], **options, empty=Tally()) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--worlds", "0"], "--worlds and --processes must be at least 1"),
+        (["--json", "/nowhere/out.json"], "--json /nowhere/out.json: there is no folder"),
+    ],
+)
+def test_refusals(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        fuzz.main(flags)
+    assert text in capsys.readouterr().err

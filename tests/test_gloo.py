@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from odb_megatron.testing.gloo import ReplicaError, run_replicas
-from odb_megatron.testing.nursery import Nursery, nursery
+from odb_megatron.testing.gloo import Nursery, ReplicaError, nursery, run_replicas
 
 
 def _sum_of_ranks(rank: int, factor: int) -> tuple[int, float, str]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from odb_megatron.comm.heartbeat import Heartbeat, parent_of
-from odb_megatron.testing.nursery import nursery
+from odb_megatron.testing.gloo import nursery
 
 WAIT_S = 150.0
 

@@ -12,7 +12,7 @@ import struct
 import threading
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odb_megatron.data import records as records_module
-from odb_megatron.data.chat import CHATML_TEMPLATE, ChatFormatError, ChatRenderer
+from odb_megatron.data.chat import ChatFormatError, ChatRenderer
 from odb_megatron.data.chat_record import parse_record
-from odb_megatron.data.index_check import check_index
-from odb_megatron.data.preprocess import BadRecordPolicy, SampleRules, check_ids
 from odb_megatron.data.records import open_records, strict_json
-from odb_megatron.data.sample import BadRecordError, DataFileError, Sample, Skipped
-from odb_megatron.data.sample_wire import SampleWireError, decode_sample, encode_sample
-from odb_megatron.data.sources import ChatSource, MapSource
-from odb_megatron.data.step_wire import (
-    StepMetadata,
-    StepWireError,
-    decode_header,
-    encode_header,
-    payload_bytes,
+from odb_megatron.data.sample import (
+    BadRecordError,
+    DataFileError,
+    Sample,
+    SampleRules,
+    Skipped,
+    check_sample,
 )
-from odb_megatron.data.tokenizer import load_tokenizer, tokenizer_folder, train_bpe
-from odb_megatron.megatron.data_checkpoint import DataState
-from odb_megatron.plan.padding import SizeRule
-from odb_megatron.plan.record import StepTotals
+from odb_megatron.data.sources import ChatSource, IndexedSource, MapSource
+from odb_megatron.data.tokenizer import CHATML_TEMPLATE, load_tokenizer, train_bpe
+from odb_megatron.megatron.checkpoint import DataState
 
 _open = open_records.__wrapped__  # anew each time
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,7 +76,7 @@ def test_a_line_of_100_mb_is_never_loaded(tmp_path: Path, folder: Path) -> None:
         assert [records[0], records[2]] == [{"text": "hello"}] * 2
         with pytest.raises(BadRecordError, match=rf"a.jsonl:2: has 104857586 bytes; .* {1 << 24} "):
             records[1]
-        rules = SampleRules(context=64, token_budget=64, bad_record=BadRecordPolicy.SKIP)
+        rules = SampleRules(context=64, token_budget=64, skip_bad=True)
         source = ChatSource(str(path), rules=rules, renderer=renderer)
         assert isinstance(source.sample(1, source=0), Skipped)
         assert isinstance(source.sample(2, source=0), Sample)
@@ -90,11 +85,11 @@ def test_a_line_of_100_mb_is_never_loaded(tmp_path: Path, folder: Path) -> None:
 @pytest.mark.parametrize("line", [b"\n", b" \r\n"])
 def test_blank_lines_take_no_memory(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(line * (4 * MIB // len(line)) + b"{}")
-    with _peak_below(64 * MIB):  # of one piece that is scanned, whatever the file's size
+    path.write_bytes(line * (MIB // len(line)) + b"{}")
+    with _peak_below(8 * MIB):  # of one piece that is scanned, whatever the file's size
         records = _open(str(path))
     assert len(records) == 1
-    assert records.line(0) == 4 * MIB // len(line) + 1
+    assert records.line(0) == MIB // len(line) + 1
     assert records._index.nbytes == 32
 
 
@@ -135,26 +130,15 @@ def test_what_is_no_regular_file(tmp_path: Path) -> None:
         _open(str(loop))
     (tmp_path / "d.idx").symlink_to(pipe)
     (tmp_path / "d.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"d.idx is no regular file"):
-        check_index(str(tmp_path / "d"))
+    with pytest.raises(ValueError, match=r"d.idx and .bin are no readable .*no regular files"):
+        IndexedSource(str(tmp_path / "d"), rules=RULES)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_an_unreadable_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"{}\n")
-    path.chmod(0)
-    with pytest.raises(ValueError, match="cannot be read .*check its permissions"):
-        _open(str(path))
-
-
-@pytest.mark.parametrize("policy", BadRecordPolicy)
-def test_a_file_that_changes_is_no_bad_record(
-    tmp_path: Path, folder: Path, policy: BadRecordPolicy
-) -> None:
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_file_that_changes_is_no_bad_record(tmp_path: Path, folder: Path, skips: bool) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text":"hello"}\n' * 9)
-    rules = SampleRules(context=64, token_budget=64, bad_record=policy)
+    rules = SampleRules(context=64, token_budget=64, skip_bad=skips)
     source = ChatSource(str(path), rules=rules, renderer=ChatRenderer(load_tokenizer(folder)))
     assert isinstance(source.sample(8, source=0), Sample)
     copy = pickle.loads(pickle.dumps(source))
@@ -174,8 +158,6 @@ def test_a_file_that_changes_is_no_bad_record(
 def test_tokens_that_are_cut_in_use(tmp_path: Path) -> None:
     module = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     import torch
-
-    from odb_megatron.data.sources import IndexedSource
 
     prefix = str(tmp_path / "a")
     builder = module.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
@@ -213,20 +195,19 @@ def test_ids_that_the_model_has_no_row_for() -> None:
     for record, text in ((1, "label id -100"), (2, "token id 320")):
         with pytest.raises(BadRecordError, match=rf"{text} is outside .* 320 ids \(0 to 319\)"):
             source.sample(record, source=0)
-    lenient = MapSource(items, rules=replace(RULES, bad_record=BadRecordPolicy.SKIP), name="own")
+    lenient = MapSource(items, rules=replace(RULES, skip_bad=True), name="own")
     for record, text in ((1, "label id -100"), (2, "token id 320")):
         found = lenient.sample(record, source=0)
         assert isinstance(found, Skipped)
         assert found.message.startswith(f"own:{record + 1}: {text} is outside the vocabulary")
     large = Sample(tokens=np.array([1 << 31]), labels=np.array([1]), loss_mask=np.ones(1, "f4"))
     with pytest.raises(ValueError, match="token id 2147483648 is outside"):
-        check_ids(large, SampleRules(context=9, token_budget=9))
+        check_sample(large, SampleRules(context=9, token_budget=9))
 
 
 def test_a_document_that_is_too_long(tmp_path: Path) -> None:
     """Its length is known from the index: nothing is read or allocated."""
     module = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    from odb_megatron.data.sources import IndexedSource
 
     count = (1 << 24) + 1
     header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, 1, 2)
@@ -242,7 +223,7 @@ def test_a_document_that_is_too_long(tmp_path: Path) -> None:
 # --- records --------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     st.lists(
         st.sampled_from(
@@ -299,26 +280,29 @@ def _places(value: Any) -> list[tuple[Any, ...]]:
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+def _say(role: str, content: Any, **keys: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **keys}
+
+
 RECORDS: list[dict[str, Any]] = [
     {
         "messages": [
-            {"role": "system", "content": "s"},
-            {"role": "user", "content": [{"type": "text", "text": "u"}], "name": "n"},
-            {"role": "assistant", "content": "", "tool_calls": [CALL], "weight": 1},
-            {"role": "tool", "content": "t", "tool_call_id": "c"},
-            {"role": "assistant", "content": "a", "reasoning_content": "r"},
+            _say("system", "s"),
+            _say("user", [{"type": "text", "text": "u"}], name="n"),
+            _say("assistant", "", tool_calls=[CALL], weight=1),
+            _say("tool", "t", tool_call_id="c"),
+            _say("assistant", "a", reasoning_content="r"),
         ],
         "tools": [{"type": "function", "function": {"name": "f"}}],
     },
     {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]},
     {"instruction": "i", "input": "n", "output": "o", "history": [["u", "a"]], "system": "s"},
     {"instruction": "i", "instances": [{"input": "n", "output": "o"}]},
-    {
-        "prompt": [{"role": "user", "content": "u"}],
-        "completion": [{"role": "assistant", "content": "a"}],
-    },
+    {"prompt": [_say("user", "u")], "completion": [_say("assistant", "a")]},
     {"text": "t"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: next(iter(record)))
@@ -373,23 +357,6 @@ def test_deep_json_in_a_thread() -> None:
     assert found == ["is nested too deeply to parse"] * 3
 
 
-def test_a_conversation_of_very_many_turns(folder: Path) -> None:
-    record = parse_record({"messages": TURNS * 20_000})
-    tokenizer = load_tokenizer(folder)
-    tokenizer.chat_template = _plain(CHATML_TEMPLATE)
-    with pytest.raises(ValueError, match=r"has 40000 messages, .*split or clean the record"):
-        ChatRenderer(tokenizer).render(record)
-
-
-def test_a_text_that_is_too_long_to_tokenize(folder: Path) -> None:
-    renderer = ChatRenderer(load_tokenizer(folder))
-    text = "x" * ((8 << 20) + 1)
-    answer = {"role": "assistant", "content": text}
-    for record in ({"text": text}, {"messages": [{"role": "user", "content": "u"}, answer]}):
-        with pytest.raises(ValueError, match="characters; up to 8388608 are tokenized: split the"):
-            renderer.render(parse_record(record))
-
-
 # --- tokenizers and chat templates ----------------------------------------------------------
 
 
@@ -399,6 +366,14 @@ def _plain(template: str) -> str:
 
 TURNS = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
 CHAT = parse_record({"messages": TURNS})
+
+
+def test_a_conversation_of_very_many_turns(folder: Path) -> None:
+    record = parse_record({"messages": TURNS * 20_000})
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = _plain(CHATML_TEMPLATE)
+    with pytest.raises(ValueError, match=r"has 40000 messages, .*split or clean the record"):
+        ChatRenderer(tokenizer).render(record)
 
 
 @pytest.mark.parametrize(
@@ -425,25 +400,14 @@ def test_a_hostile_template_is_refused_and_never_skipped(
 CODE = "import pathlib\npathlib.Path({mark!r}).write_text('')\nclass Tok: pass\n"
 
 
-@pytest.mark.parametrize("names_class", [True, False])
-def test_no_code_of_a_tokenizer_folder_is_run(
-    folder: Path, tmp_path: Path, names_class: bool
-) -> None:
+def test_no_code_of_a_tokenizer_folder_is_run(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["auto_map"] = {"AutoTokenizer": ["mine.Tok", "mine.Tok"]}
-    if not names_class:
-        config["tokenizer_class"] = "Tok"
+    config |= {"auto_map": {"AutoTokenizer": ["mine.Tok", "mine.Tok"]}, "tokenizer_class": "Tok"}
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "mine.py").write_text(CODE.format(mark=str(tmp_path / "was_run")))
-    if names_class:
-        assert tokenizer_folder(tmp_path, tmp_path / "cache") == tmp_path
-    else:
-        for load in (load_tokenizer, lambda path: tokenizer_folder(path, tmp_path / "cache")):
-            with pytest.raises(ValueError, match=r"its own code .*mine\.Tok.*, which is never run"):
-                load(tmp_path)
-        bare = tokenizer_folder(tmp_path / "tokenizer.json", tmp_path / "cache")
-        assert load_tokenizer(bare).encode("hello")
+    with pytest.raises(ValueError, match=r"its own code .*mine\.Tok.*, which is never run"):
+        load_tokenizer(tmp_path)
     assert not (tmp_path / "was_run").exists()
 
 
@@ -454,14 +418,12 @@ def test_a_damaged_tokenizer(folder: Path, tmp_path: Path, data: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(data)
     with pytest.raises(ValueError, match="holds no tokenizer that can be loaded"):
         load_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
-        tokenizer_folder(tmp_path / "tokenizer.json", tmp_path / "cache")
 
 
 # --- indices, states and what comes over the wire -------------------------------------------
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_random_indices(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     prefix = str(tmp_path_factory.getbasetemp() / "fuzz")
@@ -477,11 +439,11 @@ def test_random_indices(tmp_path_factory: pytest.TempPathFactory, data: st.DataO
     Path(f"{prefix}.idx").write_bytes(content[: data.draw(st.integers(0, len(content)))])
     Path(f"{prefix}.bin").write_bytes(bytes(data.draw(st.integers(0, 20))))
     with _peak_below(8 * MIB), contextlib.suppress(ValueError):
-        check_index(prefix)
+        IndexedSource(prefix, rules=RULES)
 
 
 HOSTILE: list[Any] = [None, True, -7, 1 << 62, 10**4000, 1.5, "x", [], {}, [[]], [None] * 3]
-STATE = DataState(data={"sources": []}, consumed=8, num_bad=1, tokens_so_far=90, sources=[{"a": 1}])
+STATE = DataState(data={"sources": []}, consumed=8, num_bad=1, sources=[{"a": 1}])
 STATE_VALUES: dict[str, Any] = json.loads(STATE.to_text())
 
 
@@ -507,53 +469,6 @@ def test_random_states(value: Any) -> None:
     for text in (value, json.dumps({"consumed": repr(value)}), "[" * 100_000):
         with pytest.raises(ValueError, match="the checkpoint's data state is "):
             DataState.parse(text)
-
-
-@given(st.data())
-def test_random_samples_on_the_wire(data: st.DataObject) -> None:
-    sample = Sample(tokens=np.arange(5), labels=np.arange(1, 6), loss_mask=np.ones(5, "f4"))
-    good = encode_sample(sample)
-    content = data.draw(st.binary(max_size=80) | st.just(good))
-    at = data.draw(st.integers(0, 31))
-    content = content[:at] + data.draw(st.binary(max_size=4)) + content[at:]
-    with _peak_below(8 * MIB), contextlib.suppress(SampleWireError):
-        assert len(decode_sample(content)) >= 1
-
-
-TOTALS = StepTotals(
-    **{field.name: 3 for field in fields(StepTotals) if field.type == "int"}, is_final=True
-)
-METADATA = StepMetadata(
-    totals=TOTALS,
-    positions=((1, 2), ()),
-    lengths=((3, 4), ()),
-    patches=(0, 0),
-    rule=SizeRule(sizes=(16, 32), least=2, longest=16, multiple=2),
-)
-HEADER: dict[str, Any] = json.loads(encode_header(METADATA))
-
-
-@pytest.mark.parametrize("at", _places(HEADER)[1:], ids=str)
-def test_every_entry_of_a_step_header_is_checked(at: tuple[Any, ...]) -> None:
-    assert decode_header(encode_header(METADATA)) == METADATA
-    texts = []
-    for other in HOSTILE:
-        try:
-            found = decode_header(json.dumps(_with_another(HEADER, at, other)).encode())
-        except StepWireError as error:
-            texts.append(str(error))
-            continue
-        assert isinstance(found, StepMetadata)
-        assert payload_bytes(found) < 1 << 32
-        found.layouts()
-    assert len(texts) >= 6
-    assert all("ranks of the replica run different code" in text for text in texts)
-
-
-@given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_random_step_headers(data: bytes) -> None:
-    with pytest.raises(StepWireError):
-        decode_header(data)
 
 
 # --- nothing is unpickled or evaluated -------------------------------------------------------
@@ -601,4 +516,4 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
     """But the data set, steps and errors on their way between a rank and its own processes."""
     bad = {*FORBIDDEN, *LOADERS, *YAML, "trust_remote_code"}
     found = {(name, what) for name, what, _ in _found() if what in bad}
-    assert found == {("data/workers.py", "pickle"), ("data/loop_process.py", "pickle")}
+    assert found == {("data/workers.py", "pickle"), ("data/step_loader.py", "pickle")}

@@ -1,9 +1,11 @@
-"""`megatron.multimodal`: the tower and the GPT, packed against one by one; Megatron's own LLaVA."""
+"""The example's tower and GPT for images, packed against one by one."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +13,14 @@ import torch
 from image_samples import image_sample
 
 from odb_megatron.data.images import mrope_positions
-from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
-from odb_megatron.megatron.multimodal.shape import VisionShape
-from odb_megatron.megatron.multimodal.tower import VisionTower
+from odb_megatron.data.thd import MicroBatch, assemble
 from odb_megatron.plan.padding import SizeRule
 from odb_megatron.testing.gloo import run_replicas
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "multimodal"))
+
+from image_gpt import VisionShape, VisionTower
 
 SHAPE = VisionShape(
     num_layers=2, hidden=16, ffn_hidden=24, num_heads=2, patch_width=12, merge=2, output=32
@@ -46,18 +49,17 @@ def _config(**options: Any) -> Any:
 
 
 def _model() -> Any:
+    from image_gpt import ImageGPT
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from odb_megatron.megatron.attention.registry import select
-    from odb_megatron.megatron.attention.spec import layer_spec
-    from odb_megatron.megatron.multimodal.model import ImageGPT
+    from odb_megatron.testing.bridge_cpu import local_layers
 
     model_parallel_cuda_manual_seed(3)
     config = _config()
     return ImageGPT(
         vision=SHAPE,
         config=config,
-        transformer_layer_spec=layer_spec(config, backend=select("auto", device_type="cpu")),
+        transformer_layer_spec=local_layers(config),
         vocab_size=320,
         max_sequence_length=128,
         position_embedding_type="mrope",
@@ -66,7 +68,7 @@ def _model() -> Any:
 
 
 def _losses(model: Any, item: MicroBatch) -> Any:
-    from odb_megatron.megatron.multimodal.run import image_batch
+    from odb_megatron.megatron.image_run import image_batch
 
     batch = image_batch(item, is_mrope=True)
     losses = model(
@@ -129,7 +131,7 @@ def measure(_rank: int) -> dict[str, Any]:
     found["moved"] = [bool(moved[start:end].any()) for start, end in pairwise(at)]
 
     for name, item in (
-        ("idle", assemble_idle(rule=SizeRule(multiple=8))),
+        ("idle", assemble([], positions=[], rule=SizeRule(multiple=8))),
         ("text", assemble([samples[1]], positions=[0])),
     ):
         _, gradients = _gradients(model, [item])
@@ -142,64 +144,7 @@ def measure(_rank: int) -> dict[str, Any]:
     running = packed.position_ids.expand(3, 1, -1)
     positions = mrope_positions(packed.cu_seqlens_padded, packed.images)
     found["positions differ"] = not torch.equal(running, positions)
-    found["llava"] = _llava()
     return found
-
-
-def _llava() -> dict[str, str]:
-    """What Megatron's LLaVA says to two packed samples, in local layers on the CPU."""
-    said = {}
-    for vision, positions in (("clip", "rope"), ("internvit", "rope"), ("internvit", "mrope")):
-        try:
-            _run_llava(vision, positions)
-            said[f"{vision} {positions}"] = "runs"
-        except Exception as error:
-            said[f"{vision} {positions}"] = f"{type(error).__name__}: {error}"
-    return said
-
-
-def _run_llava(vision_type: str, positions: str) -> None:
-    from megatron.core.models.multimodal.llava_model import LLaVAModel
-    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLPSubmodules
-
-    from odb_megatron.megatron.attention.registry import select
-    from odb_megatron.megatron.attention.spec import layer_spec
-    from odb_megatron.megatron.forward_step import packed_batch
-
-    config, vision = _config(), _config()
-    vision.vision_model_type = vision_type
-    model = LLaVAModel(
-        language_transformer_config=config,
-        language_transformer_layer_spec=layer_spec(
-            config, backend=select("auto", device_type="cpu")
-        ),
-        language_vocab_size=320,
-        language_max_sequence_length=128,
-        vision_transformer_config=vision,
-        vision_transformer_layer_spec=get_vit_layer_with_local_spec(),
-        drop_vision_class_token=True,
-        vision_projection_config=_config(),
-        vision_projection_layer_spec=MLPSubmodules(
-            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
-        ),
-        language_position_embedding_type=positions,
-        img_h=28,
-        img_w=28,
-        patch_dim=14,
-    )
-    ids = torch.tensor([[5, -200, 6, 7, 8, 9, -200, 4]])  # 4 visual tokens for each -200
-    layout = assemble([image_sample([7]), image_sample([7])], positions=[0, 1])
-    model(
-        torch.zeros(2, 3, 28, 28),
-        ids,
-        torch.arange(8)[None],
-        None,
-        labels=ids.clamp(min=0),
-        loss_mask=torch.ones(1, 8),
-        packed_seq_params=packed_batch(layout).packed_seq_params,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -225,18 +170,6 @@ def test_a_picture_moves_its_own_sample_alone(results: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["idle", "text"])
 def test_the_tower_has_gradients_without_pictures(results: dict[str, Any], name: str) -> None:
     assert results[name] == [True, True]
-
-
-def test_why_not_llava(results: dict[str, Any]) -> None:
-    """CLIP and SigLIP need Transformer Engine's norms (clip_vit_model.py 22, 0.19.2); InternViT
-    runs with `rope`, but no positions reach the language model (llava_model.py 1269), for `mrope`.
-    """
-    assert results["llava"] == {
-        "clip rope": "TypeError: LayerNorm.__init__() got an unexpected keyword argument 'config' "
-        "when instantiating LayerNorm",
-        "internvit rope": "runs",
-        "internvit mrope": "AttributeError: 'NoneType' object has no attribute 'to'",
-    }
 
 
 def test_the_tower() -> None:

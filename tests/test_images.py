@@ -13,7 +13,7 @@ from image_samples import VISUAL, image_sample
 
 from odb_megatron.data.images import PixelFormat, SampleImages, mrope_positions, visual_places
 from odb_megatron.data.sample import Sample
-from odb_megatron.data.thd import MicroBatch, assemble, assemble_idle
+from odb_megatron.data.thd import MicroBatch, assemble
 from odb_megatron.plan.padding import SizeRule
 
 
@@ -29,7 +29,7 @@ def images_of(**changes: Any) -> SampleImages:
 def test_sizes() -> None:
     images = images_of()
     assert images.ends.tolist() == [4, 8]
-    assert (images.num_patches, images.nbytes) == (12, 36 + 48 + 16)
+    assert images.num_patches == 12
     assert images.format == PixelFormat(width=3, dtype="uint8", merge=2)
     assert images.format.patch_bytes == 3
     assert [images.format.tokens(one) for one in images.grid_thw.tolist()] == [1, 2]
@@ -112,7 +112,7 @@ def test_offsets_of_a_micro_batch() -> None:
 
 
 def test_without_images_nothing_is_added() -> None:
-    for item in (pack(image_sample([5])), assemble_idle(rule=SizeRule(multiple=4))):
+    for item in (pack(image_sample([5])), assemble([], positions=[], rule=SizeRule(multiple=4))):
         assert (item.images, item.pixel_values) == (None, None)
         positions = mrope_positions(item.cu_seqlens_padded, None)
         assert positions.shape == (3, 1, item.tokens.shape[1])

@@ -16,21 +16,19 @@ from hypothesis import strategies as st
 from iterables import BASE, Lines, MakeLines, Stateless
 from made_up_data import metadata_of, rules, step_config
 
-from odb_megatron.comm.gloo_group import ControlError
-from odb_megatron.data.item_stream import ItemStream
+from odb_megatron.comm.groups import ControlError
 from odb_megatron.data.iterable import (
+    ItemStream,
     IterableShards,
     SourceError,
     as_shards,
-    has_own_workers,
     is_iterable,
 )
 from odb_megatron.data.loop import PackedStep, Progress
-from odb_megatron.data.preprocess import BadRecordPolicy
-from odb_megatron.data.replica_stream import WorkerError
 from odb_megatron.data.sample import BadRecordError
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.step_wire import StepMetadata, decode_payload
+from odb_megatron.data.wire import StepMetadata, decode_step
+from odb_megatron.data.workers import WorkerError
 from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.plan.record import OPEN_TOTAL, LoaderClosedError, PlanConfig, ReplicaFailedError
 from odb_megatron.testing.replicas import ThreadChannel, run_in_threads, thread_channels
@@ -49,7 +47,7 @@ def stream_of(
     shards: IterableShards | Any, *, total: int | None = None, passes: int = 1, **policies: Any
 ) -> ItemStream:
     limits = {"context": BUDGET, "token_budget": BUDGET, "overlong": OverlongPolicy.DROP}
-    policies = {"bad_record": BadRecordPolicy.SKIP, **policies}
+    policies = {"skip_bad": True, **policies}
     return ItemStream(
         shards=as_shards(shards, name="train dataset"),
         rules=rules(**limits, **policies),
@@ -62,7 +60,7 @@ def stream_of(
 def names_of(step: PackedStep) -> list[int]:
     """Items of a step on one replica, by their first tokens."""
     found = []
-    for item in decode_payload(metadata_of(step), step.payload):
+    for item in decode_step(metadata_of(step), step.payload):
         starts = item.cu_seqlens_padded.tolist()[: len(item.positions)]
         found += [int(item.tokens[0, start]) // BASE for start in starts]
     return found
@@ -245,8 +243,9 @@ def test_a_resume_reads_little_again() -> None:
     )
     assert sum(step.totals.num_samples for step in steps) == 2400
     source = json.loads(states[-1][0])["source"]
-    assert source["next"] - source["from"]["number"] <= 64 + 8
-    assert source["from"]["parts"][0][0]["__kind__"] == "dict"
+    (part,) = source["parts"]
+    assert source["next"] == part["count"] == 2400
+    assert part["count"] - part["at"] < 64
 
 
 # --- what is refused --------------------------------------------------------------------------
@@ -294,26 +293,11 @@ def test_an_iterator_that_raises_ends_the_run_whatever_the_policy() -> None:
 
 def test_a_bad_item_is_an_error_or_skipped() -> None:
     shards = IterableShards(make=MakeLines([5, 5, 0, 5] * 4, [0, 1] * 8))
-    strict = stream_of(shards, bad_record=BadRecordPolicy.ERROR)
+    strict = stream_of(shards, skip_bad=False)
     text = refused(strict, config_of(), BadRecordError)
     assert "train dataset, shard 0 of 2:2: no token to learn from" in text
     _, _, steps = run(stream_of(shards), config_of())
     assert sum(step.totals.num_bad for step in steps) == 4
-
-
-def test_an_id_that_the_model_has_no_row_for_is_a_bad_item() -> None:
-    """Items 0 to 15 hold ids of 1000 times their number and some more: the last two's are over."""
-    made = MakeLines([5] * 16, [0, 1] * 8)
-    shards, limit = IterableShards(make=made), 14 * BASE + 1  # a label is one more
-    text = refused(
-        stream_of(shards, vocab_size=limit, bad_record=BadRecordPolicy.ERROR),
-        config_of(),
-        BadRecordError,
-    )
-    assert "train dataset, shard 0 of 2:8: token id 14001 is outside the vocabulary of 140" in text
-    names, _, steps = run(stream_of(shards, vocab_size=limit), config_of())
-    assert emitted(names) == dict.fromkeys(range(14), 1)
-    assert sum(step.totals.num_bad for step in steps) == 2
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -356,13 +340,17 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 def test_a_loader_runs_in_the_trainer_process_only() -> None:
     made = MakeLines([5] * 20, [0, 1] * 10)
     loader = MakeLoader(made)(0, 1)
-    assert has_own_workers(as_shards(loader, name="train dataset"))
+    assert as_shards(loader, name="train dataset").has_own_workers
     stream = stream_of(IterableShards(make=MakeLoader(made)))
     text = refused(stream, config_of(), ValueError, num_workers=1)
     assert "hand over the loader itself" in text
 
 
 # --- states that do not fit -------------------------------------------------------------------
+
+
+def _place(**changes: Any) -> dict[str, Any]:
+    return {"count": 3, "ended": False, "at": 0, "state": None} | changes
 
 
 def test_a_source_without_a_state_trains_and_is_not_resumed() -> None:
@@ -383,11 +371,11 @@ def test_a_source_without_a_state_trains_and_is_not_resumed() -> None:
         ({"passes": 3}, "ask for at least as many"),
         ({"version": 9}, "of another version"),
         ({"next": True}, "damaged or of another version"),
-        ({"from": {}}, "no place to go on from"),
-        ({"next": 10_000}, "the data has changed"),
+        ({"parts": [_place(at=9)]}, "damaged or of another version"),
+        ({"parts": [_place(count=10_000)]}, "the data has changed"),
+        ({"parts": [_place(state="AAAA")]}, "the source's state is damaged"),
+        ({"parts": []}, "saved with 0 parts for each replica, this run has 1"),
         ({"more": 1}, "holds no state of an iterable source"),
-        ({"skips": [-1]}, "damaged or of another version"),
-        ({"skips": []}, "the file was changed"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
-import pytest
-
 from odb_megatron.report.live import LiveReport, SourceTotals
 from odb_megatron.report.steps import StepRecord
 
@@ -112,12 +110,6 @@ def test_a_terminal_gets_one_bar_and_the_summary() -> None:
     assert "odb step 2 | loss 1.2500" in bar
     assert "\nodb step" not in bar  # no plain line beside the bar
     assert summary.startswith("2 optimizer steps, 19 samples and 1 left out (28 of 28 requested)")
-
-
-def test_standard_output_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
-    report = LiveReport(total_samples=8, global_batch_size=8, sequence_length=128, title="odb run")
-    report.step(FIRST)
-    assert capsys.readouterr().out.startswith("odb step 1 | loss 2.5")
 
 
 def test_what_else_is_told_of_sources_and_the_end() -> None:

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from odb_megatron.data.bad_records import TooManyBadRecordsError
 from odb_megatron.data.iterable import SourceError
-from odb_megatron.data.loop import Gather, PackedStep, Progress, StepLoop
-from odb_megatron.data.sample import Skipped, SkipReason
-from odb_megatron.data.step_wire import StepMetadata
+from odb_megatron.data.loop import Ask, PackedStep, Progress, StepLoop
+from odb_megatron.data.sample import Skipped, SkipReason, TooManyBadRecordsError
+from odb_megatron.data.wire import StepMetadata
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.record import (
     OPEN_TOTAL,
@@ -23,7 +22,7 @@ from odb_megatron.plan.record import (
     Sync,
 )
 from odb_megatron.testing.fuzz import run_world
-from odb_megatron.testing.lockstep import Lockstep
+from odb_megatron.testing.replicas import Lockstep
 from odb_megatron.testing.worlds import (
     FAULTS,
     Fault,
@@ -195,7 +194,7 @@ class _Counted:
                 request = requests.send(answer)
             except StopIteration:
                 return
-            self.num_gathers += isinstance(request, Gather)
+            self.num_gathers += isinstance(request, Ask) and request.method == "gather"
             answer = yield request
 
 

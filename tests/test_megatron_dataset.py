@@ -35,7 +35,6 @@ from odb_megatron.data.megatron_dataset import (
 from odb_megatron.data.sample import Sample
 from odb_megatron.data.sources import MapSource
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.testing.gloo import run_replicas
 
 NO_SIZES = (None, None, None)
@@ -118,31 +117,6 @@ def test_splits_are_disjoint_and_cover_the_data(size: int, split: str) -> None:
     assert records == list(range(size))  # in order: train first, test last
 
 
-def test_splits_depend_on_neither_budget_nor_policy(write_chats: Any) -> None:
-    path = write_chats("a", 57)
-    seen = set()
-    for limits in (
-        {},
-        {"token_budget": 512},
-        {"multiple": 16},
-        {"overlong": OverlongPolicy.DROP, "token_budget": 2},
-    ):
-        built = _build(_config(blend=([path], None), split="8,1,1", rules=rules(**limits)))
-        streams = [_stream(dataset) for dataset in built]
-        seen.add(tuple(stream.locate(p).record for stream in streams for p in range(100)))
-        seen.add(tuple(stream.epoch_size for stream in streams))
-    assert len(seen) == 2
-    assert (46, 5, 6) in seen
-
-
-def test_the_seed_decides_the_order(write_chats: Any) -> None:
-    def texts(seed: int) -> list[str]:
-        config = _config(blend=([write_chats("a", 57)], None), split="1", random_seed=seed)
-        return _texts(_stream(_build(config)[0]))
-
-    assert texts(1) == texts(1) != texts(2)
-
-
 def test_each_split_may_have_paths_of_its_own(write_chats: Any) -> None:
     paths = [write_chats(name, size) for name, size in (("a", 6), ("b", 4), ("c", 5))]
     config = _config(blend_per_split=[([paths[0], paths[1]], None), ([paths[2]], [1.0]), None])
@@ -188,12 +162,6 @@ def test_weights_set_the_proportions_and_draws_go_on(write_chats: Any) -> None:
     assert all(sorted(from_a[at : at + 10]) == _all("a", 10) for at in range(0, 90, 10))
     item = dataset[0]
     assert isinstance(item["sample"], Sample)
-
-
-def test_a_single_weighted_path_repeats_its_passes(write_chats: Any) -> None:
-    config = _config(blend=([write_chats("a", 6)], [1.0]), split="1,0,0")
-    stream = _stream(_build(config, (15, 0, 0))[0], num_samples=30)
-    assert set(Counter(_texts(stream, range(30))).values()) == {5}
 
 
 def test_a_weighted_blend_needs_a_size(write_chats: Any) -> None:

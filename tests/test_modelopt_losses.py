@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,9 +98,9 @@ def criteria() -> Criteria:
 @settings(max_examples=25)
 @given(cuts=st.sets(st.integers(1, NUM_TOKENS - 1)))
 def test_a_step_does_not_depend_on_its_micro_batches(criteria: Criteria, cuts: set[int]) -> None:
-    from odb_megatron.megatron.modelopt.distillation import PerTokenBalancer, Weights
+    from odb_megatron.megatron.modelopt.distillation import PerTokenBalancer
 
-    balancer = PerTokenBalancer(Weights(lm=1.0, logits=0.5, intermediate=2.0))
+    balancer = PerTokenBalancer(lm=1.0, logits=0.5, intermediate=2.0)
     whole, expected = criteria.gradient(balancer, [slice(0, NUM_TOKENS)])
     ends = [0, *sorted(cuts), NUM_TOKENS]
     parts = [slice(start, end) for start, end in itertools.pairwise(ends)]
@@ -123,10 +122,10 @@ def test_modelopts_own_balancer_does_depend_on_them(criteria: Criteria, skips_lm
 
 
 def test_without_loss_tokens_nothing_is_nan(criteria: Criteria) -> None:
-    from odb_megatron.megatron.modelopt.distillation import PerTokenBalancer, Weights
+    from odb_megatron.megatron.modelopt.distillation import PerTokenBalancer
 
     (masked,) = [at for at in range(3) if not criteria.mask[0, at]]
-    balancer = PerTokenBalancer(Weights(lm=1.0))
+    balancer = PerTokenBalancer(lm=1.0)
     loss, gradient = criteria.gradient(balancer, [slice(masked, masked + 1)])
     assert loss == 0
     assert not gradient.any()
@@ -134,7 +133,7 @@ def test_without_loss_tokens_nothing_is_nan(criteria: Criteria) -> None:
 
 def test_reported_names_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     from odb_megatron.megatron.modelopt import distillation
-    from odb_megatron.megatron.modelopt.distillation import PerTokenBalancer, Weights
+    from odb_megatron.megatron.modelopt.distillation import PerTokenBalancer
 
     monkeypatch.setattr(distillation, "validate_loss", lambda loss: None)
     monkeypatch.setattr(distillation, "unwrap_model", lambda model: model)
@@ -142,7 +141,7 @@ def test_reported_names_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Student:
         training = True
-        loss_balancer = PerTokenBalancer(Weights())
+        loss_balancer = PerTokenBalancer()
 
         def compute_kd_loss(self, *, student_loss: Any, loss_reduction_fn: Any) -> Any:
             assert student_loss == 10
@@ -173,19 +172,19 @@ def _nothing() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("weights", [{"lm": -1.0}, {"logits": 0.0}, {"intermediate": -0.1}])
 def test_weights_out_of_range(weights: dict[str, float]) -> None:
-    from odb_megatron.megatron.modelopt.distillation import Weights
+    from odb_megatron.megatron.modelopt.distillation import PerTokenBalancer
 
     with pytest.raises(ValueError, match="must not be negative, and that of the logits must"):
-        Weights(**weights)
+        PerTokenBalancer(**weights)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a list\n", "holds list, expected a mapping of fields"),
+        ("- a list\n", "give the fields of ModelOpt's DistillationConfig"),
         ("temperature: 2\n", "give the fields of ModelOpt's DistillationConfig"),
         ("kd_loss_scale: 0\n", "give the fields of ModelOpt's DistillationConfig"),
-        ("a: [\n", "cannot read the distillation's configuration"),
+        ("a: [\n", "give the fields of ModelOpt's DistillationConfig"),
     ],
 )
 def test_configuration_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:
@@ -197,29 +196,18 @@ def test_configuration_files_that_are_none(tmp_path: Path, text: str, message: s
         distillation_config(str(path), student=None, teacher=None)
 
 
-def test_unknown_quantization() -> None:
-    from odb_megatron.megatron.modelopt.calibration import quantization_config
-
-    with pytest.raises(ValueError, match=r"no configuration 'INT8'; it has .*INT8_DEFAULT_CFG"):
-        quantization_config("INT8")
-    config = quantization_config("FP8_DEFAULT_CFG")
-    config["algorithm"] = None
-    assert quantization_config("FP8_DEFAULT_CFG")["algorithm"] == "max"
-
-
 def test_ranges_over_all_tokens_are_refused() -> None:
     """Per-token and calibrated ranges are not."""
     import modelopt.torch.quantization as mtq
 
-    from odb_megatron.megatron.modelopt.calibration import quantization_config, quantize
+    from odb_megatron.megatron.modelopt.checkpoint import _refuse_ranges_of_tokens
 
-    def loop(model: Any) -> None:
-        model(torch.randn(4, 8))
+    def quantized(config: Any) -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        return mtq.quantize(model, config, lambda model: model(torch.randn(4, 8)))
 
     for name in ("INT8_DEFAULT_CFG", "FP8_DEFAULT_CFG", "FP8_PER_CHANNEL_PER_TOKEN_CFG"):
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8)).train()
-        quantize([model], quantization_config(name), forward_loop=loop)
-        assert model.training
+        _refuse_ranges_of_tokens(quantized(getattr(mtq, name)))
     dynamic = {
         "quant_cfg": [
             {"quantizer_name": "*", "enable": False},
@@ -230,69 +218,33 @@ def test_ranges_over_all_tokens_are_refused() -> None:
         ],
         "algorithm": "max",
     }
-    assert mtq.INT8_DEFAULT_CFG["algorithm"] == "max"
     with pytest.raises(ValueError, match=r"1 quantizers \(0.input_quantizer, ...\) take their"):
-        quantize([torch.nn.Sequential(torch.nn.Linear(8, 8))], dynamic, forward_loop=loop)
-
-
-def usable(**changes: Any) -> argparse.Namespace:
-    """Arguments of which nothing is refused."""
-    values = {
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-        "ckpt_format": "torch_dist",
-        "modelopt_teacher": None,
-        "modelopt_kd_cfg": None,
-        "modelopt_intermediate_weight": None,
-    }
-    return argparse.Namespace(**{**values, **changes})
-
-
-TEACHER = {"modelopt_teacher": "big"}
+        _refuse_ranges_of_tokens(quantized(dynamic))
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "is_taught", "message"),
     [
-        ({"virtual_pipeline_model_parallel_size": 2}, "does not know virtual pipeline stages"),
-        ({"ckpt_format": "torch_dcp"}, "--ckpt-format torch_dcp does not keep ModelOpt's state"),
-        ({"num_experts": 4}, "drop --num-experts"),
-        ({"mtp_num_layers": 1}, "drop --mtp-num-layers"),
-        ({"modelopt_kd_cfg": "a.yaml"}, "--modelopt-kd-cfg would do nothing"),
-        ({"modelopt_intermediate_weight": 2.0}, "--modelopt-intermediate-weight would do nothing"),
-        (
-            {**TEACHER, "pipeline_model_parallel_size": 2, "odb_pad_to_budget": True},
-            "drop --odb-pad-to-budget",
-        ),
-        ({**TEACHER, "manual_gc": True}, "drop --manual-gc"),
-        ({**TEACHER, "tp_comm_overlap": True}, "does not work with --tp-comm-overlap"),
+        ({"virtual_pipeline_model_parallel_size": 2}, False, "not know virtual pipeline stages"),
+        ({"ckpt_format": "torch"}, False, "--ckpt-format torch does not keep ModelOpt's state"),
+        ({"num_experts": 4}, False, "drop --num-experts"),
+        ({"mtp_num_layers": 1}, False, "drop --mtp-num-layers"),
+        ({"modelopt_kd_cfg": "a.yaml"}, False, "--modelopt-kd-cfg would do nothing"),
+        ({"manual_gc": True}, True, "drop --manual-gc"),
+        ({"tp_comm_overlap": True}, True, "does not work with --tp-comm-overlap"),
     ],
 )
-def test_refusals(changes: dict[str, Any], message: str) -> None:
-    from odb_megatron.megatron.modelopt.arguments import refuse_unsupported
+def test_refusals(changes: dict[str, Any], is_taught: bool, message: str) -> None:
+    from odb_megatron.megatron.modelopt.run import refuse_unsupported
 
-    refuse_unsupported(usable())
-    refuse_unsupported(usable(**TEACHER, modelopt_kd_cfg="a.yaml"))
+    usable = {
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "ckpt_format": "torch_dist",
+    }
+    refuse_unsupported(argparse.Namespace(**usable))
     with pytest.raises(ValueError, match=message):
-        refuse_unsupported(usable(**changes))
-
-
-def test_modelopt_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from odb_megatron.megatron.modelopt import arguments
-
-    arguments.require_modelopt()
-    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="nvidia-modelopt is not installed: pip install"):
-        arguments.require_modelopt()
-
-
-def test_a_calibration_loop_runs_once() -> None:
-    from odb_megatron.megatron.modelopt.calibration import Calibrated, CalibrationLoop
-
-    loop = CalibrationLoop([], iter(()), seq_length=8)
-    loop.result = Calibrated(steps=1, samples=1, tokens=1, micro_batches=1, left_out=0, loss=None)
-    with pytest.raises(RuntimeError, match="asks for a second one"):
-        loop()
+        refuse_unsupported(argparse.Namespace(**{**usable, **changes}), is_taught=is_taught)
 
 
 def test_what_the_wheel_lacks_is_there_for_a_run_alone() -> None:
@@ -309,76 +261,36 @@ def test_what_the_wheel_lacks_is_there_for_a_run_alone() -> None:
 
 
 def test_the_folder_that_is_loaded(tmp_path: Path) -> None:
-    from odb_megatron.megatron.modelopt.checkpoint import checkpoint_folder, has_state
+    from odb_megatron.megatron.modelopt.checkpoint import (
+        checkpoint_folder,
+        refuse_converted,
+        require_checkpoint,
+    )
 
-    def folder(load: Path | None, **values: Any) -> Path | None:
-        return checkpoint_folder(argparse.Namespace(load=load, **values))
+    def of(load: Path | None, **values: Any) -> argparse.Namespace:
+        return argparse.Namespace(load=load, **{"pretrained_checkpoint": None, **values})
 
     pretrained = tmp_path / "pretrained"
     pretrained.mkdir()
     (pretrained / "latest_checkpointed_iteration.txt").write_text("release\n")
     trained = tmp_path / "trained"
     (trained / "iter_0000012" / "modelopt_state").mkdir(parents=True)
-    assert folder(None) is None
-    assert folder(trained) is None, "without a tracker it is no checkpoint"
-    assert folder(trained, pretrained_checkpoint=pretrained) == pretrained / "release"
+    assert checkpoint_folder(of(None)) is None
+    assert checkpoint_folder(of(trained)) is None, "without a tracker it is no checkpoint"
+    both = of(trained, pretrained_checkpoint=pretrained)
+    assert checkpoint_folder(both) == pretrained / "release"
     (trained / "latest_checkpointed_iteration.txt").write_text("12")
-    assert folder(trained, pretrained_checkpoint=pretrained) == trained / "iter_0000012"
-    assert folder(trained, ckpt_step=4) == trained / "iter_0000004"
-    assert folder(pretrained, ckpt_step=4) == pretrained / "release", "as in Megatron"
-    assert folder(tmp_path / "none", ckpt_step=4) == tmp_path / "none" / "iter_0000004"
-    args = argparse.Namespace(load=trained, ckpt_format="torch_dist", ckpt_step=None)
-    assert has_state(args)
-    args.ckpt_step = 4
-    assert not has_state(args)
-
-
-def test_a_checkpoint_must_be_there(tmp_path: Path) -> None:
-    from odb_megatron.megatron.modelopt.checkpoint import require_checkpoint
-
-    args = argparse.Namespace(load=tmp_path / "typo", ckpt_step=None, pretrained_checkpoint=None)
-    with pytest.raises(ValueError, match=r"--load \S+/typo is no folder, and the model would"):
-        require_checkpoint(args)
-    args.load = tmp_path
-    with pytest.raises(ValueError, match="no latest_checkpointed_iteration.txt"):
-        require_checkpoint(args)
-    tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    tracker.write_text("12")
-    with pytest.raises(ValueError, match="no iter_0000012, which latest_.* no iteration at all"):
-        require_checkpoint(args)
-    (tmp_path / "iter_0000012").mkdir()
-    assert require_checkpoint(args) == tmp_path / "iter_0000012"
-    args.ckpt_step = 4
-    with pytest.raises(ValueError, match="no iter_0000004, which --ckpt-step names; .*_0000012: "):
-        require_checkpoint(args)
-    args.load, args.pretrained_checkpoint = None, tmp_path / "other"
-    with pytest.raises(ValueError, match=r"--pretrained-checkpoint \S+/other is no folder"):
-        require_checkpoint(args)
-
-
-@pytest.mark.parametrize(
-    ("content", "converted"),
-    [
-        ({"model": {}, "modelopt_state": {}}, True),
-        ({"model": {}, "modelopt_state_1": {}}, True),
-        ({"model": {}, "args": argparse.Namespace(load="/my/modelopt_state")}, False),
-        ({"model": {}}, False),
-    ],
-)
-def test_state_in_a_file_of_format_torch(
-    tmp_path: Path, content: dict[str, Any], converted: bool
-) -> None:
-    from odb_megatron.megatron.modelopt.checkpoint import is_converted
-
-    assert not is_converted(tmp_path)
-    path = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
-    path.parent.mkdir()
-    torch.save(content, path)
-    assert is_converted(tmp_path) is converted
-    with zipfile.ZipFile(path) as archive:
-        checksum = archive.getinfo("model_optim_rng/data.pkl").CRC.to_bytes(4, "little")
-    path.write_bytes(path.read_bytes().replace(checksum, b"\0\0\0\0"))
-    assert torch.load(path, weights_only=False).keys() == content.keys(), "torch takes any checksum"
-    assert is_converted(tmp_path) is converted
-    torch.save(content, path, _use_new_zipfile_serialization=False)
-    assert not is_converted(tmp_path), "older than ModelOpt"
+    assert checkpoint_folder(both) == trained / "iter_0000012" == require_checkpoint(both)
+    assert checkpoint_folder(of(trained, ckpt_step=4)) == trained / "iter_0000004"
+    assert checkpoint_folder(of(pretrained, ckpt_step=4)) == pretrained / "release", "Megatron's"
+    assert checkpoint_folder(of(tmp_path / "no", ckpt_step=4)) == tmp_path / "no" / "iter_0000004"
+    with pytest.raises(ValueError, match="holds no iter_0000004, and the model would have random"):
+        require_checkpoint(of(trained, ckpt_step=4))
+    with pytest.raises(ValueError, match=r"--load \S+/typo holds no checkpoint \(no latest_check"):
+        require_checkpoint(of(tmp_path / "typo"))
+    with pytest.raises(ValueError, match="--pretrained-checkpoint .* holds no checkpoint"):
+        require_checkpoint(of(None, pretrained_checkpoint=tmp_path / "typo"))
+    refuse_converted(of(trained, modelopt_kd_cfg=None))
+    refuse_converted(of(pretrained))
+    with pytest.raises(ValueError, match="is a model that ModelOpt has converted, and this script"):
+        refuse_converted(of(trained))

@@ -70,18 +70,6 @@ def test_cyclic_is_megatrons_order_over_three_epochs(replicas: int, sharding: bo
 
 @needs_megatron
 @pytest.mark.parametrize("sharding", [True, False])
-def test_cyclic_resumes_where_megatron_does(sharding: bool) -> None:
-    for consumed in (0, 6, 12, 18, 24, 30):
-        rows = _megatron_stream(
-            "cyclic", total=12, replicas=3, rows=4, consumed=consumed, data_sharding=sharding
-        )
-        drawn = [replica[0] for row in rows for replica in row]
-        ours = CyclicOrder(total=12, num_replicas=3, data_sharding=sharding)
-        assert [ours[consumed + i] for i in range(12)] == drawn
-
-
-@needs_megatron
-@pytest.mark.parametrize("sharding", [True, False])
 def test_cyclic_steps_hold_the_baselines_samples_at_any_micro_batch_size(sharding: bool) -> None:
     """The padded baseline may run larger micro-batches; its steps hold the same samples."""
     total, replicas, size, batch = 48, 2, 4, 16
@@ -178,18 +166,6 @@ def _count_builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(order_module.np.random, "RandomState", counting)
     return built
-
-
-def test_jumping_between_passes_builds_each_permutation_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`cyclic` over several epochs does so: a permutation per sample would be quadratic."""
-    built = _count_builds(monkeypatch)
-    passes = PassOrder(np.arange(50), seed=1)
-    jumps = CyclicOrder(total=500, num_replicas=1, data_sharding=False)
-    drawn = [passes[jumps[position]] for position in range(500)]
-    assert sorted(drawn) == sorted(10 * list(range(50)))
-    assert sorted(built) == list(range(10))
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def test_every_extra_that_a_message_names_exists(
 
 EVERY_MODULE = """
 import importlib, pkgutil, sys
-for name in ("plan", "simulation"):
+for name in ("plan", "report"):
     package = importlib.import_module(f"odb_megatron.{name}")
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
@@ -294,25 +294,11 @@ FORBIDDEN: dict[str, dict[str, str]] = {
         "megatron.core.parallel_state": "data does not know Megatron's globals",
     },
     "megatron": {"odb_megatron.bridge": "imports go downwards only"},
-    "pages": {
-        "torch": "pages show what others found",
-        "odb_megatron.plan": "pages show what others found",
-        "odb_megatron.data": "pages show what others found",
-        "odb_megatron.megatron": "pages show what others found",
-        "odb_megatron.inspection": "imports go downwards only",
-    },
-    "inspection": {
-        "torch": "inspection reads by data's sources and plans by simulation",
-        "odb_megatron.comm": "inspection has no process groups",
-        "odb_megatron.megatron": "inspection does not know Megatron",
-        "odb_megatron.bridge": "inspection does not know Megatron",
-    },
-    "simulation": {
-        "torch": "simulation is numpy and the planner",
-        "odb_megatron.comm": "simulation has no process groups",
-        "odb_megatron.megatron": "simulation does not know Megatron",
-        "odb_megatron.bridge": "simulation does not know Megatron",
-        "odb_megatron.report": "simulation prints its own table",
+    "report": {
+        "torch": "reports read by data's sources and plan by the planner",
+        "odb_megatron.comm": "reports have no process groups",
+        "odb_megatron.megatron": "imports go downwards only",
+        "odb_megatron.bridge": "imports go downwards only",
     },
 }
 
@@ -423,9 +409,8 @@ def test_layers() -> None:
         ("comm/a.py", "from megatron.core import parallel_state", "megatron.core.parallel_state"),
         ("data/a.py", "from megatron.training import get_args", "megatron.training.get_args"),
         ("data/a.py", "import odb_megatron.megatron.flags", "odb_megatron.megatron.flags"),
-        ("simulation/a.py", "def f():\n    import torch", "torch"),
-        ("simulation/a.py", "from odb_megatron.comm import blocks", "odb_megatron.comm.blocks"),
-        ("simulation/a.py", "import odb_megatron.testing.worlds", "odb_megatron.testing.worlds"),
+        ("report/a.py", "def f():\n    import torch", "torch"),
+        ("report/a.py", "from odb_megatron.comm import groups", "odb_megatron.comm.groups"),
     ],
 )
 def test_layer_rule_sees(tmp_path: Path, file: str, source: str, name: str) -> None:

@@ -101,6 +101,7 @@ def flags(tokenizer_folder: Path) -> list[str]:
     """What every run has."""
     return [
         *_FLAGS,
+        *("--distributed-backend", "gloo"),  # which without --odb is not chosen by itself
         *("--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH)),
         *("--global-batch-size", str(GLOBAL_BATCH_SIZE), "--train-samples", "21"),
         *("--eval-iters", "1"),

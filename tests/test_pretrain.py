@@ -15,9 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 from megatron_world import GLOBAL_BATCH_SIZE, SEQ_LENGTH, ChatFile, Megatron, Run, write_chats
-from parallel_runs import is_017
-
-from odb_megatron.megatron.compat_metrics import counts_real_flops
 
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.megatron
@@ -87,8 +84,7 @@ def test_flops_count_real_tokens(run: Run, chats: ChatFile) -> None:
         assert len(replica.flops) == 2 * len(run.steps)
         for step, *calls in zip(run.steps, replica.flops[::2], replica.flops[1::2], strict=True):
             tokens, squared, _ = chats.sums(step.all_ids)
-            size = len(step.all_ids) if counts_real_flops() else None
-            assert calls == [(size, tokens, squared)] * 2
+            assert calls == [(len(step.all_ids), tokens, squared)] * 2
 
 
 def test_a_replica_idles_in_the_last_step(run: Run) -> None:
@@ -105,18 +101,10 @@ def test_samples_move_to_even_out_the_replicas(run: Run) -> None:
     assert f"  samples moved       {moved} of {NUM_SAMPLES} " in run.summary
 
 
-def test_tokens_of_steps_and_progress_log_are_real(run: Run, chats: ChatFile, saved: Path) -> None:
-    total, expected = 0, []
-    logs_last_save = not is_017()
+def test_tokens_of_steps_are_real(run: Run, chats: ChatFile) -> None:
     for step in run.steps:
         tokens, _, loss_tokens = chats.sums(step.all_ids)
         assert (step.record["tokens"], step.record["loss_tokens"]) == (tokens, loss_tokens)
-        total += tokens
-        is_last = step.iteration == len(run.steps) and logs_last_save
-        if step.iteration % 2 == 0 or is_last:
-            expected.append(total)
-    for replica in run.replicas:
-        assert replica.progress_tokens == expected
 
 
 def test_every_replica_runs_m_micro_batches(run: Run) -> None:

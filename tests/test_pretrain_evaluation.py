@@ -6,8 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from megatron_world import ChatFile, Megatron, Run, chat_file
-from parallel_runs import is_017
+from megatron_world import ChatFile, Megatron, Run
 
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.megatron
@@ -21,14 +20,12 @@ def runs(megatron: Megatron, chats: ChatFile, valid_chats: ChatFile) -> dict[str
     """The same weights at every evaluation: packed twice, and padded."""
     flags = ("--train-data-path", chats.path, "--valid-data-path", valid_chats.path)
     flags += (*TRAIN, "--eval-iters", 2)
-    made = {
+    return {
         "budget 64": megatron.train("--odb", *flags),
         "budget 160": megatron.train("--odb", "--odb-token-budget", 160, *flags),
         "padded": megatron.train(*flags),
+        "2 valid batches": megatron.train("--odb", "--eval-global-batch-size", 4, *flags),
     }
-    if not is_017():
-        made["2 valid batches"] = megatron.train("--odb", "--eval-global-batch-size", 4, *flags)
-    return made
 
 
 @pytest.mark.parametrize("other", ["budget 160", "padded"])
@@ -60,8 +57,6 @@ def test_budgets_pack_differently(runs: dict[str, Run]) -> None:
 
 
 def test_evaluation_batch_size(runs: dict[str, Run]) -> None:
-    if is_017():
-        pytest.skip("Megatron 0.17 has no --eval-global-batch-size")
     run = runs["2 valid batches"]
     assert _positions(run) == list(range(4 * 2 * 4))
     assert run.replicas[0].final["consumed_valid_samples"] == 32
@@ -84,41 +79,6 @@ def test_resume_goes_on_in_the_validation_stream(
     assert only.evaluations[0][1] != pytest.approx(first.evaluations[0][1], abs=1e-3)
     assert only.steps == []
     assert "no optimizer step was run" in only.replicas[0].output
-
-
-@pytest.mark.parametrize("num_records", [16, 19])
-def test_full_validation(
-    megatron: Megatron, tokenizer_folder: Path, chats: ChatFile, num_records: int
-) -> None:
-    """Every record once in each evaluation, also when they do not fill the last step."""
-    valid = chat_file(tokenizer_folder, name=f"full{num_records}", num_records=num_records, seed=3)
-    flags = ("--train-data-path", chats.path, "--valid-data-path", valid.path)
-    flags += (*TRAIN, "--full-validation", "--train-samples", 16)
-    run = megatron.train("--odb", *flags)
-    assert len(run.evaluations) == 3
-    positions = [position for replica in run.evaluated for position in replica]
-    assert sorted(positions) == sorted([*range(num_records)] * 3)
-    wider = megatron.train("--odb", "--odb-token-budget", 160, *flags)
-    losses = [loss for _, loss in run.evaluations]
-    assert [loss for _, loss in wider.evaluations] == pytest.approx(losses, abs=1e-5)
-    if is_017():
-        refusals = megatron.refused(*flags, replicas=1)
-        assert "evaluates the whole of a validation set once" in refusals[0]
-        return
-    padded = megatron.train(*flags, replicas=1)  # each record as often as any other
-    assert [loss for _, loss in padded.evaluations] == pytest.approx(losses, abs=1e-5)
-
-
-def test_full_validation_of_a_test_split(megatron: Megatron, chats: ChatFile) -> None:
-    run = megatron.train(
-        *("--odb", "--data-path", chats.path, "--split", "60,30,10", "--train-samples", 16),
-        "--full-validation",
-    )
-    assert [where for where, _ in run.evaluations] == [
-        "iteration 2 on validation set",
-        "iteration 2 on test set",
-    ]
-    assert _positions(run) == sorted([*range(18), *range(6)])  # of 61 records
 
 
 @pytest.mark.parametrize("odb", [("--odb",), ()])

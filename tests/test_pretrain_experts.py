@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 from megatron_world import Megatron
@@ -49,7 +50,17 @@ def test_experts(megatron: Megatron, data_flags: tuple[str, ...], topology: str)
     assert "nan" not in run.replicas[-1].output.replace("nan iterations", "")
 
 
-def test_multi_token_prediction(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
-    flags = (*MODEL, *LENGTH, *data_flags, "--mtp-num-layers", 1, *shlex.split(PP))
-    run = megatron.train(*flags)
-    assert "mtp_1 loss" in run.replicas[-1].output
+def test_multi_token_prediction(
+    megatron: Megatron, data_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Also where sequence parallelism pads samples, since offsets are those with padding."""
+    flags = (*MODEL, *LENGTH, *data_flags, "--mtp-num-layers", 1)
+    assert "mtp_1 loss" in megatron.train(*flags, *shlex.split(PP)).replicas[-1].output
+    form = ("--ckpt-format", "torch_dist")
+    save = (*form, "--save", tmp_path, "--save-interval", 100)
+    megatron.train(*flags, "--train-samples", 8, *save, replicas=1)
+    load = (*form, "--load", tmp_path, "--finetune", "--no-load-optim", "--no-load-rng")
+    run, other = (megatron.train(*flags, *load, *shlex.split(each)) for each in ("", f"{TP} {SP}"))
+    assert run.losses == pytest.approx(other.losses, abs=2e-5)
+    norms = [[step.record["grad_norm"] for step in each.steps] for each in (run, other)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)

@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 NUM_RECORDS = 24
 IMAGES = shlex.split(
     "--position-embedding-type mrope --mrope-section 2 3 3 --odb-image-patch-size 4 "
-    "--odb-image-min-pixels 64 --odb-image-max-pixels 768 --odb-vision-layers 1 "
-    "--odb-vision-hidden-size 16 --odb-vision-ffn-hidden-size 32 --odb-vision-attention-heads 2"
+    "--odb-image-min-pixels 64 --odb-image-max-pixels 768 --vision-layers 1 "
+    "--vision-hidden-size 16 --vision-ffn-hidden-size 32 --vision-attention-heads 2"
 )
 ALL = (*MODEL, *IMAGES, "--odb", "--train-samples", NUM_RECORDS, "--eval-iters", 0)
 
@@ -117,7 +117,7 @@ def test_loss_does_not_depend_on_the_packing(
     run = train(megatron, initial, "--odb-token-budget", 128)
     assert sum(step.record["moved"] for step in run.steps) > 0  # with their images
     assert_equal(run, alone)
-    padded = ("--odb-token-budget", 256, "--odb-pad-to-budget")
+    padded = ("--odb-token-budget", 256, "--odb-pad-to", "budget")
     assert_equal(train(megatron, initial, *padded, replicas=1), alone)
 
 
@@ -187,7 +187,7 @@ def test_the_patch_cap_holds(megatron: Megatron, initial: tuple[Any, ...], alone
     assert f"  patches             at most {most} in a micro-batch (--odb-max-patches 40)" in output
     (line,) = (line for line in output.splitlines() if line.startswith("odb: reproduce with"))
     assert "--odb-max-patches 40 " in line
-    assert f" {' '.join(word for word in IMAGES[6:])} --seed" in line
+    assert f" {' '.join(word for word in IMAGES[6:12])} --seed" in line
     assert re.search("cost model .*,patch=", run.replicas[0].output)
 
 
@@ -203,7 +203,7 @@ def test_a_picture_that_is_missing_is_a_bad_record(
     errors = megatron.refused(*flags, *budget, replicas=1, has_images=True)
     assert "lost.jsonl:9: 'gone.png' in" in errors[0]
     skipped = megatron.train(
-        *flags, *budget, "--odb-bad-record", "skip", replicas=1, has_images=True
+        *flags, *budget, "--odb-max-bad-records", 99, replicas=1, has_images=True
     )
     assert len(skipped.all_ids) == 8
 
@@ -213,13 +213,12 @@ def test_a_picture_that_is_missing_is_a_bad_record(
     [
         ("--position-embedding-type learned_absolute", "has no place for images"),
         ("--mrope-section 1 1 1", "--mrope-section sums to 3; expected .* 8"),
-        ("--odb-warmup-worst-case", "knows no images"),
         (
             "--position-embedding-type rope --mtp-num-layers 1",
             "multi-token prediction embeds shifted tokens by itself",
         ),
         ("--odb-image-merge 0", "0 x 0 to a token"),
-        ("--odb-vision-attention-heads 3", "hidden size 16 with 3 heads"),
+        ("--vision-attention-heads 3", "hidden size 16 with 3 heads"),
     ],
 )
 def test_refused(megatron: Megatron, pictures: Pictures, flags: str, message: str) -> None:

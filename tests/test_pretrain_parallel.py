@@ -88,6 +88,19 @@ def test_same_samples_losses_and_gradients(
         assert sum(step.record["idle"] for step in run.steps) > 0
 
 
+def test_a_stage_that_predicts_further_tokens(
+    megatron: Megatron, data_flags: tuple[str, ...]
+) -> None:
+    """It sends what it predicts beside the hidden states; the baseline by Megatron's exchange."""
+    flags = (*MODEL, *data_flags, "--mtp-num-layers", 1, "--untie-embeddings-and-output-weights")
+    flags += ("--pipeline-model-parallel-size", 4, "--train-samples", 25)
+    flags += ("--pipeline-model-parallel-layout", "E|t|t|t|t||m|L")
+    padded, packed = (megatron.train(*flags, *odb, replicas=4) for odb in ((), ("--odb",)))
+    assert packed.losses[:3] == pytest.approx(padded.losses, abs=1e-5)
+    norms, others = ([step.record["grad_norm"] for step in run.steps] for run in (packed, padded))
+    assert norms[:3] == pytest.approx(others, rel=1e-4)
+
+
 def test_a_middle_stage_without_sample_bounds_would_be_seen(
     megatron: Megatron, initial: tuple[Any, ...]
 ) -> None:
@@ -113,16 +126,14 @@ def test_the_padded_baseline(
         assert_equal(megatron.train(*flags, *shlex.split(topology), replicas=num_ranks), alone)
 
 
-@pytest.mark.parametrize("iters", [("--full-validation",), ("--eval-iters", 2)])
 def test_evaluation(
     megatron: Megatron,
     initial: tuple[Any, ...],
     chats: ChatFile,
     valid_chats: ChatFile,
-    iters: tuple[Any, ...],
 ) -> None:
     flags = (*initial, "--odb", "--train-samples", 8, "--train-data-path", chats.path)
-    flags += ("--valid-data-path", valid_chats.path, "--eval-interval", 1, *iters)
+    flags += ("--valid-data-path", valid_chats.path, "--eval-interval", 1, "--eval-iters", 2)
     alone = megatron.train(*flags)
     losses = [loss for _, loss in alone.evaluations]
     assert len(losses) == 2
@@ -289,18 +300,17 @@ def test_the_optimizers_side(
 def test_micro_batches_padded_to_the_budget(
     megatron: Megatron, data_flags: tuple[str, ...], num_ranks: int, flags: str
 ) -> None:
-    """The budget is 64 tokens; stages need not tell each other the length."""
+    """The budget is 64 tokens."""
     flags = (*MODEL, *LENGTH, *data_flags, *shlex.split(flags))
     plain, padded = (
-        megatron.train(*flags, *more, replicas=num_ranks) for more in ((), ("--odb-pad-to-budget",))
+        megatron.train(*flags, *more, replicas=num_ranks)
+        for more in ((), ("--odb-pad-to", "budget"))
     )
     assert_equal(padded, plain)
     for step in padded.steps:
         record = step.record
         num_micro_batches = record["num_micro_batches"] * len(step.ids)
         assert record["computed_tokens"] == 64 * num_micro_batches > record["tokens"]
-    varies = [run.replicas[0].final["variable_seq_lengths"] for run in (plain, padded)]
-    assert varies == ["--pipeline-model-parallel-size" in flags, False]
     assert [one.record["lengths"] for one in padded.steps] == [
         one.record["lengths"] for one in plain.steps
     ]

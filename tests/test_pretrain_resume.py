@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from megatron_world import Megatron, Run
-from parallel_runs import is_017
 
 from odb_megatron.cli import main
 from odb_megatron.report.steps import read_run
@@ -61,10 +60,6 @@ def test_stop_and_resume(
     assert rest.replicas[0].final["train_iters"] == last
     assert rest.evaluations == whole.evaluations
     assert len(rest.evaluations) == 1
-    tokens = [sum(step.record["tokens"] for step in whole.steps)]
-    if is_017():  # its save after the loop is not logged
-        tokens = []
-    assert [replica.progress_tokens for replica in rest.replicas] == [tokens, tokens]
     assert "(45 of 45 requested)" in rest.summary
     again = megatron.train(*flags, "--load", tmp_path)
     assert again.steps == []
@@ -74,12 +69,11 @@ def test_stop_and_resume(
 
 def test_the_state_is_among_megatrons_arguments(stopped: dict[str, tuple[Path, Run]]) -> None:
     """Nothing lies beside the checkpoint."""
-    folder, first = stopped["packed"]
+    folder, _ = stopped["packed"]
     (part,) = (folder / f"iter_{STOP:07d}").iterdir()
     (path,) = part.iterdir()
     text = torch.load(path, weights_only=False)["args"].odb_data_state
     state = json.loads(text)
-    assert state["tokens_so_far"] == sum(step.record["tokens"] for step in first.steps)
     assert (state["consumed"], state["sources"]) == (24, [])
     assert len(text) < 1000
 
@@ -184,11 +178,7 @@ def test_a_step_whose_loss_was_nan_is_replayed(
     how: str,
     loaded: int,
 ) -> None:
-    """Megatron runs step 4 again and exits; it saves first where the loss is NaN again.
-
-    0.17 saves whatever the second loss is.
-    """
-    loaded = 3 if is_017() else loaded
+    """Megatron runs step 4 again and exits; it saves first where the loss is NaN again."""
     flags = (*FLAGS, *data_flags, "--ckpt-format", "torch_dist", *shlex.split(topology))
     saving = ("--save", tmp_path, "--save-interval", 2)
     whole = megatron.train(*flags)

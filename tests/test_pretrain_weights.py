@@ -94,7 +94,7 @@ def test_other_losses_do_not_depend_on_the_scale(megatron: Megatron, model: str)
 
 def test_fractions_without_a_flag_are_refused(megatron: Megatron) -> None:
     errors = megatron.refused(
-        *(*PACKED, *TRAIN, "--odb-bad-record", "skip", "--eval-iters", 0),
+        *(*PACKED, *TRAIN, "--odb-max-bad-records", 99, "--eval-iters", 0),
         items=(items(0.5), None, None),
     )
     for error in errors:

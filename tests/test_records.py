@@ -12,7 +12,6 @@ import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,11 +70,6 @@ def test_an_array_is_read_record_by_record(tmp_path: Path, name: str) -> None:
             got[i]
 
 
-def test_a_jsonl_file_of_lists_stays_jsonl(tmp_path: Path) -> None:
-    got = _open(_file(tmp_path, b"[1]\n[2]\n"))
-    assert len(got) == 2
-
-
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -107,7 +101,7 @@ def test_a_bad_line_is_an_error_only_when_it_is_read(
         got[1]
     assert str(caught.value).startswith(f"{path}:3: {reason}")
     assert caught.value.line == 3
-    assert "--odb-bad-record skip" in str(caught.value)
+    assert "--odb-max-bad-records N" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -144,15 +138,6 @@ def test_missing_directory_and_damaged_gzip(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(ValueError, match=r"a\.jsonl\.gz cannot be read .*fetch the file again"):
             _open(str(path))
-
-
-def test_indices(tmp_path: Path) -> None:
-    got = _open(_file(tmp_path, b'{"a":0}\n{"a":1}\n{"a":2}'))
-    assert got[-1] == {"a": 2}
-    assert got[np.int64(1)] == {"a": 1}
-    for index in (3, -4):
-        with pytest.raises(IndexError):
-            got[index]
 
 
 def test_fingerprint(tmp_path: Path) -> None:
@@ -201,18 +186,18 @@ def test_indexing_does_not_hold_the_file(tmp_path: Path) -> None:
     path = tmp_path / "big.jsonl"
     line = b'{"a":"' + b"x" * 9000 + b'"}\n'
     with path.open("wb") as file:
-        for _ in range(100):
+        for _ in range(30):
             file.write(line * 100)
     tracemalloc.start()
     got = _open(str(path))
-    assert got[9999]["a"] == "x" * 9000
+    assert got[2999]["a"] == "x" * 9000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(got) == 10_000
-    assert path.stat().st_size > 85e6
-    assert peak < 50e6
+    assert len(got) == 3000
+    assert path.stat().st_size > 25e6
+    assert peak < 10e6
     with path.open("rb", buffering=0) as file:
-        assert _line_index(file).shape == (1, 10_001)
+        assert _line_index(file).shape == (1, 3001)
 
 
 def _read_all(got: Records) -> list[dict[str, object]]:
@@ -242,29 +227,15 @@ def test_a_file_that_changes_in_use_is_refused(tmp_path: Path) -> None:
             copy[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "num_records"),
-    [
-        ("HumanEval.jsonl.gz", 164),
-        ("glaive_toolcall_en_demo.json", 300),
-        ("gsm8k_test.jsonl", 1319),
-        ("longchat_5_topics.jsonl", 50),
-        ("longchat_10_topics.jsonl", 50),
-        ("oasst_en_100_tree.jsonl", 100),
-        ("self_instruct_seed_tasks.jsonl", 175),
-    ],
-)
-def test_real_files(name: str, num_records: int) -> None:
-    path = DATA / name
-    if not path.is_file():
-        pytest.skip(f"shared data file {name} is not here")
-    got = _open(str(path))
+@pytest.mark.parametrize("path", DATA.glob("*.json*"), ids=lambda path: path.name)
+def test_real_files(path: Path) -> None:
     data = path.read_bytes()
-    text = (gzip.decompress(data) if name.endswith(".gz") else data).decode()
+    text = (gzip.decompress(data) if path.name.endswith(".gz") else data).decode()
+    if path.name == "token_lengths.json":
+        return  # one object, no records
     lines = text.split("\n")
     expected = json.loads(text) if text[0] == "[" else [json.loads(x) for x in lines if x.strip()]
-    assert list(got) == expected
-    assert len(got) == num_records
+    assert list(_open(str(path))) == expected
 
 
 # --- by `datasets` ---------------------------------------------------------------------------
@@ -346,8 +317,6 @@ def test_every_format_gives_the_same_records(
     got = _open(path, "cache")
     assert list(got) == CHATS[part]
     assert got[-1] == got[len(got) - 1]
-    assert len(got.num_bytes()) == len(got) == len(CHATS[part])
-    assert got.num_bytes().min() > 40
     copy = pickle.loads(pickle.dumps(got))
     assert list(copy) == CHATS[part]
     assert copy.fingerprint() == got.fingerprint() == _open(path, "other").fingerprint()
@@ -375,19 +344,6 @@ def test_other_processes_read_the_same(
     for method in ("fork", "spawn"):
         with multiprocessing.get_context(method).Pool(1) as pool:
             assert pool.apply(_read_all, (got,)) == CHATS
-
-
-def _first(path: str) -> tuple[int, object]:
-    got = _open(path, "cache")
-    return len(got), got[0]
-
-
-def test_ranks_that_open_a_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.parquet", "a.jsonl"):
-        _write(name, CHATS)
-        with multiprocessing.get_context("fork").Pool(4) as pool:
-            assert pool.map(_first, [name] * 4, chunksize=1) == [(len(CHATS), CHATS[0])] * 4
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ from megatron.core.num_microbatches_calculator import unset_num_microbatches_cal
 
 os.environ.pop("TORCHELASTIC_ERROR_FILE")  # else the launcher prints what is left there
 
-def pretrain(cfg_container, train_valid_test_dataset_provider, model_type, forward_step_func):
+def pretrain(
+    cfg_container, train_valid_test_dataset_provider, model_type, forward_step_func, **more
+):
     print("it would train", file=sys.stderr)
 
 training.pretrain = pretrain
@@ -38,7 +40,7 @@ ended = []
 for flags in json.loads(Path(sys.argv[1]).read_text()):
     sys.argv = ["pretrain.py", *flags]
     code, printed = 0, io.StringIO()
-    with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
         try:
             pretrain_gpt()
         except SystemExit as end:
@@ -52,6 +54,7 @@ Path(os.environ["ENDED"]).write_text(json.dumps(ended))
 """
 
 LENGTH = ["--train-iters", "2"]
+SET = "odb: set --calculate-per-token-loss --micro-batch-size 1 --eval-micro-batch-size 1\n"
 DATA = ["--train-data-path", "CHATS", "--valid-data-path", "CHATS"]
 
 CASES: list[tuple[list[str], str]] = [
@@ -69,10 +72,10 @@ CASES: list[tuple[list[str], str]] = [
     ([*LENGTH, "--data-path", "/nope"], "no data at '/nope': expected a file ending in"),
     ([*DATA, *LENGTH, "--odb-log-dir", "/proc/nope"], "--odb-log-dir /proc/nope cannot be written"),
     ([*DATA, *LENGTH, "--odb-log-dir", "CHATS"], "cannot be written (["),
-    ([*DATA, *LENGTH, "--use-megatron-fsdp"], "--odb does not run on FSDP"),
-    ([*DATA, *LENGTH, "--use-torch-fsdp2"], "--odb does not run on FSDP"),
+    ([*DATA, *LENGTH, "--use-megatron-fsdp"], "FSDP is not in this version"),
+    ([*DATA, *LENGTH, "--use-torch-fsdp2"], "FSDP is not in this version"),
     ([*DATA, *LENGTH, "--non-persistent-ckpt-type", "local"], "--non-persistent-ckpt-type global"),
-    ([*DATA, *LENGTH, "--mock-data"], "drop --mock-data, give --data-path"),
+    ([*DATA, *LENGTH, "--mock-data"], "real samples are trained: give --data-path"),
     (
         [*DATA, *LENGTH, "--save", "/proc/nope", "--save-interval", "1"],
         "--save /proc/nope: /proc cannot be written",
@@ -86,7 +89,8 @@ def ended(
 ) -> list[list[Any]]:
     """Exit code and standard error of each case, and of one that is not refused."""
     folder = tmp_path_factory.mktemp("refused")
-    common = ["--odb", *_FLAGS, "--seq-length", "64", "--max-position-embeddings", "64"]
+    flags = " ".join(_FLAGS).replace("--micro-batch-size 1 --calculate-per-token-loss", "")
+    common = ["--odb", *flags.split(), "--seq-length", "64", "--max-position-embeddings", "64"]
     common += ["--global-batch-size", "8", "--tokenizer-type", "HuggingFaceTokenizer"]
     common += ["--tokenizer-model", str(tokenizer_folder)]
     good = [*DATA, *LENGTH, "--odb-log-dir", str(folder / "new" / "log")]
@@ -125,3 +129,4 @@ def test_what_can_be_used_is_not_refused(ended: list[list[Any]]) -> None:
     code, error = ended[-1]
     assert code == 0, error
     assert "it would train" in error
+    assert SET in error

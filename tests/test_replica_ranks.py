@@ -1,4 +1,4 @@
-"""`odb_megatron.megatron.replica_ranks`: against groups written out by hand.
+"""`odb_megatron.megatron.replica`: against groups written out by hand.
 
 The first cases are those of parallel_state.py's own docstrings (`initialize_model_parallel`).
 """
@@ -31,7 +31,7 @@ from argparse import Namespace
 from dataclasses import asdict
 from odb_megatron.testing import cpu_device
 cpu_device.activate()
-from odb_megatron.megatron.replica_ranks import replica_ranks
+from odb_megatron.megatron.replica import replica_ranks
 found = []
 for (tensor, pipeline, context, mapping), world, _ in json.loads(sys.argv[1]):
     args = Namespace(
@@ -40,11 +40,9 @@ for (tensor, pipeline, context, mapping), world, _ in json.loads(sys.argv[1]):
     )
     places = [replica_ranks(args, rank=rank) for rank in range(world)]
     found.append([
-        {**asdict(place), "leads": place.is_source, "uses_tokens": place.uses_tokens}
+        {**asdict(place), "leads": place.is_source}
         for place in places
     ])
-    with_mtp = replica_ranks(args, rank=0, token_stages=[pipeline - 2 if pipeline > 1 else 0])
-    found[-1].append({"payload_ranks": with_mtp.payload_ranks})
 print("FOUND" + json.dumps(found))
 """
 
@@ -66,25 +64,18 @@ def found() -> list[Any]:
 @pytest.mark.megatron
 @pytest.mark.parametrize("at", range(len(CASES)))
 def test_every_rank_finds_its_place(found: list[Any], at: int) -> None:
-    (tensor, pipeline, context, _), _, replicas = CASES[at]
+    (tensor, _, context, _), _, replicas = CASES[at]
     places = found[at]
     for stages in replicas:
         ranks = sorted(rank for stage in stages for rank in stage)
         ends = sorted({*stages[0], *stages[-1]})
-        for number, stage in enumerate(stages):
+        for stage in stages:
             for place_in_stage, rank in enumerate(stage):
                 place = places[rank]
                 assert place["ranks"] == ranks
                 assert place["payload_ranks"] == ends
                 assert place["leads"] == (rank == ranks[0])
-                assert place["uses_tokens"] == (number in (0, pipeline - 1))
                 assert place["reporter"] == stages[-1][0]
                 assert place["context_size"] == context
                 assert place["context_rank"] == place_in_stage // tensor
                 assert place["tensor_rank"] == place_in_stage % tensor
-
-
-@pytest.mark.megatron
-def test_other_stages_may_use_tokens(found: list[Any]) -> None:
-    """Four stages, of which the third predicts tokens beyond the next."""
-    assert found[0][-1]["payload_ranks"] == [0, 1, 8, 9, 12, 13]

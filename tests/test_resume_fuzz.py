@@ -78,21 +78,3 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     found = json.loads(out.read_text())
     assert (found["trials"], found["differences"], found["failures"]) == (2, 0, [])
     assert '"same_replicas"' in capsys.readouterr().out
-
-
-def test_what_fails_is_named_with_its_seed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_: Any) -> ResumeTally:
-        raise AssertionError("lost: [7]")
-
-    monkeypatch.setattr(resume_fuzz, "run_trial", fail)
-    found = resume_fuzz._run_part((range(12, 13), 5))
-    monkeypatch.setattr(resume_fuzz, "_run_all", lambda numbers, **_: found)
-    assert main(["--trials", "1", "--first", "12", "--seed", "5"]) == 1
-    error = capsys.readouterr().err
-    assert "trial 12 (--seed 5 --first 12 --trials 1): " in error
-    assert "AssertionError: lost: [7]" in error
-    monkeypatch.setattr(resume_fuzz, "_run_all", lambda numbers, **_: (ResumeTally(), []))
-    assert main(["--trials", "100"]) == 1
-    assert "never occurred in 100 trials: same_replicas, other" in capsys.readouterr().err

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from megatron_world import ChatFile, Megatron
 from parallel_runs import TP
 
-from odb_megatron.report.cost_fit import fit_cost
 from odb_megatron.report.live import series_of
 from odb_megatron.report.steps import RunLog, read_run
 
@@ -166,28 +164,3 @@ def test_what_the_plan_does_is_told(megatron: Megatron) -> None:
         for record in replica.steps:
             for lengths in record["lengths"]:
                 assert len(lengths) == 1 or min(lengths) > over
-
-
-def test_a_runs_times_are_fitted_or_refused(
-    megatron: Megatron, data_flags: tuple[str, ...]
-) -> None:
-    """Which of both depends on what else the cores do; the known prices are in test_cost_fit."""
-    megatron.train("--odb", "--odb-token-budget", 96, "--train-samples", 96, *data_flags)
-    run = _log(megatron)
-    timed = sum(
-        bool(lengths)
-        for step in run.steps[3:]
-        for r in step.records.values()
-        for lengths in r.lengths
-    )
-    assert timed >= 16
-    try:
-        fit = fit_cost(run)
-    except ValueError as refused:
-        error = str(refused)
-        fit = None
-    if fit is None:
-        assert re.match("no cost model: (micro-batches are too much alike|the median)", error)
-    else:
-        assert fit.num_rows + fit.num_outliers == timed
-        assert fit.prices.linear > 0

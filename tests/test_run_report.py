@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from odb_megatron.megatron.arguments import add_odb_arguments
-from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.multimodal.arguments import add_image_arguments
+from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
+from odb_megatron.megatron.images import add_image_arguments
 
 MEGATRONS = {"save": None, "ckpt_format": "torch_dist", "context_parallel_size": 1}
 
@@ -60,9 +59,7 @@ def test_what_is_said_of_every_run() -> None:
 def test_flags_of_images_are_in_the_line() -> None:
     given = (
         "--odb-image-folder '/a b' --odb-image-patch-size 16 --odb-image-merge 1 "
-        "--odb-image-min-pixels 512 --odb-image-max-pixels 25088 --odb-image-token '<|i|>' "
-        "--odb-vision-layers 0 --odb-vision-hidden-size 96 --odb-vision-ffn-hidden-size 7 "
-        "--odb-vision-attention-heads 8"
+        "--odb-image-min-pixels 512 --odb-image-max-pixels 25088 --odb-image-token '<|i|>'"
     )
     parser = add_image_arguments(argparse.ArgumentParser())
     defaults = vars(parser.parse_args([]))

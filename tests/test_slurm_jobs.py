@@ -152,7 +152,7 @@ class Cluster:
         options = (*resources, "--parsable", f"--export={export}")
         submit = ("sbatch", *options, f"--output={folder}/%x-%j.log", home / "launch" / script)
         extra = {"ODB_CHECKPOINTS": str(folder / "checkpoints")}
-        logs = ("--odb-log-dir", str(folder / "steps"), "--odb-log-ids")
+        logs = ("--odb-log-dir", str(folder / "steps"))
         cluster = Cluster(environment=self.environment | extra, data_flags=self.data_flags)
         number = cluster.run(*submit, *FLAGS, *self.data_flags, *logs, *flags, cwd=home)
         number = number.strip()

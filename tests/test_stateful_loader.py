@@ -64,6 +64,6 @@ def test_join_and_resume(workers: int) -> None:
     names, states, _ = run(stream, config_of())
     assert emitted(names) == dict.fromkeys(range(NUM), 1)
     source = json.loads(states[40][0])["source"]
-    assert source["from"]["number"] > 0
+    assert source["parts"][0]["at"] > 0
     rest, _, _ = run(stream, config_of(), states=states[40])
     assert rest == names[41:]

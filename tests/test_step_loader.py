@@ -12,33 +12,31 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import psutil
 import pytest
 from made_up_data import (
-    BASE,
     Records,
     check_content,
     in_threads,
     lenient_stream,
     metadata_of,
+    rules,
     single_stream,
     step_config,
     steps_of,
 )
 
-from odb_megatron.comm.deadline import Deadline
-from odb_megatron.comm.gloo_group import ControlError
-from odb_megatron.data import loop
+from odb_megatron.comm.groups import ControlError
+from odb_megatron.comm.heartbeat import Deadline
 from odb_megatron.data.loop import PackedStep
 from odb_megatron.data.order import CyclicOrder
-from odb_megatron.data.replica_stream import WorkerError
 from odb_megatron.data.sample import BadRecordError, Sample
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.step_wire import StepMetadata, decode_header, decode_payload
 from odb_megatron.data.stream import SampleStream
+from odb_megatron.data.wire import StepMetadata, decode_header, decode_step
+from odb_megatron.data.workers import WorkerError
 from odb_megatron.plan.record import LoaderClosedError, PlanConfig, ReplicaFailedError
 from odb_megatron.testing.replicas import ThreadChannel, run_in_threads, thread_channels
 
@@ -129,7 +127,7 @@ def test_any_number_of_workers_gives_the_same_steps() -> None:
         ids = []
         for one in step:
             metadata = metadata_of(one)
-            check_content(decode_payload(metadata, one.payload), stream)
+            check_content(decode_step(metadata, one.payload), stream)
             ids += [at for row in metadata.positions for at in row]
         trained += sorted(ids)
     assert trained == usable
@@ -151,44 +149,13 @@ def test_samples_move_between_loops_in_processes() -> None:
         loader = StepLoader(stream, config, channel=channel, num_workers=1)
         (step,) = steps_of(loader)
         metadata = metadata_of(step)
-        check_content(decode_payload(metadata, step.payload), stream)
+        check_content(decode_step(metadata, step.payload), stream)
         return metadata.totals
 
     first, second = in_threads(go)
     assert first == second
     assert first.num_moved > 0
     assert first.balance > 0.95
-
-
-def test_another_number_of_replicas_goes_on_with_the_same_samples() -> None:
-    stream = lenient_stream([1 + at % 30 for at in range(36)])
-
-    def ids(num_replicas: int, consumed: int) -> list[list[int]]:
-        def go(channel: ThreadChannel) -> list[list[int]]:
-            config = step_config(total=36, global_batch_size=12, num_replicas=num_replicas)
-            loader = StepLoader(stream, config, channel=channel, consumed=consumed)
-            return [[p for row in metadata_of(s).positions for p in row] for s in steps_of(loader)]
-
-        return [sorted(chain(*step)) for step in zip(*in_threads(go, num_replicas), strict=True)]
-
-    whole = ids(2, 0)
-    assert whole == [list(range(at, at + 12)) for at in (0, 12, 24)]
-    assert ids(3, 12) == whole[1:]
-    assert ids(1, 24) == whole[2:]
-    assert ids(4, 36) == []
-
-
-def test_a_cyclic_epoch_is_complete() -> None:
-    order = CyclicOrder(total=12, num_replicas=3, data_sharding=True)
-    stream = single_stream(Records([2] * 12), num_samples=12, order=order)
-    config = step_config(total=12, num_replicas=3, global_batch_size=6)
-
-    def go(channel: ThreadChannel) -> list[int]:
-        steps = steps_of(StepLoader(stream, config, channel=channel))
-        items = [item for one in steps for item in decode_payload(metadata_of(one), one.payload)]
-        return [int(item.tokens[0, at]) // BASE for item in items for at in item.cu_seqlens[:-1]]
-
-    assert sorted(chain(*in_threads(go, 3))) == list(range(12))
 
 
 def test_a_pass_begins_anew() -> None:
@@ -218,11 +185,6 @@ def _wait_us(step: PackedStep) -> int:
     found = decode_header(step.header)
     assert isinstance(found, StepMetadata)
     return found.totals.wait_us
-
-
-def test_a_channel_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 replicas, 3 connected"):
-        StepLoader(lenient_stream([3]), step_config(), channel=thread_channels(3)[0])
 
 
 # --- errors of the data -----------------------------------------------------------------------
@@ -279,6 +241,30 @@ def test_a_worker_that_dies_or_hangs_is_named(
     assert str(errors[1 - guilty]).startswith(f"replica {guilty} failed: {error.__name__}: ")
 
 
+class Large(Records):
+    """More than a pipe holds: a worker is always sending."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {name: [1] * 20_000 for name in ("tokens", "labels", "loss_mask")}
+
+
+def test_a_worker_that_is_killed_while_it_sends_is_noticed() -> None:
+    """Torch's loader alone waits for the rest of what it was sending."""
+    stream = single_stream(
+        Large([20_000] * 64), sample_rules=rules(context=20_000, token_budget=20_000)
+    )
+    config = step_config(total=64, num_replicas=1, global_batch_size=1, token_budget=20_000)
+    loader = StepLoader(stream, config, channel=thread_channels(1)[0], num_workers=1)
+    loader.make_step()
+    (worker,) = psutil.Process(_loop_process().pid).children()
+    time.sleep(1.0)
+    worker.kill()
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="a data-loader worker has ended"):
+        steps_of(loader)
+    assert time.monotonic() - started < 20
+
+
 def test_a_dataset_that_cannot_be_pickled_is_refused() -> None:
     class Local(Records):
         """Cannot be imported by a worker."""
@@ -293,23 +279,6 @@ def test_a_dataset_that_cannot_be_pickled_is_refused() -> None:
         loader.make_step()
     assert "at the top level of a module" in str(caught.value)
     assert "--num-workers 0" in str(caught.value)
-
-
-def test_planning_that_fails_on_one_replica_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, original = iter(range(100)), loop.plan_step
-
-    def plan(*args: Any, **named: Any) -> Any:
-        if next(calls) == 5:
-            raise MemoryError("no room to plan in")
-        return original(*args, **named)
-
-    monkeypatch.setattr(loop, "plan_step", plan)
-    first, second = sorted(
-        _errors(lenient_stream([3] * 20), step_config(), num_workers=[0, 0]),
-        key=lambda error: isinstance(error, RuntimeError),
-    )
-    assert str(first) == "no room to plan in"
-    assert isinstance(second, (ControlError, ReplicaFailedError))
 
 
 # --- the loop's process -----------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""`odb_megatron.data.stream` and `replica_stream`: which record lies at which position."""
+"""`odb_megatron.data.stream`: which record lies at which position."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,11 +19,17 @@ from made_up_data import BASE, Letters, Records, rules, single_stream
 
 from odb_megatron.data.chat import ChatFormatError, ChatRenderer
 from odb_megatron.data.order import CyclicOrder, PassOrder
-from odb_megatron.data.preprocess import BadRecordPolicy
-from odb_megatron.data.replica_stream import StreamReader, own_positions
 from odb_megatron.data.sample import BadRecordError, Sample, Skipped
 from odb_megatron.data.sources import ChatSource, MapSource
-from odb_megatron.data.stream import Blend, FetchError, SampleStream, SourcePart
+from odb_megatron.data.stream import (
+    Blend,
+    PaddedDataset,
+    SampleStream,
+    SourcePart,
+    StreamReader,
+    own_positions,
+)
+from odb_megatron.data.thd import PAD_TOKEN
 from odb_megatron.data.workers import Workers
 from odb_megatron.plan.padding import OverlongError
 from odb_megatron.plan.record import PlanConfig
@@ -111,9 +116,6 @@ def test_locate_and_fetch_agree() -> None:
         assert isinstance(sample, Sample)
         assert sample.tokens[0] == where.record * BASE
         assert len(sample) == lengths[where.record]
-        again = stream[position]
-        assert isinstance(again, Sample)
-        assert again.tokens.tolist() == sample.tokens.tolist()
     parts = _parts([2, 3])
     blend = SampleStream(parts, blend=_blend([1, 0, 1], num_sources=2))
     sources = [blend.fetch(position).source for position in range(6)]
@@ -137,12 +139,6 @@ def test_an_empty_split_is_refused() -> None:
     text = "few has 5 records and none of them falls into the valid split: change --split"
     with pytest.raises(ValueError, match=text):
         SampleStream([part], split="valid")
-
-
-@pytest.mark.parametrize("number", [0, 2])
-def test_sources_and_blend_must_fit(number: int) -> None:
-    with pytest.raises(ValueError, match=f"^{number} sources need a blend; one source needs none"):
-        SampleStream(_parts([2] * number))
 
 
 def test_the_fingerprint_follows_all_that_replicas_must_share() -> None:
@@ -229,7 +225,7 @@ def test_workers_are_processes_and_end_with_the_reader(num_workers: int) -> None
 
 def test_workers_give_what_this_process_gives() -> None:
     lengths = [i % 4 for i in range(24)]  # every fourth is a bad record
-    sample_rules = rules(bad_record=BadRecordPolicy.SKIP)
+    sample_rules = rules(skip_bad=True)
     stream = single_stream(Records(lengths), sample_rules=sample_rules, num_samples=60)
     for replica in range(2):
         runs = [
@@ -237,7 +233,7 @@ def test_workers_give_what_this_process_gives() -> None:
             for num in (0, 2)
         ]
         named = [[(position, _tokens(item)) for position, item in run] for run in runs]
-        expected = [(at, _tokens(stream[at])) for at in range(replica, 60, 2)]
+        expected = [(at, _tokens(stream.fetch(at))) for at in range(replica, 60, 2)]
         assert named[0] == named[1] == expected
     assert sum(isinstance(item, Skipped) for _, item in runs[0]) > 3
 
@@ -326,10 +322,34 @@ def test_each_step_is_divided_among_the_replicas(
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_a_stream_survives_pickling() -> None:
-    stream = SampleStream(_parts([2, 3]), blend=_blend([1, 0, 1], num_sources=2), num_samples=9)
-    copy = pickle.loads(pickle.dumps(stream))
-    assert copy.fingerprint() == stream.fingerprint()
-    assert [_tokens(copy[i]) for i in range(9)] == [_tokens(stream[i]) for i in range(9)]
-    error = FetchError(error=BadRecordError(path="a", line=2, reason="why"))
-    assert str(pickle.loads(pickle.dumps(error)).error) == str(error.error)
+# --- the padded baseline -----------------------------------------------------------------------
+
+
+def test_items_are_the_streams_samples_padded_to_the_sequence_length() -> None:
+    lengths_of = [1, 7, 8, 3]
+    stream = single_stream(Records(lengths_of), num_samples=11)
+    dataset = PaddedDataset(stream, sequence_length=8, split="train")
+    assert (len(dataset), dataset.split) == (11, "train")
+    lengths = []
+    for position in range(11):
+        item, sample = dataset[position], stream.fetch(position)
+        assert isinstance(sample, Sample)
+        length = item["length"]
+        lengths.append(length)
+        assert (length, item["position"]) == (len(sample), position)
+        for name in ("tokens", "labels", "loss_mask"):
+            assert item[name].dtype == getattr(sample, name).dtype
+            assert item[name][:length].tolist() == getattr(sample, name).tolist()
+        assert item["tokens"][length:].tolist() == [PAD_TOKEN] * (8 - length)
+        assert item["loss_mask"][length:].tolist() == [0.0] * (8 - length)
+        assert item["position_ids"].tolist() == list(range(8))
+    assert set(lengths) == set(lengths_of)  # also one that fills the row
+
+
+def test_a_position_that_emits_nothing_carries_no_loss() -> None:
+    skip = rules(skip_bad=True)
+    item = PaddedDataset(
+        single_stream(Records([0]), sample_rules=skip), sequence_length=8, split="train"
+    )[0]
+    assert (item["length"], item["loss_mask"].sum()) == (0, 0)
+    assert item["tokens"].tolist() == [PAD_TOKEN] * 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import bisect
 from dataclasses import replace
 
 import numpy as np
@@ -11,11 +11,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_megatron.data.context_parallel import padding_mask
 from odb_megatron.data.sample import Sample
-from odb_megatron.data.thd import PAD_TOKEN, MicroBatch, assemble, assemble_idle
+from odb_megatron.data.thd import (
+    PAD_TOKEN,
+    MicroBatch,
+    assemble,
+    chunk_indices,
+    cost_balance,
+    layout,
+    padding_mask,
+    slice_micro_batch,
+)
 from odb_megatron.plan.padding import SizeRule, size_rule
 
+BASE = 1000
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=8)
 MULTIPLES = st.sampled_from([1, 2, 4, 6, 16])
 
@@ -42,7 +51,7 @@ def _assembled(lengths: list[int], multiple: int = 1) -> MicroBatch:
 def test_patches_are_added_up() -> None:
     samples = [replace(sample, num_patches=at) for at, sample in enumerate(_samples([3, 2, 4]))]
     assert assemble(samples, positions=[0, 1, 2]).num_patches == 3
-    assert assemble_idle().num_patches == 0
+    assert assemble([], positions=[]).num_patches == 0
 
 
 @given(LENGTHS, MULTIPLES)
@@ -100,32 +109,9 @@ def test_types_shapes_and_sentinels(lengths: list[int], multiple: int) -> None:
     )
 
 
-def test_labels_never_cross_into_the_next_sample() -> None:
-    batch = _assembled([3, 2, 1])
-    assert batch.tokens.tolist() == [[1, 2, 3, 4, 5, 6]]
-    assert batch.labels.tolist() == [[10_001, 10_002, 10_003, 10_004, 10_005, 10_006]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0]]
-    assert batch.cu_seqlens.tolist() == [0, 3, 5, 6]  # with the sentinel
-
-
-def test_one_sample_fills_the_pack() -> None:
-    batch = _assembled([16], multiple=16)
-    assert batch.cu_seqlens.tolist() == batch.cu_seqlens_padded.tolist() == [0, 16]
-    assert batch.max_seqlen == 16
-    assert batch.loss_mask.sum() == sum(i % 3 > 0 for i in range(1, 17))
-
-
-def test_a_length_just_over_the_multiple() -> None:
-    batch = _assembled([7, 5], multiple=4)  # CP = 2
-    assert batch.cu_seqlens.tolist() == [0, 7, 12]
-    assert batch.cu_seqlens_padded.tolist() == [0, 8, 16]
-    assert batch.position_ids.tolist() == [[*range(8), *range(8)]]
-    assert batch.loss_mask[0, [7, 13, 14, 15]].tolist() == [0, 0, 0, 0]
-
-
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_the_idle_micro_batch_is_the_smallest(multiple: int) -> None:
-    batch = assemble_idle(rule=SizeRule(multiple=multiple))
+    batch = assemble([], positions=[], rule=SizeRule(multiple=multiple))
     assert batch.is_idle
     assert batch.positions == ()
     assert batch.tokens.tolist() == batch.labels.tolist() == [[PAD_TOKEN] * multiple]
@@ -138,14 +124,6 @@ def test_the_idle_micro_batch_is_the_smallest(multiple: int) -> None:
     for name in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens_padded"):
         assert getattr(batch, name).dtype == getattr(reference, name).dtype
         assert getattr(batch, name).shape == getattr(reference, name).shape
-
-
-@pytest.mark.parametrize(("num_samples", "num_positions"), [(0, 0), (2, 1)])
-def test_samples_need_positions(num_samples: int, num_positions: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"got {num_samples} samples and {num_positions} positions"
-    ):
-        assemble(_samples([1] * num_samples), positions=range(num_positions))
 
 
 def test_a_fixed_length() -> None:
@@ -174,7 +152,7 @@ def test_a_fixed_length_that_is_full() -> None:
 
 
 def test_an_idle_micro_batch_of_a_fixed_length() -> None:
-    batch = assemble_idle(rule=SizeRule(sizes=(12, 24), multiple=4))
+    batch = assemble([], positions=[], rule=SizeRule(sizes=(12, 24), multiple=4))
     assert batch.is_idle
     assert batch.cu_seqlens.tolist() == [0] * 5
     assert batch.cu_seqlens_padded.tolist() == [0, 12, 12, 12, 12]
@@ -197,7 +175,7 @@ def test_shapes_follow_from_the_size_alone(
     for length in lengths:
         if sum(map(rule.padded, [*kept, length])) <= rule.sizes[-1]:
             kept.append(length)
-    batch = assemble_idle(rule=rule)
+    batch = assemble([], positions=[], rule=rule)
     if kept:
         batch = assemble(_samples(kept), positions=range(len(kept)), rule=rule)
     size = rule.size_of(sum(map(rule.padded, kept)))
@@ -215,28 +193,99 @@ def test_shapes_follow_from_the_size_alone(
     assert int(batch.position_ids.max()) < rule.longest
 
 
+# --- context parallelism -----------------------------------------------------------------------
+
+
+def partitioned_indices(cu_seqlens: list[int], *, size: int, rank: int) -> list[int]:
+    """`thd_partition_src_index` of TE's context_parallel.cu, one thread after the other."""
+    own = [start // size for start in cu_seqlens]
+    found = []
+    for token in range(cu_seqlens[-1] // size):
+        sequence = bisect.bisect_right(own, token) - 1
+        length = own[sequence + 1] - own[sequence]
+        index = token - own[sequence]
+        offset = rank if index < length // 2 else (size - 1) * 2 - rank
+        found.append(index + own[sequence] * size + length // 2 * offset)
+    return found
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.sampled_from([1, 2, 3, 4, 8]))
+def test_as_transformer_engine_cuts(chunks: list[int], size: int) -> None:
+    cu_seqlens = np.concatenate(([0], np.cumsum(np.array(chunks) * 2 * size)))
+    parts = [chunk_indices(cu_seqlens, size=size, rank=rank) for rank in range(size)]
+    for rank, part in enumerate(parts):
+        expected = partitioned_indices(cu_seqlens.tolist(), size=size, rank=rank)
+        assert part.tolist() == expected
+    assert sorted(np.concatenate(parts).tolist()) == list(range(int(cu_seqlens[-1])))
+
+
+def test_a_sample_that_cannot_be_cut() -> None:
+    with pytest.raises(ValueError, match="sample 1 .* has 6 tokens .* pad samples to a multiple"):
+        chunk_indices(np.array([0, 8, 14]), size=2, rank=0)
+
+
+def sample(length: int) -> Sample:
+    ids = np.arange(length) + BASE
+    return Sample(tokens=ids, labels=ids + 1, loss_mask=np.ones(length, dtype=np.float32))
+
+
+def test_an_odd_length_loses_and_invents_nothing() -> None:
+    """7 tokens on 2 ranks: padded to 8, and the ranks' real tokens are the seven."""
+    item = assemble([sample(7), sample(3)], positions=[0, 1], rule=SizeRule(multiple=4))
+    parts = [slice_micro_batch(item, size=2, rank=rank) for rank in range(2)]
+    assert [part.tokens.shape for part in parts] == [(1, 6), (1, 6)]
+    real = torch.cat([part.tokens[part.loss_mask > 0] for part in parts])
+    assert sorted(real.tolist()) == sorted([*range(BASE, BASE + 7), *range(BASE, BASE + 3)])
+    assert sum(int(part.loss_mask.sum()) for part in parts) == 10
+    for part in parts:
+        assert torch.equal(part.cu_seqlens, item.cu_seqlens)
+        assert torch.equal(part.cu_seqlens_padded, item.cu_seqlens_padded)
+        at = part.loss_mask[0] > 0
+        assert torch.equal(part.labels[0][at], part.tokens[0][at] + 1)
+        assert torch.equal(part.position_ids[0][at], part.tokens[0][at] - BASE)
+
+
+def test_one_rank_has_everything_and_idle_ones_can_be_cut() -> None:
+    item = assemble([sample(5)], positions=[0], rule=SizeRule(multiple=1))
+    assert slice_micro_batch(item, size=1, rank=0) is item
+    idle = slice_micro_batch(assemble([], positions=[], rule=SizeRule(multiple=4)), size=2, rank=1)
+    assert idle.is_idle
+    assert idle.tokens.shape == (1, 2)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.sampled_from([1, 2, 4]))
+def test_balance_counts_query_key_pairs(lengths: list[int], size: int) -> None:
+    padded = [-(-length // (2 * size)) * 2 * size for length in lengths]
+    work = []
+    for rank in range(size):
+        cu_seqlens = np.concatenate(([0], np.cumsum(padded)))
+        places = chunk_indices(cu_seqlens, size=size, rank=rank)
+        within = places - cu_seqlens[np.searchsorted(cu_seqlens, places, side="right") - 1]
+        which = np.searchsorted(cu_seqlens, places, side="right") - 1
+        work.append(int(sum(p + 1 for p, s in zip(within, which, strict=True) if p < lengths[s])))
+    expected = np.mean(work) / max(work)
+    found = cost_balance(np.array(lengths), np.array(padded), size=size)
+    assert found == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
-    "batch", [_assembled([3, 5], multiple=4), assemble_idle(rule=SizeRule(multiple=4))]
+    ("lengths", "multiple", "expected"),
+    [((3, 2), 1, "00000"), ((3, 5), 4, "000100000111"), ((1,), 4, "0111"), ((), 4, "0111")],
 )
-def test_megatron_takes_it(batch: MicroBatch) -> None:
-    pytest.importorskip("megatron.core")
-    from odb_megatron.megatron.compat import packed_seq_params
-
-    params = packed_seq_params(
-        qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
-        cu_seqlens_q_padded=batch.cu_seqlens_padded,
-        cu_seqlens_kv_padded=batch.cu_seqlens_padded,
-        max_seqlen_q=batch.max_seqlen,
-        max_seqlen_kv=batch.max_seqlen,
-    )
-    assert params.qkv_format == "thd"
-    assert params.cu_seqlens_q_padded.tolist()[-1] == batch.tokens.shape[1]
-    assert params.max_seqlen_q == batch.max_seqlen
+def test_where_padding_is(lengths: tuple[int, ...], multiple: int, expected: str) -> None:
+    """An idle micro-batch keeps one token that counts."""
+    item = layout(lengths, positions=tuple(range(len(lengths))), rule=SizeRule(multiple=multiple))
+    mask = padding_mask(item)
+    assert (mask.dtype, tuple(mask.shape)) == (torch.bool, (1, len(expected)))
+    assert "".join(str(int(value)) for value in mask[0]) == expected
 
 
-def test_a_micro_batch_survives_pickling() -> None:
-    batch = pickle.loads(pickle.dumps(_assembled([3, 2], multiple=2)))
-    assert batch.tokens.tolist() == [[1, 2, 3, 0, 4, 5]]
-    assert batch.positions == (0, 7)
+@given(st.lists(st.integers(1, 20), max_size=5), st.sampled_from([2, 3, 4]))
+def test_the_mask_is_cut_like_the_tokens(lengths: list[int], size: int) -> None:
+    item = layout(lengths, positions=tuple(range(len(lengths))), rule=SizeRule(multiple=2 * size))
+    whole = padding_mask(item)[0].numpy()
+    offsets = item.cu_seqlens_padded.numpy()
+    assert int((~whole).sum()) == (sum(lengths) or 1)
+    for rank in range(size):
+        part = padding_mask(item, size=size, rank=rank)[0].numpy()
+        assert np.array_equal(part, whole[chunk_indices(offsets, size=size, rank=rank)])

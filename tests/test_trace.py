@@ -14,16 +14,16 @@ import pytest
 from test_run_log import HEADER, RECORD
 
 from odb_megatron.cli import main
-from odb_megatron.pages import Chart, Form, chart_svg
-from odb_megatron.report.run_charts import NamedRun, step_chart
-from odb_megatron.report.run_figures import (
-    RunFigures,
-    bins_of,
-    choose_steps,
-    measured_balance,
-)
+from odb_megatron.report.page import svg
 from odb_megatron.report.steps import LoggedStep, RunLog, StepLog, read_run
-from odb_megatron.report.trace_page import PANELS, compare_page, trace_page
+from odb_megatron.report.trace import (
+    CURVES,
+    RunFigures,
+    choose_steps,
+    curve_chart,
+    measured_balance,
+    timelines,
+)
 from tests.browser import Browser, browser, page_problems
 
 __all__ = ["browser"]
@@ -149,19 +149,6 @@ def test_the_first_step_after_a_resume_is_no_part_of_rates() -> None:
     assert only.summary()["seconds_per_step"] == 9
 
 
-def test_bins_cover_every_step_once() -> None:
-    x = np.arange(1.0, 1001.0)
-    values = np.where(x % 2, x, np.nan)
-    bins = bins_of(x, values, most=7)
-    assert (bins.first[0], bins.last[-1]) == (1, 1000)
-    assert (bins.first[1:] == bins.last[:-1] + 1).all()
-    assert bins.is_binned
-    assert (bins.least.min(), bins.most.max()) == (1, 999)
-    few = bins_of(x[:3], values[:3], most=7)
-    assert not few.is_binned
-    assert np.isnan(few.mean[1])
-
-
 def test_trace_prints_and_writes(
     logs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,18 +193,12 @@ def test_compare_prints_what_differs(
     ("argv", "message"),
     [
         (["trace", "nope"], "nope is no folder: give that of --odb-log-dir"),
-        (["trace", "."], "has no step logs (steps-00000.jsonl and so on)"),
         (["trace", "samples", "--steps", "7"], "--steps 7: give the first and the last iteration"),
         (["trace", "samples", "--steps", "9:7"], "--steps 9:7: give the first and the last"),
-        (["trace", "samples", "--steps", ":"], "--steps :: give the first and the last"),
-        (["trace", "samples", "--steps", "99:"], "no step from 99 to"),
         (["trace", "samples", "--html", "."], "--html . is a folder: name a file in it"),
         (["trace", "samples", "--html", "-"], "--html - : a page goes to a file: name one"),
         (["trace", "samples", "--json", "no/x"], "--json no/x: there is no folder 'no'; make it"),
         (["trace", "samples", "--json", "/proc/foo"], "--json /proc/foo cannot be written ("),
-        (["trace", "samples", "--html", "/proc/foo"], "--html /proc/foo cannot be written ("),
-        (["compare", "samples", "long", "--json", "/proc/foo"], "--json /proc/foo cannot be"),
-        (["compare", "samples"], "the following arguments are required"),
         (["compare", "samples", "./samples"], "are one folder: name two runs"),
         (["compare", "samples", "nope"], "nope is no folder"),
     ],
@@ -265,32 +246,27 @@ def _figures(*balance: float | None, timed: bool = False, starts: tuple[int, ...
     ],
 )
 def test_steps_that_are_shown(figures: Any, usual: tuple[int, ...], worst: int | None) -> None:
-    chosen = choose_steps(figures)
-    assert (chosen.usual, chosen.worst) == (usual, worst)
+    assert choose_steps(figures)[:2] == (usual, worst)
     assert worst not in usual
 
 
 def test_what_timelines_say_is_what_they_draw_at_each_width(logs: Path) -> None:
     pytest.importorskip("matplotlib", reason="pip install 'odb-megatron[pages]'")
-    for name in ("cost run", "samples", "padded", "long"):
+    for name in ("cost run", "padded", "long"):
         run = read_run(str(logs / name))
-        page = trace_page(run, title="x", command="x")
-        charts = [part for part in page.sections if part.title.startswith("Timeline of")]
+        found = list(timelines(run, RunFigures.of(run)))
+        charts = [chart for chart in found if chart.title.startswith("Timeline of")]
         assert len(charts) == (1 if name == "padded" else 2)
         seen = []
         for chart in charts:
-            assert isinstance(chart, Chart)
-            assert chart.table is not None
-            steps = {int(head.split()[1].strip(",")) for head in chart.table.columns[1:]}
+            steps = {int(head.split()[1].strip(",")) for head in chart.columns[1:]}
             assert {int(text) for text in re.findall(r"\d+", chart.title)} == steps
             seen.append(steps)
-            for form in Form:
-                svg = chart_svg(chart, form, prefix="x")
-                labels = re.findall(r"<text[^>]*>step (\d+)<", svg.replace("<ns0:", "<"))
-                assert set(map(int, labels)) == steps
-                rows = [row[0] for row in chart.table.rows]
-                drawn = re.findall(r"<text[^>]*>(\d+)<", svg.replace("<ns0:", "<"))
-                assert set(rows) <= set(drawn)
+            rows = [row[0] for row in chart.rows]
+            for is_narrow in (False, True):
+                text = svg(chart, is_narrow=is_narrow)
+                assert {*map(int, re.findall(r">step (\d+)</text>", text))} == steps
+                assert {*rows} <= {*re.findall(r">(\d+)</text>", text)}
             said = re.search(r"(\d+) of (\d+) replicas are shown", chart.caption)
             assert bool(said) is (name == "long")
             assert not said or said.groups() == (str(len(rows)), "14")
@@ -299,41 +275,19 @@ def test_what_timelines_say_is_what_they_draw_at_each_width(logs: Path) -> None:
 
 def test_rows_of_two_runs_are_told_apart() -> None:
     """Side by side over the same steps; else each run below the other, by its name."""
-    panel = next(panel for panel in PANELS if panel.title == "Tokens per step")
-    short = NamedRun(name="short", figures=_figures(0.5, 0.5))
-    other = NamedRun(name="other", figures=_figures(0.5, 0.5))
-    long = NamedRun(name="long", figures=_figures(*[0.5] * 50))
-    same, differ = step_chart(panel, [short, other]), step_chart(panel, [short, long])
+    curves = next(curves for curves in CURVES if curves.title == "Tokens per step")
+    short, long = _figures(0.5, 0.5), _figures(*[0.5] * 50)
+    same = curve_chart(curves, {"short": short, "other": _figures(0.5, 0.5)})
+    differ = curve_chart(curves, {"short": short, "long": long})
     assert same is not None
     assert differ is not None
-    assert same.table is not None
-    assert differ.table is not None
-    assert same.table.columns == ("iteration", "short", "other")
-    assert [row[0] for row in same.table.rows] == ["1", "2"]
-    assert differ.table.columns == ("run", "iteration", "mean", "least", "most")
-    rows = [tuple(row[:2]) for row in differ.table.rows]
+    assert same.columns == ["iteration", "short", "other"]
+    assert [row[0] for row in same.rows] == ["1", "2"]
+    assert differ.columns == ["run", "iteration", "mean", "least", "most"]
+    rows = [tuple(row[:2]) for row in differ.rows]
     assert rows[:3] == [("short", "1"), ("short", "2"), ("long", "1 to 3")]
     assert len(rows) == 22
-
-
-def test_headings_of_compare_say_what_is_shown(logs: Path) -> None:
-    runs = [(name, read_run(str(logs / name))) for name in ("cost run", "samples")]
-    titles = [part.title for part in compare_page(runs, command="x").sections]
-    assert titles[:7] == [
-        *("Differences", "Balance predicted", "Fill", "Micro-batches per step", "Time per step"),
-        *("Tokens per step", "Loss"),
-    ]
-
-
-def test_a_missing_package_for_pages_is_named(
-    logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(SystemExit):
-        main(["trace", str(logs / "samples"), "--html", str(tmp_path / "page.html")])
-    assert "pip install 'odb-megatron[pages]'" in capsys.readouterr().err
+    assert rows[-1] == ("long", "49 to 50"), "every step once"
 
 
 PAGES = {
@@ -354,3 +308,9 @@ def test_pages_look_well_in_a_browser(
     assert main([*PAGES[name], "--html", str(path)]) == 0
     assert path.stat().st_size < 3_000_000
     assert page_problems(browser, path) == []
+    heads = re.findall("<h2>(.*?)</h2>", path.read_text())
+    if name == "compare":
+        assert heads[:7] == [
+            *("Differences", "Balance predicted", "Fill", "Micro-batches per step"),
+            *("Time per step", "Tokens per step", "Loss"),
+        ]

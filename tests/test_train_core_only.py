@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_named(data: list[str]) -> None:
     ("flags", "reason"),
     [
         (("--odb-epochs", "1"), "this loop does not have --odb-epochs"),
-        (("--no-odb-resume-strict",), "this loop does not have --odb-resume-strict"),
+        (("--odb-dry-run",), "this loop does not have --odb-dry-run"),
     ],
 )
 def test_a_flag_that_would_do_nothing(

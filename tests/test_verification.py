@@ -19,7 +19,7 @@ import pytest
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig
 from odb_megatron.plan.step_planner import plan_step
 from odb_megatron.testing.fuzz import run_world
-from odb_megatron.testing.lockstep import Lockstep
+from odb_megatron.testing.replicas import Lockstep
 from odb_megatron.testing.worlds import FAULTS, Fault, World, check_run, decoded
 
 MODEL = Path(__file__).resolve().parents[1] / "verification" / "odb.pml"

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
 import subprocess
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import numpy as np
 import pytest
 from made_up_data import (
     Letters,
-    Records,
     check_content,
     metadata_of,
     rules,
-    single_stream,
     step_config,
     steps_of,
 )
@@ -25,25 +26,10 @@ from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.order import PassOrder
 from odb_megatron.data.sources import ChatSource
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.step_wire import decode_payload
 from odb_megatron.data.stream import SampleStream, SourcePart
-from odb_megatron.data.workers import Packed, starting
+from odb_megatron.data.wire import decode_step
+from odb_megatron.data.workers import FetchTimeoutError, limited, starting
 from odb_megatron.testing.replicas import thread_channels
-
-
-def test_what_a_packed_object_needs() -> None:
-    packed = Packed(single_stream(Records([3] * 4)))
-    assert not packed.needs_main
-    assert {"made_up_data", "odb_megatron.data.stream"} <= set(packed.modules())
-    assert "__main__" not in packed.modules()
-    assert Packed("__main__").needs_main
-    stream = packed.unpack()
-    assert isinstance(stream, SampleStream)
-    assert len(stream) == 4
-
-
-def test_modules_of_a_very_large_object_are_not_looked_for() -> None:
-    assert Packed([np.zeros(1 << 22), Records([3])]).modules() == []
 
 
 def test_chats_with_a_template_and_a_tokenizer_reach_workers(tmp_path: Path) -> None:
@@ -59,7 +45,7 @@ def test_chats_with_a_template_and_a_tokenizer_reach_workers(tmp_path: Path) -> 
     steps = steps_of(StepLoader(stream, config, channel=channel, num_workers=1))
     assert len(steps) == 2
     for step in steps:
-        check_content(decode_payload(metadata_of(step), step.payload), stream)
+        check_content(decode_step(metadata_of(step), step.payload), stream)
 
 
 _SCRIPT = """
@@ -107,3 +93,17 @@ def test_full_shared_memory_is_named() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(PermissionError), starting():
         raise PermissionError(errno.EACCES, "no")
+
+
+def test_what_takes_too_long_is_interrupted_and_named() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with (
+        pytest.raises(FetchTimeoutError, match="^record 4 took longer than 0.05 s") as caught,
+        limited(0.05, what=lambda: "record 4"),
+    ):
+        time.sleep(600)
+    assert "time.sleep(600)" in "".join(traceback.format_exception(caught.value))
+    with pytest.raises(KeyError), limited(0.2, what=lambda: "it"):
+        raise KeyError
+    time.sleep(0.3)  # no alarm comes later
+    assert signal.getsignal(signal.SIGALRM) == before

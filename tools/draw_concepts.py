@@ -11,20 +11,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from odb_megatron.pages import Chart, Form, Table, standalone_svg, theme
 from odb_megatron.plan.step_planner import StepPlan, plan_step
-from odb_megatron.simulation.lengths import read_lengths
-from odb_megatron.simulation.schedules import Setting, Stream, odb, shares_model
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import FigureBase
+from odb_megatron.report.lengths import read_lengths
+from odb_megatron.report.page import Axis, Bar, Chart, Panel, row_bar, standalone_svg
+from odb_megatron.report.schedules import Setting, Stream, odb, shares_model
 
 __all__ = ["FOLDER", "charts", "drawn", "main"]
 
@@ -33,14 +28,6 @@ CONTEXT, BUDGET = 4096, 8192
 LENGTHS = f"lognormal:mean=500,cv=1.0,max={CONTEXT},n=8192"
 NUM_REPLICAS, BATCH = 4, 128
 FIRST_STEP, NUM_STEPS = 20, 3
-
-EDGE: dict[str, Any] = {"edgecolor": theme.SURFACE, "linewidth": 1.2}
-FREE: dict[str, Any] = {
-    "color": theme.FAINT,
-    "hatch": "////",
-    "edgecolor": theme.GREY,
-    "linewidth": 0.5,
-}
 
 MicroBatches = Sequence[Sequence[int]]
 Step = Sequence[MicroBatches]
@@ -67,22 +54,22 @@ def main() -> int:
 def drawn() -> dict[str, str]:
     """Return every picture by its file's name."""
     return {
-        f"{name}-{form.name.lower()}.svg": standalone_svg(chart, form)
+        f"{name}-{width}.svg": standalone_svg(chart, is_narrow=width == "narrow")
         for name, chart in charts().items()
-        for form in Form
+        for width in ("wide", "narrow")
     }
 
 
 def charts() -> dict[str, Chart]:
     """Plan, and return the pictures by name."""
-    lengths = read_lengths(LENGTHS, token_budget=BUDGET).values
+    lengths = read_lengths(LENGTHS)
     cost = shares_model(lengths, token_budget=BUDGET)
     stream = Stream.of_epochs(lengths, epochs=1, cost=cost, seed=0)
     setting = Setting(
         num_replicas=NUM_REPLICAS, token_budget=BUDGET, global_batch_size=BATCH, cost=cost
     )
     steps = range(FIRST_STEP, FIRST_STEP + NUM_STEPS)
-    planned = {
+    planned: dict[str, list[Step]] = {
         "each trains what it has read": [_as_read(stream, setting, step) for step in steps],
         "planned together": [odb(stream, setting).step(step) for step in steps],
     }
@@ -122,52 +109,43 @@ def _packed_chart(packed: MicroBatches, stream: Stream) -> Chart:
     computed = sum(len(row) * int(stream.lengths[row].max()) for row in padded)
     real = int(stream.lengths[samples].sum())
 
-    def draw(figure: FigureBase, form: Form) -> None:
-        ratios = [len(padded), len(packed)]
-        upper, lower = figure.subplots(2, sharex=True, height_ratios=ratios)
-        _rows(upper, padded, stream, is_padded=True)
-        _rows(lower, packed, stream, is_padded=False)
-        upper.set_title(f"padded: {len(padded)} micro-batches", loc="left")
-        lower.set_title(f"packed: {len(packed)} micro-batches", loc="left")
-        ticks = [0, BUDGET] if form.is_narrow else [0, BUDGET // 4, BUDGET // 2, BUDGET]
-        lower.set_xticks(ticks, [f"{tick}" for tick in ticks])
-        lower.set_xlabel("tokens; a token budget of 8192 ends at the line")
-
+    panels = [
+        Panel(
+            title=f"{name}: {len(rows)} micro-batches",
+            bars=list(_row_bars(rows, stream, is_padded=name == "padded")),
+            dividers=[BUDGET],
+            x=Axis(
+                label="tokens; a token budget of 8192 ends at the line",
+                ends=(0, BUDGET * 1.01),
+                ticks={at: str(at) for at in (0, BUDGET // 4, BUDGET // 2, BUDGET)},
+                narrow_ticks={0: "0", BUDGET: str(BUDGET)},
+            ),
+            y=Axis(ends=(len(rows) - 0.4, -0.6), ticks={}),
+        )
+        for name, rows in (("padded", padded), ("packed", packed))
+    ]
     return Chart(
         title=f"{len(samples)} samples of one replica's step, padded and packed",
-        draw=draw,
+        panels=panels,
         caption=(
             f"Each row is a micro-batch, each block a sample, hatched is padding: {computed} "
             f"tokens computed, against {real}."
         ),
-        table=Table(
-            columns=["form", "micro-batches", "tokens computed", "tokens of samples"],
-            rows=[
-                ["padded", str(len(padded)), str(computed), str(real)],
-                ["packed", str(len(packed)), str(real), str(real)],
-            ],
-        ),
         height=460,
-        narrow_height=460,
+        is_stacked=True,
     )
 
 
-def _rows(axes: Axes, rows: MicroBatches, stream: Stream, *, is_padded: bool) -> None:
+def _row_bars(rows: MicroBatches, stream: Stream, *, is_padded: bool) -> Iterator[Bar]:
     for number, row in enumerate(rows):
-        longest = int(stream.lengths[list(row)].max())
-        at = 0
+        longest, at = int(stream.lengths[list(row)].max()), 0
         for position in row:
             length = int(stream.lengths[position])
-            axes.barh(number, length, left=at, height=0.8, color=theme.BLUE, **EDGE)
+            yield row_bar(number, at, length, "blue", f"{length} tokens")
             at += length
             if is_padded and longest > length:
-                axes.barh(number, longest - length, left=at, height=0.8, **FREE)
+                yield row_bar(number, at, longest - length, "waste", "padding")
                 at += longest - length
-    axes.axvline(BUDGET, color=theme.TEXT, linewidth=1.5)
-    axes.set_xlim(0, BUDGET * 1.01)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
 
 
 def _replicas_chart(
@@ -187,36 +165,25 @@ def _replicas_chart(
     }
     end = max(sum(max(map(sum, step)) for step in steps) for steps in times.values())
 
-    def draw(figure: FigureBase, form: Form) -> None:
-        panels = figure.subplots(len(times), sharex=True)
-        for axes, (name, steps) in zip(panels, times.items(), strict=True):
-            _timeline(axes, steps)
-            axes.set_xlim(0, end * 1.01)
-            share = _busy(steps)
-            axes.set_title(f"{name}: {share:.1%} of the time computing", loc="left")
-            axes.set_ylabel("replica")
-        panels[-1].set_xlabel(
-            "predicted time, in full micro-batches"
-            if form.is_narrow
-            else "predicted time; 1 is a full micro-batch of average tokens"
+    panels = []
+    for name, steps in times.items():
+        bars, ends = _timeline(steps)
+        replicas = {float(replica): str(replica) for replica in range(NUM_REPLICAS)}
+        panels.append(
+            Panel(
+                title=f"{name}: {_busy(steps):.1%} of the time computing",
+                bars=bars,
+                dividers=ends,
+                x=Axis(label="predicted time, in full micro-batches", ends=(0, end * 1.01)),
+                y=Axis(label="replica", ends=(NUM_REPLICAS - 0.5, -0.6), ticks=replicas),
+            )
         )
-
-    rows = [
-        [
-            name,
-            f"{_busy(steps):.3f}",
-            ", ".join(str(len(step[0])) for step in steps),
-            ", ".join(f"{max(map(sum, step)):.2f}" for step in steps),
-        ]
-        for name, steps in times.items()
-    ]
     return Chart(
         title=f"{NUM_STEPS} steps of {NUM_REPLICAS} replicas, not planned and planned together",
-        draw=draw,
+        panels=panels,
         caption="Each block is a micro-batch, hatched is waiting for the slowest replica.",
-        table=Table(columns=["plan", "share of time computing", "M", "time of steps"], rows=rows),
         height=400,
-        narrow_height=400,
+        is_stacked=True,
     )
 
 
@@ -225,23 +192,22 @@ def _busy(steps: Sequence[Sequence[Sequence[float]]]) -> float:
     return work / sum(len(step) * max(map(sum, step)) for step in steps)
 
 
-def _timeline(axes: Axes, steps: Sequence[Sequence[Sequence[float]]]) -> None:
-    start = 0.0
+def _timeline(steps: Sequence[Sequence[Sequence[float]]]) -> tuple[list[Bar], list[float]]:
+    """Return the bars, and where each step ends."""
+    bars, ends, start = [], [], 0.0
     for number, step in enumerate(steps):
         longest = max(map(sum, step))
-        colour = (theme.BLUE, theme.ORANGE)[number % 2]
         for replica, parts in enumerate(step):
             at = start
             for part in parts:
-                axes.barh(replica, part, left=at, height=0.75, color=colour, **EDGE)
+                look = ("blue", "orange")[number % 2]
+                bars.append(row_bar(replica, at, part, look, f"step {number + 1}"))
                 at += part
-            wait = start + longest - at
-            if wait > 1e-9:
-                axes.barh(replica, wait, left=at, height=0.75, **FREE)
+            if start + longest - at > 1e-9:
+                bars.append(row_bar(replica, at, start + longest - at, "waste", "waits"))
         start += longest
-        axes.axvline(start, color=theme.TEXT, linewidth=1.5)
-    axes.set_yticks(range(len(steps[0])))
-    axes.set_ylim(len(steps[0]) - 0.5, -0.6)
+        ends.append(start)
+    return bars, ends
 
 
 if __name__ == "__main__":

@@ -13,14 +13,10 @@ from pathlib import Path
 PATCHES = Path(__file__).resolve().parents[1] / "patches"
 SCRIPT = "pretrain_gpt.py"
 
-ABOUT = "    # --odb switches on online dynamic batching; without it {} as imported.\n"
-IMPORT = "    from odb_megatron.megatron.host_script import with_odb\n\n"
+ABOUT = "    # --odb switches on online dynamic batching; without it both names stay as imported.\n"
+IMPORT = "    from odb_megatron.megatron.pretrain import with_odb\n\n"
 PARSE = "    args = parse_and_validate_args(\n"
-TWO_NAMES = (
-    "    pretrain, parse_and_validate_args = with_odb(pretrain, parse_and_validate_args)\n\n"
-)
-PRETRAIN = "    pretrain(\n"
-ONE_NAME = "    pretrain, _ = with_odb(pretrain)\n\n"
+CALL = "    pretrain, parse_and_validate_args = with_odb(pretrain, parse_and_validate_args)\n\n"
 
 
 def main(checkout: Path, name: str) -> None:
@@ -28,14 +24,11 @@ def main(checkout: Path, name: str) -> None:
     before = subprocess.run(
         ["git", "-C", str(checkout), "show", f"HEAD:{SCRIPT}"], capture_output=True, check=True
     ).stdout.decode()
-    has_parse = PARSE in before  # from 0.18
-    anchor = PARSE if has_parse else PRETRAIN
-    if before.count(anchor) != 1:
-        raise SystemExit(f"{SCRIPT} has {anchor.strip()!r} {before.count(anchor)} times, not once")
-    lines = ABOUT.format("both names stay" if has_parse else "the name stays")
-    lines += IMPORT + (TWO_NAMES if has_parse else ONE_NAME)
+    if before.count(PARSE) != 1:
+        raise SystemExit(f"{SCRIPT} has {PARSE.strip()!r} {before.count(PARSE)} times, not once")
+    after = before.replace(PARSE, ABOUT + IMPORT + CALL + PARSE)
     with tempfile.TemporaryDirectory() as folder:
-        for side, text in (("a", before), ("b", before.replace(anchor, lines + anchor))):
+        for side, text in (("a", before), ("b", after)):
             (Path(folder) / side).mkdir()
             (Path(folder) / side / SCRIPT).write_text(text)
         diff = subprocess.run(

@@ -1,9 +1,8 @@
 """Run the Megatron tests on each supported megatron-core version: `make test-matrix`.
 
 Builds .venvs/VERSION from requirements/matrix/VERSION.lock where it is missing or the lock has
-changed, runs pytest in it, and prints one row per version. Versions with `megatron.training` (0.17
-and later) lie over .venv, which has everything but them; the newest is .venv itself. 0.16 has the
-core alone and runs on Python 3.11, in an environment of its own, with the tests of `CORE`.
+changed, over .venv, which has everything but Megatron; runs pytest in it, and prints one row per
+version. The newest is .venv itself.
 
     python tools/test_matrix.py [VERSION ...]          all versions, where none is named
 """
@@ -27,51 +26,27 @@ VENVS = ROOT / ".venvs"
 REPORTS = ROOT / "build" / "matrix"
 BASE = ROOT / ".venv"
 
-CORE = (
-    "test_attention.py",
-    "test_attention_context_parallel.py",
-    "test_compat.py",
-    "test_counters.py",
-    "test_cpu_device.py",
-    "test_megatron_dataset.py",
-    "test_replica_ranks.py",
-    "test_thd.py",
-    "test_train_core_only.py",
-)
-"""What touches megatron.core and needs no more of Megatron."""
-
-TRAINING = (
-    *CORE,
+TESTS = (
+    "test_attention_backends.py",
     "test_arguments.py",
+    "test_cpu_device.py",
     "test_forward_step.py",
     "test_hooks.py",
+    "test_megatron_dataset.py",
     "test_order.py",
-    "test_routers.py",
-    "test_topology.py",
-    "test_validation.py",
     "test_pretrain*.py",
+    "test_replica_ranks.py",
+    "test_run_script.py",
+    "test_thd.py",
+    "test_topology.py",
+    "test_train_core_only.py",
+    "test_validation.py",
+    "test_versions.py",
 )
-"""What touches Megatron at all: every call of `pretrain()` among it."""
+"""Files in tests/ that touch Megatron at all: every call of `pretrain()` among them."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
-    """A megatron-core version, and how it is tested.
-
-    Attributes:
-        number: as on the package index.
-        tests: patterns of files in tests/.
-        pythons: interpreters that it is built with, best first; empty for those of .venv.
-    """
-
-    number: str
-    tests: tuple[str, ...] = TRAINING
-    pythons: tuple[str, ...] = ()
-
-    @property
-    def lock(self) -> Path:
-        """What its environment is built from."""
-        return ROOT / "requirements" / "matrix" / f"{self.number}.lock"
+VERSIONS = ("0.18.2", "0.19.2")
+"""On the package index; the last one is .venv's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,51 +67,44 @@ class Row:
         return not self.error and not self.failed and self.passed > 0
 
 
-VERSIONS = (
-    Version(number="0.16.1", tests=CORE, pythons=("3.11",)),
-    Version(number="0.17.1"),
-    Version(number="0.18.2"),
-    Version(number="0.19.2"),
-)
-
-
 def main() -> int:
     """Test; return 1 if a version has failed."""
-    numbers = [version.number for version in VERSIONS]
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("versions", nargs="*", metavar="VERSION", help=", ".join(numbers))
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help=", ".join(VERSIONS))
     parser.add_argument("--build-only", action="store_true", help="environments alone, no tests")
     parser.add_argument("--jobs", type=int, default=2, help="test files at a time; 0: no xdist")
     parser.add_argument("--pytest", default="", help="further arguments of pytest")
     options = parser.parse_args()
-    unknown = sorted(set(options.versions) - set(numbers))
+    unknown = sorted(set(options.versions) - set(VERSIONS))
     if unknown:
-        parser.error(f"{', '.join(unknown)} is not in the matrix: name any of {', '.join(numbers)}")
-    chosen = [one for one in VERSIONS if not options.versions or one.number in options.versions]
+        parser.error(
+            f"{', '.join(unknown)} is not in the matrix: name any of {', '.join(VERSIONS)}"
+        )
+    chosen = [one for one in VERSIONS if not options.versions or one in options.versions]
     if options.build_only:
         for version in chosen:
             build(version)
         return 0
     rows = []
     for version in chosen:
-        print(f"=== megatron-core {version.number}", flush=True)
+        print(f"=== megatron-core {version}", flush=True)
         rows.append(test(version, jobs=options.jobs, more=options.pytest.split()))
         print_table(rows)
     return 0 if all(row.is_good for row in rows) else 1
 
 
-def test(version: Version, *, jobs: int, more: list[str]) -> Row:
+def test(version: str, *, jobs: int, more: list[str]) -> Row:
     """Build a version's environment and run its tests."""
     try:
         python = build(version)
         found = installed(python)
     except (subprocess.CalledProcessError, OSError) as error:
-        return Row(version=version.number, error=f"not built: {error}")
-    if found != version.number:
-        return Row(version=version.number, error=f"megatron-core {found} is imported: rebuild it")
-    files = sorted(path for name in version.tests for path in (ROOT / "tests").glob(name))
+        return Row(version=version, error=f"not built: {error}")
+    if found != version:
+        return Row(version=version, error=f"megatron-core {found} is imported: rebuild it")
+    files = sorted(path for name in TESTS for path in (ROOT / "tests").glob(name))
     REPORTS.mkdir(parents=True, exist_ok=True)
-    report = REPORTS / f"{version.number}.xml"
+    report = REPORTS / f"{version}.xml"
     report.unlink(missing_ok=True)
     at_a_time = ["-n", str(jobs), "--dist", "loadfile"] if jobs else []
     started = time.monotonic()
@@ -152,40 +120,31 @@ def test(version: Version, *, jobs: int, more: list[str]) -> Row:
     return read(report, version, python=python, seconds=time.monotonic() - started)
 
 
-def build(version: Version) -> Path:
+def build(version: str) -> Path:
     """Return the interpreter of a version's environment, which is built where it is not current."""
     if version == VERSIONS[-1]:
         return BASE / "bin" / "python"
-    folder = VENVS / version.number
+    lock = ROOT / "requirements" / "matrix" / f"{version}.lock"
+    folder = VENVS / version
     python, stamp = folder / "bin" / "python", folder / ".lock.sha256"
-    base = find_python(version)
+    code = "import sys; print(sys._base_executable)"
+    command = [str(BASE / "bin" / "python"), "-I", "-c", code]
+    base = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     made_of = f"{base} {BASE}"  # a moved folder is built anew
-    digest = hashlib.sha256(version.lock.read_bytes() + made_of.encode()).hexdigest()
+    digest = hashlib.sha256(lock.read_bytes() + made_of.encode()).hexdigest()
     if python.exists() and stamp.exists() and stamp.read_text() == digest:
         return python
     print(f"building {folder.relative_to(ROOT)} with {base}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([base, "-m", "venv", str(folder)], check=True)
     pip = [str(python), "-I", "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
-    deps = [] if version.pythons else ["--no-deps"]
-    command = [*pip, "--quiet", *deps, "--requirement", str(version.lock)]
-    subprocess.run(command, check=True)
-    if not version.pythons:  # behind this environment's own packages
-        (line,) = (BASE / "lib").glob("python3.*/site-packages")
-        (own,) = (folder / "lib").glob("python3.*/site-packages")
-        (own / "zz_base.pth").write_text(f"{line}\n", encoding="utf-8")
+    subprocess.run([*pip, "--quiet", "--no-deps", "--requirement", str(lock)], check=True)
+    # Behind this environment's own packages.
+    (line,) = (BASE / "lib").glob("python3.*/site-packages")
+    (own,) = (folder / "lib").glob("python3.*/site-packages")
+    (own / "zz_base.pth").write_text(f"{line}\n", encoding="utf-8")
     stamp.write_text(digest, encoding="utf-8")
     return python
-
-
-def find_python(version: Version) -> str:
-    """Return the interpreter that a version's environment is built with."""
-    if not version.pythons:
-        code = "import sys; print(sys._base_executable)"
-        command = [str(BASE / "bin" / "python"), "-I", "-c", code]
-    else:
-        command = [str(ROOT / "tools" / "find_python.sh"), *version.pythons]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def environment(python: Path) -> dict[str, str]:
@@ -203,17 +162,17 @@ def installed(python: Path) -> str:
     return ran.stdout.rpartition("found ")[2].strip().partition("+")[0]
 
 
-def read(report: Path, version: Version, *, python: Path, seconds: float) -> Row:
+def read(report: Path, version: str, *, python: Path, seconds: float) -> Row:
     """Count a report's tests."""
     shown = subprocess.run([str(python), "-V"], check=True, stdout=subprocess.PIPE, text=True)
-    row = Row(version=version.number, python=shown.stdout.split()[-1], seconds=seconds)
+    row = Row(version=version, python=shown.stdout.split()[-1], seconds=seconds)
     if not report.exists():
-        return Row(version=version.number, python=row.python, error="pytest left no report")
+        return Row(version=version, python=row.python, error="pytest left no report")
     (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
     count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
     failed = count["failures"] + count["errors"]
     return Row(
-        version=version.number,
+        version=version,
         python=row.python,
         passed=count["tests"] - failed - count["skipped"],
         failed=failed,

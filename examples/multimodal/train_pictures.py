@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from odb_megatron.data.patches import IMAGE_TOKEN
+from odb_megatron.data.pictures import IMAGE_TOKEN
 from odb_megatron.data.tokenizer import train_bpe
 from odb_megatron.elastic import launch
 
@@ -51,7 +51,7 @@ REAL = {
 
 TRAIN_FLAGS = shlex.split("""
     --odb --odb-token-budget 512 --odb-max-patches 512
-    --odb-image-max-pixels 25088 --odb-vision-hidden-size 64 --odb-vision-layers 2
+    --odb-image-max-pixels 25088 --vision-hidden-size 64 --vision-layers 2
     --calculate-per-token-loss --micro-batch-size 1 --global-batch-size 16
     --num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 384 --swiglu
     --normalization RMSNorm --disable-bias-linear --seq-length 256 --max-position-embeddings 256

@@ -1,19 +1,27 @@
 """Bridge's configuration and state, seen as the arguments that `odb_megatron.megatron` reads.
 
-Must not change the configuration, the end of the loop aside (`train_iters`). What Megatron counts
-in its arguments Bridge counts in its `TrainState`: it is read there.
+What Megatron counts in its arguments Bridge counts in its `TrainState`: it is read there. What
+cannot work with ODB under Bridge is refused, beside what cannot under Megatron.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
-from odb_megatron.bridge.settings import OdbSettings, flag_values
+from odb_megatron.bridge.settings import PATHS, OdbSettings
+from odb_megatron.data.records import require_data
+from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.megatron.validation import refuse_unsupported
 
-__all__ = ["BridgeArgs", "data_paths", "transformer_of"]
+__all__ = ["BridgeArgs", "UnusableError", "owner_of", "recipe_errors", "refuse", "refuse_early"]
 
 _NO_SPLIT = "969, 30, 1"  # Megatron's own default (validate_args 654, 0.19.2)
+
+
+class UnusableError(ValueError):
+    """A configuration that cannot be used, found when the run starts."""
 
 
 class BridgeArgs(argparse.Namespace):
@@ -34,11 +42,15 @@ class BridgeArgs(argparse.Namespace):
         self.rank, self.world_size = rank, world_size
         self.data_parallel_size = cfg.data_parallel_size
         self.iteration = 0  # of the checkpoint, once it is loaded
-        settings: OdbSettings = cfg.dataset.odb
-        vars(self).update(flag_values(settings))
-        vars(self).update(_of_model(cfg.model))
-        vars(self).update(_of_run(cfg))
-        vars(self).update(_of_data(cfg, settings))
+        vars(self).update(cfg.dataset.odb.as_flags())
+        found = {name: _value(cfg, path) for name, path in PATHS.items()}
+        vars(self).update(found)
+        self.eval_iters: int = found["eval_iters"] or 0
+        self.use_megatron_fsdp = found["use_megatron_fsdp"] or cfg.dist.use_megatron_fsdp
+        self.full_validation = False  # Bridge does not read it (eval.py, 0.6.2)
+        groups = found["num_query_groups"]
+        self.group_query_attention = groups not in (None, found["num_attention_heads"])
+        vars(self).update(_of_data(cfg, cfg.dataset.odb))
 
     @property
     def curr_iteration(self) -> int:
@@ -68,10 +80,8 @@ class BridgeArgs(argparse.Namespace):
     def padded_vocab_size(self) -> int:
         """Rows of the embedding; 0 until the tokenizer is there."""
         model = self._state.cfg.model
-        if not model.vocab_size:
-            return 0
-        if not model.should_pad_vocab:
-            return int(model.vocab_size)
+        if not model.vocab_size or not model.should_pad_vocab:
+            return int(model.vocab_size or 0)
         from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 
         return int(
@@ -84,91 +94,23 @@ class BridgeArgs(argparse.Namespace):
         )
 
 
-def transformer_of(model: Any) -> Any:
-    """Return the transformer's configuration: a `GPTModelProvider` is one, others have one."""
-    return getattr(model, "transformer", model)
+def owner_of(cfg: Any, path: str) -> tuple[Any, str]:
+    """Return what has the attribute that a path names, and the attribute's name.
+
+    A `GPTModelProvider` is a transformer's configuration, other models have one.
+    """
+    section, _, name = path.partition(".")
+    owner = getattr(cfg, section)
+    if section == "model" and not hasattr(getattr(owner, "transformer", None), name):
+        return owner, name
+    if section == "model":
+        return owner.transformer, name
+    return getattr(owner, "recipe", owner) if section == "dataset" else owner, name
 
 
-_MODEL_NAMES = {
-    "num_experts": "num_moe_experts",
-    "swiglu": "gated_linear_unit",
-    **{
-        name: name
-        for name in (
-            "calculate_per_token_loss",
-            "context_parallel_size",
-            "cuda_graph_impl",
-            "enable_cuda_graph",
-            "experimental_attention_variant",
-            "expert_model_parallel_size",
-            "external_cuda_graph",
-            "ffn_hidden_size",
-            "fp16",
-            "fp4",
-            "fp8",
-            "hidden_size",
-            "hybrid_context_parallel",
-            "kv_channels",
-            "microbatch_group_size_per_vp_stage",
-            "moe_expert_capacity_factor",
-            "moe_router_load_balancing_type",
-            "moe_token_dispatcher_type",
-            "mtp_num_layers",
-            "num_attention_heads",
-            "num_layers",
-            "num_query_groups",
-            "overlap_moe_expert_parallel_comm",
-            "pipeline_model_parallel_size",
-            "sequence_parallel",
-            "tensor_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-        )
-    },
-}
-
-
-def _of_model(model: Any) -> dict[str, Any]:
-    transformer = transformer_of(model)
-    found = {
-        name: getattr(transformer, source, getattr(model, source, None))
-        for name, source in _MODEL_NAMES.items()
-    }
-    found["seq_length"] = model.seq_length
-    heads = found["num_attention_heads"]
-    groups = found["num_query_groups"]
-    found["group_query_attention"] = groups is not None and groups != heads
-    return found
-
-
-def _of_run(cfg: Any) -> dict[str, Any]:
-    train, evaluation, checkpoint, dist = cfg.train, cfg.validation, cfg.checkpoint, cfg.dist
-    return {
-        "global_batch_size": train.global_batch_size,
-        "micro_batch_size": train.micro_batch_size,
-        "train_samples": train.train_samples,
-        "rampup_batch_size": train.rampup_batch_size,
-        "step_batch_size_schedule": getattr(train, "step_batch_size_schedule", None),
-        "decrease_batch_size_if_needed": train.decrease_batch_size_if_needed,
-        "iterations_to_skip": getattr(train, "iterations_to_skip", None),
-        "phase_transition_iterations": getattr(train, "phase_transition_iterations", None),
-        "eval_iters": evaluation.eval_iters or 0,
-        "eval_interval": evaluation.eval_interval,
-        "eval_global_batch_size": evaluation.eval_global_batch_size,
-        "eval_micro_batch_size": evaluation.eval_micro_batch_size,
-        "skip_train": evaluation.skip_train,
-        "full_validation": False,  # Bridge has the field and does not read it (eval.py, 0.6.2)
-        "multiple_validation_sets": getattr(evaluation, "multiple_validation_sets", False),
-        "save": checkpoint.save,
-        "load": checkpoint.load,
-        "finetune": checkpoint.finetune,
-        "non_persistent_ckpt_type": checkpoint.non_persistent_ckpt_type,
-        "distributed_timeout_minutes": dist.distributed_timeout_minutes,
-        "use_tp_pp_dp_mapping": dist.use_tp_pp_dp_mapping,
-        "use_megatron_fsdp": dist.use_megatron_fsdp or cfg.ddp.use_megatron_fsdp,
-        "use_torch_fsdp2": dist.use_torch_fsdp2,
-        "data_parallel_sharding_strategy": cfg.ddp.data_parallel_sharding_strategy,
-        "overlap_param_gather": cfg.ddp.overlap_param_gather,
-    }
+def _value(cfg: Any, path: str) -> Any:
+    owner, name = owner_of(cfg, path)
+    return getattr(owner, name, None)
 
 
 def _of_data(cfg: Any, settings: OdbSettings) -> dict[str, Any]:
@@ -191,21 +133,7 @@ def _of_data(cfg: Any, settings: OdbSettings) -> dict[str, Any]:
         "num_dataset_builder_threads": getattr(recipe, "num_dataset_builder_threads", 1),
         "data_cache_path": getattr(recipe, "path_to_cache", None),
         "mmap_bin_files": getattr(recipe, "mmap_bin_files", True),
-        "tokenizer_type": cfg.tokenizer.tokenizer_type,
-        "tokenizer_model": cfg.tokenizer.tokenizer_model,
-        "reset_position_ids": getattr(recipe, "reset_position_ids", False),
-        "reset_attention_mask": getattr(recipe, "reset_attention_mask", False),
-        "eod_mask_loss": getattr(recipe, "eod_mask_loss", False),
     }
-
-
-def data_paths(cfg: Any) -> list[str]:
-    """Return the data paths that a run of this configuration reads its samples from."""
-    from megatron.core.datasets.utils import get_blend_from_list
-
-    blend, per_split = _blends(cfg.dataset.recipe, cfg.dataset.odb)
-    blends = (get_blend_from_list(words) for words in (blend, *(per_split or ())))
-    return [path for paths, *_ in filter(None, blends) for path in paths]
 
 
 def _blends(
@@ -215,12 +143,11 @@ def _blends(
     own = [settings.train_data_path, settings.valid_data_path, settings.test_data_path]
     if settings.data_path is not None:
         return _as_list(settings.data_path), None
-    if any(path is not None for path in own):
+    if settings.has_data:
         return None, [None if path is None else _as_list(path) for path in own]
-    blend = getattr(recipe, "blend", None)
+    blend, per_split = getattr(recipe, "blend", None), getattr(recipe, "blend_per_split", None)
     if blend is not None:
         return _as_words(blend), None
-    per_split = getattr(recipe, "blend_per_split", None)
     if per_split is None:
         return None, None
     return None, [None if one is None else _as_words(one) for one in per_split]
@@ -236,3 +163,115 @@ def _as_words(blend: Any) -> list[str]:
     if weights is None:
         return list(paths)
     return [str(word) for pair in zip(weights, paths, strict=True) for word in pair]
+
+
+_PACKS = "both pack"
+_RECIPE_OFF = {
+    "enable_in_batch_packing": _PACKS,
+    "enable_offline_packing": _PACKS,
+    "offline_packing_specs": _PACKS,
+}
+_OFF = {
+    "model.num_moe_experts": "Bridge's forward step gives the routers of a mixture of experts no "
+    "padding mask, so that padding and idle micro-batches would count in their losses; under "
+    "megatron.training's pretrain() experts work",
+    "model.mtp_num_layers": "multi-token prediction is not in this version under Bridge",
+    "model.is_hybrid_model": "hybrid models (state-space layers) were not tried under Bridge",
+    "model.tp_comm_overlap": "it has buffers of one shape, and micro-batches vary in size; "
+    "comm_overlap.tp_comm_overlap sets it",
+    "dist.use_decentralized_pg": "replicas are found by Megatron's parallel state",
+    "dist.eval_context_parallel_size": "training and evaluation have one layout of ranks",
+    "validation.full_validation": "Bridge does not read it (eval.py, 0.6.2); "
+    "validation.eval_iters is what it reads",
+    "logger.skip_train_metrics_log": "it leaves out the call at which steps are logged",
+}
+"""What must not be on, and why."""
+
+
+def _off(path: str, why: str) -> str:
+    return f"dataset.odb and {path}: {why}: drop {path}"
+
+
+def recipe_errors(recipe: Any, settings: OdbSettings) -> list[str]:
+    """Return why a recipe's dataset configuration cannot be trained with ODB; empty if it can."""
+    errors = [
+        _off(f"dataset.{name}", why)
+        for name, why in _RECIPE_OFF.items()
+        if getattr(recipe, name, None)
+    ]
+    kinds = {cls.__name__ for cls in type(recipe).__mro__}
+    if settings.has_data or "GPTSFTDatasetConfig" in kinds:
+        return errors
+    if not kinds & {"GPTDatasetConfig", "MockGPTDatasetConfig"} or "GPTFIMDatasetConfig" in kinds:
+        errors.append(
+            f"dataset.odb does not read {type(recipe).__name__} in this version: use a recipe with "
+            "GPTSFTDatasetConfig or GPTDatasetConfig, or give dataset.odb.data_path"
+        )
+    elif not (getattr(recipe, "blend", None) or getattr(recipe, "blend_per_split", None)):
+        errors.append(
+            "the recipe trains on mock data, and dataset.odb on real samples: give "
+            "dataset.odb.data_path=FILE.jsonl (or a Megatron prefix, or a list of them)"
+        )
+    return errors
+
+
+def refuse(cfg: Any, args: BridgeArgs, config: OdbConfig) -> None:
+    """Check a validated configuration.
+
+    Raises:
+        UnusableError: every refusal that applies, one line each.
+    """
+    messages = _configuration_errors(cfg)
+    if (args.cuda_graph_impl or "none") != "none":
+        messages.append(
+            "dataset.odb makes micro-batches whose number of samples varies, which CUDA graphs "
+            "cannot replay: use model.cuda_graph_impl=none"
+        )
+    try:
+        refuse_unsupported(args, config)
+    except ValueError as error:
+        messages.append(str(error))
+    if messages:
+        raise UnusableError("\n".join(messages))
+
+
+def refuse_early(cfg: Any) -> None:
+    """Check what can be checked without ranks: settings, the recipe, and that the files are there.
+
+    Raises:
+        UnusableError: every refusal that applies, one line each.
+    """
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    settings, messages = cfg.dataset.odb, _configuration_errors(cfg)
+    checks: list[tuple[Callable[[Any], object], Any]]
+    blend, per_split = _blends(cfg.dataset.recipe, settings)
+    blends = filter(None, map(get_blend_from_list, (blend, *(per_split or ()))))
+    paths = [path for paths, *_ in blends for path in paths]
+    args = argparse.Namespace(**settings.as_flags(), seq_length=cfg.model.seq_length)
+    checks = [(OdbConfig.from_args, args), *((require_data, path) for path in paths)]
+    for check, subject in checks:
+        try:
+            check(subject)
+        except ValueError as error:
+            messages.append(str(error))
+    if messages:
+        raise UnusableError("\n".join(messages))
+
+
+def _configuration_errors(cfg: Any) -> list[str]:
+    settings = cfg.dataset.odb
+    messages = recipe_errors(cfg.dataset.recipe, settings)
+    messages += [_off(path, why) for path, why in _OFF.items() if _value(cfg, path)]
+    if cfg.inprocess_restart is not None and cfg.inprocess_restart.enabled:
+        messages.append(_off("inprocess_restart", "groups and threads do not survive it"))
+    if settings.order not in ("single", "cyclic"):
+        messages.append(f"dataset.odb.order is {settings.order!r}: give single or cyclic")
+    names = ("train_data_path", "valid_data_path", "test_data_path")
+    per_split = [name for name in names if getattr(settings, name) is not None]
+    if settings.data_path is not None and per_split:
+        messages.append(
+            f"dataset.odb.data_path is for all splits, and dataset.odb.{per_split[0]} for one: "
+            "give the one (with dataset.odb.split), or a file for each split"
+        )
+    return messages

@@ -1,6 +1,6 @@
 """The names of Bridge that ODB replaces during a run, and the one that begins it.
 
-Each replacement wraps the original and is undone by `BridgeHooks.remove`; `install_entry` stays,
+Each replacement wraps the original and is undone by `BridgeHooks.undo`; `install_entry` stays,
 and leaves runs alone whose configuration never had ODB. Must not plan or print. Of
 `megatron.bridge.training` 0.6.2:
 
@@ -9,9 +9,8 @@ and leaves runs alone whose configuration never had ODB. Must not plan or print.
 | `pretrain._pretrain` | begins a run, for `pretrain()` and `finetune()` alike |
 | `pretrain._finish_train`, `_cleanup_after_pretrain_failure` | end it, with process groups alive |
 | `train.get_forward_backward_func`, `eval.get_forward_backward_func` | the plan's M |
-| `train.training_log` | tells a listener what Bridge logs |
+| `train.training_log` | the step log |
 | `train.save_checkpoint_and_time` | no watchdog ends the process within |
-| `train.compute_throughputs_and_append_to_progress_log` | counts real tokens |
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from odb_megatron.megatron.hooks import Hooks, RunListener
+from odb_megatron.megatron.hooks import Hooks
+from odb_megatron.megatron.run import OdbRun
 
-__all__ = ["BridgeHooks", "HostedRun", "install_entry", "require_names"]
+__all__ = ["BridgeHooks", "install_entry", "require_names"]
 
 _NAMES = {
     "pretrain": ("_pretrain", "_finish_train", "_cleanup_after_pretrain_failure"),
@@ -33,7 +33,6 @@ _NAMES = {
         "get_forward_backward_func",
         "training_log",
         "save_checkpoint_and_time",
-        "compute_throughputs_and_append_to_progress_log",
     ),
     "eval": ("get_forward_backward_func",),
     "checkpointing": ("maybe_save_dataloader_state", "maybe_load_dataloader_state"),
@@ -67,17 +66,7 @@ def require_names(find: Callable[[str], Any] | None = None) -> None:
         )
 
 
-class HostedRun(Protocol):
-    """What `install_entry` asks of a run."""
-
-    def __enter__(self) -> Any:
-        """The run begins."""
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """The run ends; harmless when called again."""
-
-
-def install_entry(make_run: Callable[[Any], HostedRun | None]) -> None:
+def install_entry(make_run: Callable[[Any], Any]) -> None:
     """Have Bridge's `pretrain()` make a run for each configuration that has one.
 
     Args:
@@ -114,8 +103,8 @@ def install_entry(make_run: Callable[[Any], HostedRun | None]) -> None:
 class BridgeHooks(Hooks):
     """Installs and removes the replacements; see `megatron.hooks.Hooks`."""
 
-    def __init__(self, listener: RunListener, *, state: Any, micro_batch_length: int = 0) -> None:
-        super().__init__(listener, packed=True, micro_batch_length=micro_batch_length)
+    def __init__(self, run: OdbRun, *, state: Any, plans_shapes: bool = False) -> None:
+        super().__init__(run, packed=True, plans_shapes=plans_shapes)
         self._state = state
 
     def install(self) -> None:
@@ -123,11 +112,9 @@ class BridgeHooks(Hooks):
         train, evaluation = _module("train"), _module("eval")
         for module in (train, evaluation):
             wrap = self._wrap_get_forward_backward_func
-            self._replace(module, "get_forward_backward_func", wrap)
-        self._replace(train, "training_log", self._wrap_training_log)
-        self._replace(train, "save_checkpoint_and_time", self._wrap_save)
-        name = "compute_throughputs_and_append_to_progress_log"
-        self._replace(train, name, self._wrap_progress_log)
+            self.replace_in(module, "get_forward_backward_func", wrap)
+        self.replace_in(train, "training_log", self._wrap_training_log)
+        self.replace_in(train, "save_checkpoint_and_time", self._wrap_save)
 
     def _wrap_get_forward_backward_func(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Besides M: a step or an evaluation without a loss token reports 0, not 0 / 0."""
@@ -136,8 +123,6 @@ class BridgeHooks(Hooks):
             schedule = original(*args, **kwargs)
 
             def forward_backward(**arguments: Any) -> Any:
-                if self._length and "decoder_seq_length" in arguments:  # as `seq_length`, in Bridge
-                    arguments["decoder_seq_length"] = self._length
                 reports = schedule(**arguments)
                 if not arguments.get("collect_non_loss_data", False):
                     _avoid_zero_counts(reports)
@@ -153,32 +138,17 @@ class BridgeHooks(Hooks):
         def training_log(*args: Any, **kwargs: Any) -> Any:
             values = signature.bind(*args, **kwargs).arguments
             result = original(*args, **kwargs)
-            self._listener.on_logged({**values, "iteration": self._state.train_state.step})
+            self._run.on_logged({**values, "iteration": self._state.train_state.step})
             return result
 
         return training_log
 
     def _wrap_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
-            with self._listener.saving():
+            with self._run.saving():
                 return original(*args, **kwargs)
 
         return save_checkpoint_and_time
-
-    def _wrap_progress_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_throughputs_and_append_to_progress_log(*args: Any, **kwargs: Any) -> Any:
-            tokens = self._listener.tokens_so_far()
-            if tokens is None:
-                return original(*args, **kwargs)
-            train_state, model = self._state.train_state, self._state.cfg.model
-            samples, length = train_state.consumed_train_samples, model.seq_length
-            train_state.consumed_train_samples, model.seq_length = tokens, 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                train_state.consumed_train_samples, model.seq_length = samples, length
-
-        return compute_throughputs_and_append_to_progress_log
 
 
 def _avoid_zero_counts(reports: Any) -> None:

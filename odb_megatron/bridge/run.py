@@ -8,29 +8,31 @@ data state travels through the iterator into Bridge's checkpoints.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from types import TracebackType
 from typing import Any
 
-from odb_megatron.bridge.arguments import BridgeArgs, transformer_of
-from odb_megatron.bridge.batches import Batches, TrainBatches
-from odb_megatron.bridge.hooks import BridgeHooks
-from odb_megatron.bridge.settings import described, in_bridge_words
-from odb_megatron.bridge.sft_samples import SftSamples
-from odb_megatron.bridge.validation import UnusableError, has_data, refuse
-from odb_megatron.megatron.attention.registry import AttentionBackend
-from odb_megatron.megatron.data_checkpoint import restore
-from odb_megatron.megatron.hooks import Hooks
-from odb_megatron.megatron.replica_data import ReplicaData
-from odb_megatron.megatron.run import OdbRun
-from odb_megatron.megatron.run_report import RunReport, start_lines
-from odb_megatron.megatron.series_writers import SeriesWriters
-from odb_megatron.megatron.setup import odb_config
-from odb_megatron.megatron.topology import padding_multiple
+import numpy as np
+import torch
 
-__all__ = ["BridgeRun"]
+from odb_megatron.bridge.arguments import BridgeArgs, UnusableError, refuse
+from odb_megatron.bridge.hooks import BridgeHooks
+from odb_megatron.bridge.settings import described
+from odb_megatron.data.feed import StepHeader
+from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
+from odb_megatron.megatron.attention import Attention
+from odb_megatron.megatron.checkpoint import restore
+from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.megatron.hooks import Hooks
+from odb_megatron.megatron.replica import ReplicaData
+from odb_megatron.megatron.run import OdbRun
+from odb_megatron.megatron.run_report import RunReport, SeriesWriters, start_lines
+
+__all__ = ["Batches", "BridgeRun", "SftSamples", "TrainBatches", "as_batch"]
 
 
 class BridgeRun(OdbRun):
@@ -50,19 +52,18 @@ class BridgeRun(OdbRun):
         self._state, self._dataset = state, cfg.dataset
         try:
             args = BridgeArgs(cfg, state, rank=get_rank_safe(), world_size=get_world_size_safe())
-            config = odb_config(args)
+            config = OdbConfig.from_args(args)
         except ValueError as error:
-            raise UnusableError(in_bridge_words(str(error))) from error
+            raise UnusableError(str(error)) from error
         refuse(cfg, args, config)
         if config.dry_run:
             cfg.logger.tensorboard_dir = cfg.logger.wandb_project = None
-        self._reads_recipe = not has_data(self._dataset.odb) and args.data_path is None
-        self._reads_recipe = self._reads_recipe and args.train_data_path is None
+        has_files = args.data_path is not None or args.train_data_path is not None
+        self._reads_recipe = not (has_files or self._dataset.odb.has_data)
         self._context: Any = None
         self._built: Sequence[Any] = ()
         self._is_restored = self._has_begun = self._has_ended = False
-        super().__init__(args, datasets=self._recipe_datasets if self._reads_recipe else None)
-        self._prepare_transformer(transformer_of(cfg.model))
+        super().__init__(args, datasets=(lambda _: self._built) if self._reads_recipe else None)
 
     def __enter__(self) -> BridgeRun:
         super().__enter__()
@@ -91,23 +92,24 @@ class BridgeRun(OdbRun):
         cfg, args = self._state.cfg, self._args
         self._context = context
         args.iteration = self._state.train_state.step
-        with _bridge_words():
-            if self._reads_recipe:
-                self._built = _sft_datasets(self._dataset.recipe, context)
-            evaluated = args.eval_iters * cfg.validation.eval_global_batch_size
-            sizes = [
-                context.train_samples,
-                max(context.valid_samples, evaluated),  # one at the end, whatever the interval
-                context.test_samples,
-            ]
-            train, valid, test = self.datasets_provider(sizes)
-        return self._for_training(train), self._for_evaluation(valid), self._for_evaluation(test)
+        if self._reads_recipe:
+            self._built = _sft_datasets(self._dataset.recipe, context)
+        evaluated = args.eval_iters * cfg.validation.eval_global_batch_size
+        sizes = [
+            context.train_samples,
+            max(context.valid_samples, evaluated),  # one at the end, whatever the interval
+            context.test_samples,
+        ]
+        train, valid, test = self.datasets_provider(sizes)
+        make = partial(TrainBatches, save=self.save, restore=self.restore)
+        pairs = ((make, train), (Batches, valid), (Batches, test))
+        found = [None if items is None else kind(items, self._on_batch) for kind, items in pairs]
+        return found[0], found[1], found[2]
 
     def save(self) -> str:
         """Return the state of the training data; source ranks call it."""
         assert self._checkpoint is not None, "asked for before the data were built"
-        tokens = self.tokens_so_far() or 0
-        return self._checkpoint.state(tokens_so_far=tokens).to_text()
+        return self._checkpoint.state().to_text()
 
     def restore(self, text: str) -> None:
         """Continue from the text of `save`; all ranks call it.
@@ -118,38 +120,38 @@ class BridgeRun(OdbRun):
         self._is_restored = True
         if self._loader is None:
             return
-        with _bridge_words():
-            state = restore(
-                self._args, self.config, self._loader, group=self._groups[-1], text=text
-            )
-        assert state is not None, "there is a text"
-        self._tokens_before = state.tokens_so_far
+        restore(self._args, self._loader, group=self._groups[-1], text=text)
         self._report.goes_on()
 
     # --- what the hooks tell -------------------------------------------------------------------
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """No watchdog ends the process within; the data's state goes through the iterator."""
+        with nullcontext() if self._peers is None else self._peers.saving():
+            yield
+
     def on_schedule(self, *, training: bool) -> None:
         if training and not self._has_begun:
             self._has_begun = True
-            self._require_state()
+            args = self._args
+            if args.iteration and not self._is_restored and args.rank == 0:
+                print(
+                    f"odb: no dataloader state in the checkpoint of iteration {args.iteration}; "
+                    f"the data goes on at sample {args.consumed_train_samples} of the stream",
+                    flush=True,
+                )
         super().on_schedule(training=training)
 
     # --- what differs from Megatron's own `pretrain()` -------------------------------------------
 
-    def _choose_backend(self) -> AttentionBackend:
-        return AttentionBackend(
-            name="the recipe's",
-            core_attention="megatron.core.transformer:Attention",
-            auto_devices=(),
-            named_devices=(),
-            why_unavailable=lambda: None,
-            description="the model's own layer spec, as Bridge builds it",
-            reason="the model's own layer spec, as Bridge builds it",
+    def _choose_backend(self) -> Attention:
+        return Attention(
+            name="the recipe's", reason="the model's own layer spec, as Bridge builds it"
         )
 
     def _make_hooks(self) -> Hooks:
-        length = self.config.micro_batch_length(padding_multiple(self._args))
-        return BridgeHooks(self, state=self._state, micro_batch_length=length)
+        return BridgeHooks(self, state=self._state, plans_shapes=self._plans_shapes)
 
     def _make_report(self) -> RunReport:
         args, config = self._args, self.config
@@ -157,7 +159,7 @@ class BridgeRun(OdbRun):
             f"Megatron-Bridge {metadata.version('megatron-bridge')}; dataset.odb over "
             f"{_source(args, self._dataset, reads_recipe=self._reads_recipe)}",
             f"reproduce with {described(self._dataset.odb)}",
-            *map(in_bridge_words, start_lines(args, config)[1:]),
+            *start_lines(args, config)[1:],
         ]
         return RunReport(
             args, config, backend=self._backend, lines=lines, writers=self._find_writers
@@ -178,58 +180,18 @@ class BridgeRun(OdbRun):
         return ReplicaData(
             self._args,
             replace(self._place, context_size=1, context_rank=0),
-            plan_ahead=self.config.plan_ahead,
-            deadlines=self._peers.deadlines if self._peers else None,
+            deadlines=self._deadlines,
             num_chunks=1,
         )
 
     def _tokenizer(self) -> Any:
         return self._context.tokenizer
 
-    def _go_on(self) -> None:
-        """Bridge restores the data, after they were built."""
-
-    def _prepare_transformer(self, transformer: Any) -> None:
-        """Bridge builds the model after this."""
-        if self._args.pipeline_model_parallel_size > 1 and not self.config.pad_to_budget:
-            transformer.variable_seq_lengths = True
-            if transformer.num_moe_experts is None:
-                transformer.moe_token_dispatcher_type = "alltoall"
-
-    def _require_state(self) -> None:
-        args = self._args
-        if not args.iteration or self._is_restored:
-            return
-        if args.rank == 0:
-            print(
-                f"odb: no dataloader state in the checkpoint of iteration {args.iteration}; the "
-                f"data goes on at sample {args.consumed_train_samples} of the stream",
-                flush=True,
-            )
-
-    def _recipe_datasets(self, _sizes: Sequence[int | None]) -> Sequence[Any]:
-        return self._built
-
-    def _for_training(self, items: Any) -> TrainBatches | None:
-        if items is None:
-            return None
-        return TrainBatches(items, on_batch=self._on_batch, save=self.save, restore=self.restore)
-
-    def _for_evaluation(self, items: Any) -> Batches | None:
-        return None if items is None else Batches(items, on_batch=self._on_batch)
-
-
-class _bridge_words:  # used like a function
-    """Errors within name Bridge's settings, not Megatron's flags."""
-
-    def __enter__(self) -> None:
+    def _saved_text(self) -> str | None:
         return None
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if type(error) is ValueError:
-            text = in_bridge_words(str(error))
-            if text != str(error):
-                raise ValueError(text) from error
+    def _go_on(self) -> None:
+        """Bridge restores the data, after they were built."""
 
 
 def _bridge_has_its_own(*_args: Any, **_kwargs: Any) -> Any:
@@ -249,3 +211,114 @@ def _source(args: argparse.Namespace, dataset: Any, *, reads_recipe: bool) -> st
         return f"the recipe's {type(dataset.recipe).__name__}"
     own = args.data_path or [*(args.train_data_path or ()), *(args.valid_data_path or ())]
     return " ".join(own)
+
+
+def as_batch(item: MicroBatchLayout) -> dict[str, Any]:
+    """Return what `megatron.bridge.training.gpt_step.get_batch` takes from the iterator.
+
+    Ranks that use no tokens get None for them, and the layout all the same: without it a middle
+    pipeline stage would attend across samples. Each sample is named with its padding, as in
+    `forward_step.packed_batch`; entries that stand for no token are left out.
+    """
+    from megatron.core import parallel_state
+
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    has_tokens = isinstance(item, MicroBatch)
+    offsets = item.cu_seqlens_padded
+    offsets = torch.cat([offsets[:1], offsets[1:][offsets.diff() > 0]])
+    longest = torch.tensor(1 << (item.max_seqlen - 1).bit_length(), dtype=torch.int32)
+    batch = {
+        **{name: getattr(item, name) if has_tokens else None for name in names},
+        "attention_mask": None,
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_kv": offsets,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
+    if parallel_state.get_context_parallel_world_size() > 1:  # Transformer Engine asks for them
+        batch |= {"cu_seqlens_q_padded": offsets, "cu_seqlens_kv_padded": offsets}
+    return batch
+
+
+class Batches:
+    """A rank's micro-batches as Bridge's own forward steps read them; step headers as they come.
+
+    Bridge cuts a rank's context-parallel part itself (gpt_step.py
+    `_partition_packed_batch_for_cp`, 0.6.2).
+    """
+
+    def __init__(
+        self, items: Iterator[Any], on_batch: Callable[[MicroBatchLayout], None], /
+    ) -> None:
+        self._items, self._on_batch = items, on_batch
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> StepHeader | dict[str, Any]:
+        item = next(self._items)
+        if isinstance(item, StepHeader):
+            return item
+        self._on_batch(item)
+        return as_batch(item)
+
+
+class TrainBatches(Batches):
+    """The same for training, with the two methods that Bridge's checkpoints ask for.
+
+    Bridge calls `save_state` on the first rank of each replica and `restore_state` on all
+    (checkpointing.py `maybe_save_dataloader_state`, `maybe_load_dataloader_state`, 0.6.2).
+    """
+
+    def __init__(
+        self,
+        items: Iterator[Any],
+        on_batch: Callable[[MicroBatchLayout], None],
+        /,
+        *,
+        save: Callable[[], str],
+        restore: Callable[[str], None],
+    ) -> None:
+        super().__init__(items, on_batch)
+        self._save, self._restore = save, restore
+
+    def save_state(self) -> dict[str, str]:
+        """Return the state after the last step trained."""
+        return {"odb": self._save()}
+
+    def restore_state(self, state: Any) -> None:
+        """Continue from `state`, before the first step.
+
+        Raises:
+            ValueError: it is none of `save_state`, or see `BridgeRun.restore`.
+        """
+        text = state.get("odb") if isinstance(state, dict) else None
+        if not isinstance(text, str):
+            raise ValueError(
+                f"the dataloader state of the checkpoint is {str(state)[:80]!r}, which ODB did not "
+                "write: resume with the data loader that did, or start the data anew "
+                "(checkpoint.finetune=true)"
+            )
+        self._restore(text)
+
+
+class SftSamples:
+    """A text SFT dataset of Bridge, unpacked, as items of `data.sources.MapSource`.
+
+    Bridge's own dataset tokenizes, with its templates, loss masks and truncation.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return `tokens`, `labels` and `loss_mask` of one record, each [L]."""
+        item = self._dataset[int(index)]
+        length = min(len(item["input_ids"]) - 1, self._dataset.max_seq_length)
+        batch = self._dataset.collate_fn([item])
+        return {
+            name: np.asarray(batch[name][0, :length]) for name in ("tokens", "labels", "loss_mask")
+        }

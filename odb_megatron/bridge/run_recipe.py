@@ -13,22 +13,27 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from odb_megatron import bridge
 from odb_megatron.bridge.settings import OdbSettings, unknown_setting
-from odb_megatron.megatron.usage import usage_errors
+from odb_megatron.errors import usage_errors
 
 __all__ = ["configured", "main"]
 
 _ODB = "dataset.odb."
 _STEP = "megatron.bridge.training.gpt_step:forward_step"
 _FINETUNE_WORDS = ("sft", "peft", "finetune", "lora", "dora")
+_SECTIONS = (
+    *("model", "dataset", "train", "validation", "optimizer", "ddp", "scheduler"),
+    *("logger", "tokenizer", "checkpoint", "dist", "rng"),
+)
+"""What every configuration has, so that null is no value of theirs."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cfg = configured(args.recipe, overlays=args.config, overrides=args.overrides)
         step = _found(args.step)
         mode = args.mode or _mode_of(args.recipe)
-        _require_weights(cfg, mode)
-        from odb_megatron.bridge.validation import UnusableError, refuse_early
+        from odb_megatron.bridge.arguments import UnusableError, refuse_early
 
         refuse_early(cfg)
     if args.dry_run:
@@ -55,16 +59,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UnusableError as error:
         with usage_errors():
             raise ValueError(str(error)) from error
-
-
-def _require_weights(cfg: Any, mode: str) -> None:
-    """Say what Bridge's `finetune()` asserts."""
-    checkpoint = cfg.checkpoint
-    if mode == "finetune" and checkpoint.pretrained_checkpoint is checkpoint.load is None:
-        raise ValueError(
-            "finetune() starts from weights: give checkpoint.pretrained_checkpoint=FOLDER (or "
-            "checkpoint.load=FOLDER), or --mode pretrain"
-        )
 
 
 @contextmanager
@@ -95,41 +89,114 @@ def configured(recipe: str, *, overlays: Sequence[str] = (), overrides: Sequence
     Raises:
         ValueError: an override that is not known, or see `enable`.
     """
-    enable = bridge.enable  # first: says it where there is no Bridge
-    from omegaconf import OmegaConf
+    bridge.enable  # noqa: B018  # says it where there is no Bridge
+    from odb_megatron.bridge.activation import require_active, switch_on
 
-    from odb_megatron.bridge.activation import require_active
-    from odb_megatron.bridge.applied import applied
-
+    cfg = _found(recipe, module="megatron.bridge.recipes")()
+    loaded = [(path, _loaded(path)) for path in overlays]
+    settings = [(path, {"dataset": {"odb": _taken(overlay)}}) for path, overlay in loaded]
     own = [text for text in overrides if text.lstrip("+~").startswith(_ODB)]
     others = [text for text in overrides if text not in own]
-    cfg = _found(recipe, module="megatron.bridge.recipes")()
-    base = OmegaConf.create({"dataset": {"odb": asdict(OdbSettings())}})
-    settings = base
-    with tempfile.TemporaryDirectory() as folder:
-        for at, path in enumerate(overlays):
-            overlay = _loaded(path)
-            odb = _taken(overlay)
-            settings = _merged(settings, odb, where=path)
-            _refuse_unknown(cfg, overlay, where=path)
-            rest = Path(folder) / f"{at}.yaml"
-            OmegaConf.save(OmegaConf.create(overlay), rest)
-            cfg = applied(cfg, where=path, overlay=str(rest))
-    if others:
-        for text in others:
-            if "_target_" in text:
-                raise ValueError(
-                    f"{text}: _target_ would make another object of this section, or do nothing "
-                    "where Bridge cannot: use a recipe that has it (--recipe MODULE:FUNCTION)"
-                )
-        cfg = applied(cfg, where=" ".join(others), overrides=others)
-        _require_applied(cfg, others)
-    for text in own:
-        settings = _overridden(settings, text)
-    values = OmegaConf.to_container(settings, resolve=True)["dataset"]["odb"]
-    enable(cfg, **values)
+    for path, overlay in loaded:
+        cfg = _applied(cfg, overlay, where=path)
+    cfg = _applied(cfg, others, where=" ".join(others))
+    switch_on(cfg, OdbSettings())
+    for path, overlay in settings:
+        cfg = _applied(cfg, overlay, where=path)
+        require_active(cfg)
+    cfg = _applied(cfg, own, where=" ".join(own))
     require_active(cfg)
     return cfg
+
+
+def _applied(cfg: Any, change: dict[str, Any] | Sequence[str], *, where: str) -> Any:
+    """Return a configuration with the content of a YAML file, or overrides, applied as Bridge does.
+
+    Bridge warns and goes on where a key is not known, or a value does not fit
+    (`omegaconf_utils._apply_overrides`, 0.6.2), and says nothing where a deletion, or a null in
+    place of a section, does not do what it says. All are errors here.
+    """
+    from megatron.bridge.training.utils.omegaconf_utils import (
+        OverridesError,
+        process_config_with_overrides,
+    )
+    from omegaconf import OmegaConf
+
+    is_file = isinstance(change, dict)
+    for text in _keys(change) if isinstance(change, dict) else change:
+        if text.startswith("~"):
+            raise ValueError(f"{text}: Bridge keeps what is not named: give KEY=VALUE")
+        _require_place(cfg, text.lstrip("+").partition("=")[0], where=where)
+    before = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
+    with _warnings() as usual:
+        process_config_with_overrides(cfg)  # says what Bridge drops of the recipe itself
+    with _warnings() as dropped, tempfile.NamedTemporaryFile(suffix=".yaml") as file:
+        OmegaConf.save(OmegaConf.create(change if is_file else {}), file.name)
+        overrides = None if is_file else list(change)
+        try:
+            cfg = process_config_with_overrides(
+                cfg, config_filepath=file.name, cli_overrides=overrides
+            )
+        except OverridesError as error:
+            raise ValueError(f"{where}: {str(error)[:300]}") from error
+    new = [text for text in dropped if text not in usual]
+    if new:
+        raise ValueError(f"{where}: Bridge would drop a part of it: {'; '.join(new)}")
+    for name, value in before.items():
+        now = getattr(cfg, name)
+        is_gone = is_dataclass(value) and name in _SECTIONS and not is_dataclass(now)
+        if is_gone or (isinstance(now, dict) and not isinstance(value, dict)):
+            raise ValueError(
+                f"{where}: {name} is {type(value).__name__} in this recipe and cannot be {now!r}: "
+                f"change {name}.KEY, or choose another recipe (--recipe MODULE:FUNCTION)"
+            )
+    return cfg
+
+
+def _keys(overlay: dict[str, Any]) -> Iterator[str]:
+    for key, value in overlay.items():
+        yield from (
+            (f"{key}.{inner}" for inner in _keys(value)) if isinstance(value, dict) else (key,)
+        )
+
+
+def _require_place(cfg: Any, key: str, *, where: str) -> None:
+    """Raise on a key that the configuration does not have: Bridge only warns, or not even that."""
+    if "_target_" in key:
+        raise ValueError(
+            f"{where}: _target_ would make another object of a section, or do nothing where "
+            "Bridge cannot: use a recipe that has it (--recipe MODULE:FUNCTION)"
+        )
+    owner = cfg
+    for part in key.split("."):
+        if owner is None or isinstance(owner, dict):
+            return
+        if not hasattr(owner, part):
+            text = f"the configuration has no {key}, so it would do nothing"
+            raise ValueError(
+                f"{where}: {unknown_setting(part) if isinstance(owner, OdbSettings) else text}"
+            )
+        owner = getattr(owner, part)
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect what Bridge warns of while it applies."""
+    found: list[str] = []
+    logger = logging.getLogger("megatron.bridge.training.utils.omegaconf_utils")
+    collector = logging.Handler(logging.WARNING)
+    collector.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    level, disabled = logger.level, logger.disabled  # logging.config disables loggers
+    logger.addHandler(collector)
+    logger.disabled = False
+    if not logger.isEnabledFor(logging.WARNING):
+        logger.setLevel(logging.WARNING)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(collector)
+        logger.setLevel(level)
+        logger.disabled = disabled
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -210,78 +277,13 @@ def _loaded(path: str) -> dict[str, Any]:
     return loaded
 
 
-def _taken(overlay: dict[str, Any]) -> dict[str, Any]:
+def _taken(overlay: dict[str, Any]) -> Any:
     """Take `dataset.odb` out of an overlay."""
     dataset = overlay.get("dataset")
     odb = dataset.pop("odb", {}) if isinstance(dataset, dict) else {}
-    if not isinstance(odb, dict):
-        raise ValueError(f"dataset.odb is {odb!r}: it holds settings, such as token_budget: 16384")
-    if isinstance(dataset, dict) and not dataset:
+    if dataset == {}:
         del overlay["dataset"]
     return odb
-
-
-def _merged(settings: Any, odb: dict[str, Any], *, where: str) -> Any:
-    from omegaconf import OmegaConf
-
-    for name in odb:
-        _require_setting(name, where=where)
-    return OmegaConf.merge(settings, {"dataset": {"odb": odb}})
-
-
-def _overridden(settings: Any, text: str) -> Any:
-    from megatron.bridge.training.utils.omegaconf_utils import OverridesError, parse_hydra_overrides
-
-    name, sign, _ = text.partition("=")
-    if name[0] in "+~" or not sign:
-        raise ValueError(
-            f"{text}: settings of dataset.odb are there already: write {_ODB}NAME=VALUE"
-        )
-    _require_setting(name.removeprefix(_ODB).partition(".")[0], where=text)
-    try:
-        return parse_hydra_overrides(settings, [text])
-    except OverridesError as error:
-        raise ValueError(f"{text} is no override: {str(error)[:300]}") from error
-
-
-def _require_setting(name: str, *, where: str) -> None:
-    if name not in asdict(OdbSettings()):
-        raise ValueError(f"{where}: {unknown_setting(name)}")
-
-
-def _refuse_unknown(cfg: Any, overlay: dict[str, Any], *, where: str, prefix: str = "") -> None:
-    """Raise on a key of an overlay that the configuration does not have: Bridge only warns."""
-    for key, value in overlay.items():
-        name = f"{prefix}{key}"
-        if key == "_target_":
-            raise ValueError(
-                f"{where}: {name} would make another object of this section, or do nothing where "
-                "Bridge cannot: use a recipe that has it (--recipe MODULE:FUNCTION)"
-            )
-        has_key = key in cfg if isinstance(cfg, dict) else hasattr(cfg, str(key))
-        if not has_key and not isinstance(cfg, dict):
-            raise ValueError(f"{where}: the configuration has no {name}, so it would do nothing")
-        inner = cfg.get(key) if isinstance(cfg, dict) else getattr(cfg, str(key))
-        if isinstance(value, dict) and inner is not None:
-            _refuse_unknown(inner, value, where=where, prefix=f"{name}.")
-
-
-def _require_applied(cfg: Any, overrides: Sequence[str]) -> None:
-    """Raise on an override that added a key of no attribute: Bridge only warns."""
-    for text in overrides:
-        name = text.partition("=")[0]
-        if not name.startswith("+"):
-            continue  # Hydra refuses what is not there
-        name = name.lstrip("+")
-        owner = cfg
-        for part in name.split("."):
-            is_mapping = isinstance(owner, dict)
-            owner = owner.get(part, _ABSENT) if is_mapping else getattr(owner, part, _ABSENT)
-            if owner is _ABSENT:
-                raise ValueError(f"{text}: the configuration has no {name}, so it would do nothing")
-
-
-_ABSENT = object()
 
 
 if __name__ == "__main__":

@@ -1,67 +1,40 @@
-"""What `dataset.odb.*` of a recipe's configuration says, and the `--odb-*` flags it stands for.
+"""What `dataset.odb.*` of a configuration says, and where Bridge keeps Megatron's arguments.
 
-Must not import Bridge or decide what works with what. Bridge sets attributes one by one, without
-looking at types: the flags' own parser checks them, when the run starts.
+Bridge sets attributes one by one, without looking at types: `megatron.config` does.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
-import json
-import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any
 
-from odb_megatron.megatron.arguments import add_odb_arguments
-from odb_megatron.megatron.usage import raise_usage_errors
+from odb_megatron.errors import flag_of
+from odb_megatron.megatron.config import SETTINGS
 
-__all__ = ["OdbSettings", "described", "flag_values", "in_bridge_words", "unknown_setting"]
+__all__ = ["PATHS", "OdbSettings", "described", "setting_in_bridge", "unknown_setting"]
 
-_DATA_FIELDS = {
-    "data_path",
-    "train_data_path",
-    "valid_data_path",
-    "test_data_path",
-    "split",
-    "order",
-}
+_settings: Any = make_dataclass(
+    "_settings",
+    [(name, Any, field(default=None)) for name, one in SETTINGS.items() if one.in_bridge],
+)
 
 
-@dataclass(kw_only=True, slots=True)
-class OdbSettings:
-    """Values of `dataset.odb`; None leaves the flag's default. There are no other attributes.
+@dataclass
+class OdbSettings(_settings):
+    """Values of `dataset.odb`; None leaves the default. There are no other attributes.
+
+    Those not named here are the settings of `megatron.config`.
 
     Attributes:
-        token_budget: `--odb-token-budget`; so do all that are not named below.
         data_path: data instead of the recipe's own: one path, or a list of paths or of
             WEIGHT PATH pairs, as for `--data-path`.
         train_data_path: the same for one split, with the next two.
-        valid_data_path: see above.
-        test_data_path: see above.
         split: as for `--split`; None: the recipe's.
         order: order of the samples, `single` or `cyclic`, as Megatron's samplers have it.
     """
 
-    token_budget: int | None = None
-    pad_to_budget: bool | None = None
-    shape_buckets: Any = None
-    cost: str | None = None
-    template_args: Any = None
-    overlong: str | None = None
-    loss_per: str | None = None
-    bad_record: str | None = None
-    max_bad_records: int | None = None
-    resume_strict: bool | None = None
-    plan_ahead: int | None = None
-    timeout_s: float | None = None
-    stall_warn_s: float | None = None
-    on_peer_failure: str | None = None
-    log_dir: str | None = None
-    log_ids: bool | None = None
-    dry_run: bool | None = None
     data_path: Any = None
     train_data_path: Any = None
     valid_data_path: Any = None
@@ -74,6 +47,17 @@ class OdbSettings:
             raise AttributeError(unknown_setting(name))
         object.__setattr__(self, name, value)
 
+    @property
+    def has_data(self) -> bool:
+        """Whether data are named that are not the recipe's own."""
+        paths = (self.data_path, self.train_data_path, self.valid_data_path, self.test_data_path)
+        return any(path is not None for path in paths)
+
+    def as_flags(self) -> dict[str, Any]:
+        """Return the arguments that Megatron's parser would give for these settings."""
+        given = {name: getattr(self, name, None) for name in SETTINGS}
+        return {"odb": True, **{f"odb_{name}": value for name, value in given.items()}}
+
 
 def unknown_setting(name: str) -> str:
     """Return what to say of a setting that is not there."""
@@ -84,51 +68,11 @@ def unknown_setting(name: str) -> str:
     return f"there is no dataset.odb.{name}: the settings are {', '.join(known)}"
 
 
-def flag_values(settings: OdbSettings) -> dict[str, Any]:
-    """Return the parsed `--odb*` arguments that settings stand for, defaults included.
-
-    Raises:
-        ValueError: a value of a wrong type or none of the choices, in Bridge's words.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    raise_usage_errors(parser)
-    add_odb_arguments(parser)
-    flags = ["--odb"]
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        if field.name in _DATA_FIELDS or value is None:
-            continue
-        flag = "--odb-" + field.name.replace("_", "-")
-        if "bool" in str(field.type):
-            if not isinstance(value, bool):
-                raise ValueError(f"dataset.odb.{field.name} is {value!r}: give true or false")
-            if value:
-                flags.append(flag)
-            elif field.name == "resume_strict":
-                flags.append("--no-" + flag[2:])
-        elif isinstance(value, Mapping):
-            flags.append(f"{flag}={json.dumps(dict(value))}")
-        elif isinstance(value, (list, tuple)):
-            flags += [flag, *map(str, value)]
-        else:
-            flags.append(f"{flag}={value}")
-    if settings.order not in ("single", "cyclic"):
-        raise ValueError(
-            f"dataset.odb.order is {settings.order!r}: give single (Megatron's sequential order) "
-            "or cyclic"
-        )
-    try:
-        return vars(parser.parse_args(flags))
-    except ValueError as error:
-        raise ValueError(in_bridge_words(str(error))) from error
-
-
 def described(settings: OdbSettings) -> str:
     """Return the overrides that give these settings, as a shell takes them."""
     given = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    changed = {field.name for field in fields(settings) if given[field.name] != field.default}
-    written = {name: _written(value) for name, value in given.items() if name in changed}
-    overrides = (f"dataset.odb.{name}={text}" for name, text in written.items())
+    changed = [field.name for field in fields(settings) if given[field.name] != field.default]
+    overrides = [f"dataset.odb.{name}={_written(given[name])}" for name in changed]
     return " ".join(shlex.quote(text) if '"' in text else text for text in overrides)
 
 
@@ -140,54 +84,50 @@ def _written(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) and {*value} & {*",= "} else str(value)
 
 
-_NAMES = {
-    "--odb": "dataset.odb",
-    "--calculate-per-token-loss": "model.calculate_per_token_loss=true",
-    "--micro-batch-size": "train.micro_batch_size",
-    "--eval-micro-batch-size": "validation.eval_micro_batch_size",
-    "--global-batch-size": "train.global_batch_size",
-    "--train-samples": "train.train_samples",
-    "--train-iters": "train.train_iters",
-    "--seq-length": "model.seq_length",
-    "--cuda-graph-impl": "model.cuda_graph_impl",
-    "--reset-position-ids": "dataset.reset_position_ids",
-    "--reset-attention-mask": "dataset.reset_attention_mask",
-    "--eod-mask-loss": "dataset.eod_mask_loss",
-    "--rampup-batch-size": "train.rampup_batch_size",
-    "--step-batch-size-schedule": "train.step_batch_size_schedule",
-    "--decrease-batch-size-if-needed": "train.decrease_batch_size_if_needed",
-    "--iterations-to-skip": "train.iterations_to_skip",
-    "--non-persistent-ckpt-type": "checkpoint.non_persistent_ckpt_type",
-    "--multiple-validation-sets": "validation.multiple_validation_sets",
-    "--hybrid-context-parallel": "model.hybrid_context_parallel",
-    "--use-distributed-optimizer": "optimizer.use_distributed_optimizer",
-    "--data-path": "dataset.odb.data_path",
-    "--train-data-path": "dataset.odb.train_data_path",
-    "--valid-data-path": "dataset.odb.valid_data_path",
-    "--split": "dataset.odb.split",
-    "--seed": "rng.seed",
-    "--eval-iters": "validation.eval_iters",
-    "--finetune": "checkpoint.finetune=true",
-    "--bf16": "mixed_precision=bf16_mixed",
-    "--fp16": "mixed_precision=fp16_mixed",
-    "--experimental-attention-variant": "model.experimental_attention_variant",
-    "--no-odb-resume-strict": "dataset.odb.resume_strict=false",
-    "--microbatch-group-size-per-virtual-pipeline-stage": (
-        "model.microbatch_group_size_per_vp_stage"
-    ),
+_SECTIONS = {
+    "model": "calculate_per_token_loss context_parallel_size cuda_graph_impl "
+    "experimental_attention_variant expert_model_parallel_size ffn_hidden_size fp16 fp4 fp8 "
+    "hidden_size hybrid_context_parallel kv_channels microbatch_group_size_per_vp_stage "
+    "moe_expert_capacity_factor moe_router_load_balancing_type moe_token_dispatcher_type "
+    "mtp_num_layers num_attention_heads num_layers num_query_groups "
+    "overlap_moe_expert_parallel_comm pipeline_model_parallel_size seq_length sequence_parallel "
+    "tensor_model_parallel_size virtual_pipeline_model_parallel_size",
+    "train": "decrease_batch_size_if_needed global_batch_size iterations_to_skip micro_batch_size "
+    "phase_transition_iterations rampup_batch_size step_batch_size_schedule train_samples",
+    "validation": "eval_global_batch_size eval_interval eval_iters eval_micro_batch_size "
+    "multiple_validation_sets skip_train",
+    "checkpoint": "finetune load non_persistent_ckpt_type save",
+    "dist": "distributed_timeout_minutes use_torch_fsdp2 use_tp_pp_dp_mapping",
+    "ddp": "data_parallel_sharding_strategy overlap_param_gather use_megatron_fsdp",
+    "tokenizer": "tokenizer_model tokenizer_type",
+    "dataset": "eod_mask_loss reset_attention_mask reset_position_ids",
 }
-_FLAG = re.compile(r"--[a-z][a-z0-9-]*")
+PATHS = {
+    **{name: f"{where}.{name}" for where, names in _SECTIONS.items() for name in names.split()},
+    "ddp_average_in_collective": "ddp.average_in_collective",
+    "num_experts": "model.num_moe_experts",
+    "swiglu": "model.gated_linear_unit",
+}
+"""Where Bridge's configuration has what Megatron's arguments have; `dataset` is the recipe's."""
+
+_NAMES = {
+    "bf16": "mixed_precision=bf16_mixed",
+    "dataloader_type": "dataset.odb.order",
+    "finetune": "checkpoint.finetune=true",
+    "fp16": "mixed_precision=fp16_mixed",
+    "num_workers": "dataset.num_workers",
+    "odb": "dataset.odb",
+    "seed": "rng.seed",
+    "train_iters": "train.train_iters",
+    "use_distributed_optimizer": "optimizer.use_distributed_optimizer",
+    **{
+        name: f"dataset.odb.{name}"
+        for name in ("data_path", "split", "test_data_path", "train_data_path", "valid_data_path")
+    },
+}
 
 
-def in_bridge_words(text: str) -> str:
-    """Return a message about Megatron's flags with the names that Bridge's configuration has."""
-
-    def named(found: re.Match[str]) -> str:
-        flag = found[0]
-        if flag in _NAMES:
-            return _NAMES[flag]
-        if flag.startswith("--odb-"):
-            return "dataset.odb." + flag.removeprefix("--odb-").replace("-", "_")
-        return flag
-
-    return _FLAG.sub(named, text)
+def setting_in_bridge(name: str) -> str:
+    """Return what Bridge calls one of Megatron's arguments, or of ODB's (`odb_...`)."""
+    own = f"dataset.odb.{name.removeprefix('odb_')}" if name.startswith("odb_") else None
+    return _NAMES.get(name) or own or PATHS.get(name) or flag_of(name)

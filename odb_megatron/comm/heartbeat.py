@@ -1,5 +1,7 @@
 """Tells every rank which process is gone or silent, and what those that are late do.
 
+`Heartbeat` knows; `Deadline` decides how long a rank waits for its peers.
+
 A tree of TCP connections between all ranks, apart from every process group: gloo says that a peer
 is missing, not which. The system closes a dead process's connections, whatever killed it; a stopped
 process keeps them and no longer answers. Nothing is sent per step. Messages are lines of JSON:
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -26,7 +29,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -34,11 +38,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from odb_megatron.comm.gloo_group import numbered
-
-__all__ = ["Heartbeat", "parent_of"]
+__all__ = ["ControlError", "Deadline", "Heartbeat", "PeerError", "numbered", "parent_of"]
 
 _c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
+_made: Counter[str] = Counter()
 
 _Socket = socket.socket | None
 _FAN_OUT = 64
@@ -52,6 +55,26 @@ _MAX_BYTES = 1 << 20
 
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds and tries after which the system takes the other host for dead."""
+
+
+class ControlError(RuntimeError):
+    """An operation between ranks did not complete: one is gone, stuck, or sent something else."""
+
+
+class PeerError(ControlError):
+    """A peer is gone, or has not come before the deadline (see `Deadline`)."""
+
+
+def numbered(name: str, ranks: Sequence[int]) -> str:
+    """Return a name with the members, and a number that counts the calls for both in this process.
+
+    A second run of one process finds the keys of the first in the store. Members must have called
+    it equally often for the name and these very ranks.
+    """
+    members = hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
+    own_name = f"{name} of ranks {members}"
+    _made[own_name] += 1
+    return f"{own_name} {_made[own_name]}"
 
 
 def parent_of(rank: int) -> int | None:
@@ -351,3 +374,92 @@ def _own_address() -> str:
 
 def _clock(at: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+_ANSWER_S = 2.0
+"""Seconds in which answers to a question, or news of a loss, come."""
+
+
+class Deadline:
+    """Deadline and warning of one loader's exchanges on one rank.
+
+    A peer that evaluates, saves or computes for long holds up this rank's planner, but not its
+    trainer, which waits in a collective or has finished steps left: no deadline runs then.
+
+    Args:
+        heartbeat: of the rank.
+        timeout_s: seconds that the trainer waits for one exchange before it is an error.
+        warn_s: seconds before those who are missing are named in a warning.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, *, timeout_s: float, warn_s: float) -> None:
+        self._heartbeat = heartbeat
+        self._timeout_s, self._warn_s = timeout_s, warn_s
+        self._trainer_since: float | None = None
+        self._what, self._number, self._since = "", 0, 0.0
+        self._asked: float | None = None
+        self._has_warned = False
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The trainer waits for data within."""
+        self._trainer_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._trainer_since = None
+
+    def expect(self, what: str) -> None:
+        """This rank will take part in exchanges called `what`; it has come to none yet."""
+        self._heartbeat.note(what, -1)
+
+    def begin(self, what: str, number: int) -> None:
+        """This rank enters exchange `number` of `what`."""
+        self._what, self._number, self._since = what, number, time.monotonic()
+        self._asked, self._has_warned = None, False
+        self._heartbeat.note(what, number)
+
+    def check(self) -> None:
+        """Go on waiting.
+
+        Raises:
+            PeerError: a peer is gone, or the deadline is over; names who is missing.
+        """
+        if self._heartbeat.gone:
+            raise PeerError(f"{self._what} {self._number}: {self._heartbeat.diagnosis()}")
+        trainer = self._trainer_since
+        if trainer is None:
+            return
+        now = time.monotonic()
+        waited_s = now - max(trainer, self._since)
+        if waited_s > min(self._warn_s, max(0.0, self._timeout_s - _ANSWER_S)):
+            self._warn(now)
+        if waited_s > self._timeout_s:
+            raise PeerError(
+                f"{self._what} {self._number}: the trainer has waited {waited_s:.0f} s "
+                f"(--odb-timeout-s {self._timeout_s:g}). {self._missing()}"
+            )
+
+    def explain(self) -> str:
+        """Return who is missing after an exchange has failed; news may take a moment."""
+        self._heartbeat.wait_for_loss(_ANSWER_S)
+        return self._heartbeat.diagnosis(self._what)
+
+    def _missing(self) -> str:
+        return self._heartbeat.diagnosis(self._what) or "No rank says that it is late"
+
+    def _warn(self, now: float) -> None:
+        """Ask who is late; say what they have answered."""
+        if self._asked is None:
+            self._asked = now
+            self._heartbeat.ask(self._what, self._number)
+        elif not self._has_warned and now > self._asked + _ANSWER_S:
+            self._has_warned = True
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - self._since)))
+            print(
+                f"odb: warning: {self._heartbeat.who}: the trainer waits for {self._what} "
+                f"{self._number} since {since}. {self._missing()}. It is an error after "
+                f"{self._timeout_s:g} s",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -16,11 +16,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from enum import Enum
 
 from odb_megatron.comm.heartbeat import Heartbeat
 
-__all__ = ["PEER_LOST", "OnPeerFailure", "Watchdog", "limit_end"]
+__all__ = ["PEER_LOST", "Watchdog", "limit_end"]
 
 PEER_LOST = 75
 """Exit code of a process that is ended because of another (EX_TEMPFAIL: it may be started anew)."""
@@ -35,22 +34,11 @@ _END_S = 120.0
 something to write."""
 
 
-class OnPeerFailure(Enum):
-    """What becomes of this process when another rank of the run is gone.
-
-    EXIT: it is named, and this process ends after a grace period. REPORT: it is only named.
-    """
-
-    EXIT = "exit"
-    REPORT = "report"
-
-
 class Watchdog:
     """Watches over one process.
 
     Args:
         heartbeat: says who is missing.
-        action: what to do then.
         grace_s: seconds that the process has to end by itself.
         is_saving: whether a checkpoint is being written: the process is not ended then.
         longest_save_s: most seconds that a checkpoint is waited for.
@@ -61,14 +49,13 @@ class Watchdog:
         self,
         heartbeat: Heartbeat,
         *,
-        action: OnPeerFailure,
         grace_s: float,
         is_saving: Callable[[], bool],
         longest_save_s: float,
         leave_reason: Callable[[str], object],
     ) -> None:
         self._heartbeat, self._leave_reason = heartbeat, leave_reason
-        self._ends, self._grace_s = action is OnPeerFailure.EXIT, grace_s
+        self._grace_s = grace_s
         self._is_saving, self._longest_save_s = is_saving, longest_save_s
         self._stopped = threading.Event()
         self._trainer = threading.get_ident()
@@ -82,7 +69,7 @@ class Watchdog:
         """
         if not self._heartbeat.gone:
             self._stopped.set()
-        elif self._ends:
+        else:
             limit_shutdown(min(self._grace_s, _SHUTDOWN_S))
 
     def _run(self) -> None:
@@ -90,12 +77,9 @@ class Watchdog:
             if self._stopped.is_set():
                 return
         since, text = time.monotonic(), self._heartbeat.diagnosis()
-        then = (
-            f"this process ends within {self._grace_s:.0f} s" if self._ends else "nothing is done"
+        _print(
+            f"odb: {self._heartbeat.who}: {text}; this process ends within {self._grace_s:.0f} s"
         )
-        _print(f"odb: {self._heartbeat.who}: {text}; {then} (--odb-on-peer-failure)")
-        if not self._ends:
-            return
         longest_s = max(self._grace_s, self._longest_save_s)
         while time.monotonic() < since + (longest_s if self._is_saving() else self._grace_s):
             if self._stopped.wait(_LOOK_S):

@@ -15,12 +15,14 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache
+from os.path import commonprefix
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,22 +34,10 @@ from odb_megatron.data.chat_record import (
     Conversation,
     PlainText,
 )
+from odb_megatron.data.records import strict_json
+from odb_megatron.data.tokenizer import CHATML_TEMPLATE, TextTokenizer
 
-__all__ = ["CHATML_TEMPLATE", "MAX_TEXT_CHARS", "ChatRenderer", "ChatTemplate", "TextTokenizer"]
-
-CHATML_TEMPLATE = """\
-{% for message in messages %}
-{{ '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['role'] == 'assistant' %}
-{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
-{% else %}
-{{ message['content'] + '<|im_end|>' }}
-{%- endif %}
-{{ '\\n' }}
-{%- endfor %}
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
-"""
-"""Used where a tokenizer has no chat template; also what `train_bpe` writes."""
+__all__ = ["MAX_TEXT_CHARS", "ChatRenderer", "ChatTemplate"]
 
 MAX_TEXT_CHARS = 8 << 20
 """Longest text that is tokenized: a fast tokenizer takes some 240 bytes per token meanwhile."""
@@ -55,18 +45,29 @@ MAX_TEXT_CHARS = 8 << 20
 # Llama's and gpt-oss's templates print today's date, so that lengths would depend on the day of
 # the run; this is the date that Llama's fall back to where no clock is offered.
 _TEMPLATE_DATE = datetime(2024, 7, 26)
-_GENERATION = r"\{%[-+]?\s*generation\s*[-+]?%\}"
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _SHORT = 200  # characters of a text that may stand elsewhere by chance
 _RESERVED = ("messages", "tools", "add_generation_prompt")
+_ANY_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+_MARK_IT = (
+    "put {% generation %} and {% endgeneration %} around the assistant's text and end marker in "
+    "the tokenizer's chat_template"
+)
 
 _Ids = npt.NDArray[np.int64]
 _Weights = npt.NDArray[np.float32]
 _Messages = list[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     """Characters [start, end) of a rendered text, and their weight in the loss."""
 
     start: int
@@ -74,47 +75,28 @@ class _Span:
     weight: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChatTemplate:
-    """A template in Jinja.
-
-    Attributes:
-        source: its text.
-        origin: where it is from, in words.
-    """
+    """A template in Jinja, and in words where it is from."""
 
     source: str
     origin: str
 
-    @property
+    @cached_property
     def is_marked(self) -> bool:
         """Whether `{% generation %}` shows where the assistant speaks."""
-        return _is_found(_GENERATION, _COMMENT.sub("", self.source))
+        return _GENERATION.search(_COMMENT.sub("", self.source)) is not None
 
-    def mentions(self, words: str) -> bool:
-        """Whether it reads one of these variables, given as a regular expression."""
-        return _is_found(rf"\b(?:{words})\b", self.source)
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """The names it may read."""
+        return frozenset(re.findall(r"\w+", self.source))
 
-
-@lru_cache(maxsize=256)
-def _is_found(pattern: str, source: str) -> bool:
-    return re.search(pattern, source) is not None
-
-
-@runtime_checkable
-class TextTokenizer(Protocol):
-    """A tokenizer known only by its text-to-ids function (see `tokenizer.py`)."""
-
-    @property
-    def eos_id(self) -> int | None:
-        """Id put after plain text, if there is one."""
-
-    @property
-    def chat_template(self) -> str | None:
-        """Jinja chat template, or None for ChatML."""
-
-    def encode(self, text: str) -> Sequence[int]:
-        """Ids of a text."""
+    @cached_property
+    def tags(self) -> re.Pattern[str]:
+        """Finds the tags that it mentions: it may split a message's text there."""
+        found = re.findall(r"<[^<>\s]{1,40}>|\[/?[A-Z_ ]{2,}\]|◁[^◁▷]{1,40}▷", self.source)
+        return re.compile("|".join(sorted(map(re.escape, set(found)))) or "(?!)")
 
 
 class ChatRenderer:
@@ -123,72 +105,33 @@ class ChatRenderer:
     With marks, learnt is what they enclose, as transformers' `return_assistant_tokens_mask` has it:
     every token that overlaps a marked span. Without, an assistant's turn from the end of its header
     to the token that ends it, and nothing of a turn without text. The text is tokenized once,
-    without added special tokens; a tokenizer without offsets (a slow one, or a `TextTokenizer`)
+    without added special tokens; a tokenizer without offsets (a slow one, or Megatron's own)
     tokenizes it piece by piece, cut at the edges of the spans, so its ids may differ from those of
     the whole text near them.
 
     Templates insert a message's text as it is: the string `<|im_end|>` in it becomes that token.
     Tools, tool calls and the role `developer` are put where a template that does not know them
-    still prints them. `strftime_now` always answers 26 July 2024.
-
-    Plain text is tokenized as the tokenizer does by itself (a BOS only if its post-processor adds
-    one), EOS is appended if there is one and the text does not end with it, and all carries loss.
-
-    Safe to share between threads and across forks: it holds a copy of a fast tokenizer's backend.
+    still prints them. `strftime_now` always answers 26 July 2024. Plain text is tokenized as the
+    tokenizer does by itself, and all of it carries loss.
 
     Args:
-        tokenizer: of transformers, or a `TextTokenizer`.
+        tokenizer: of transformers, or any of Megatron's.
         template_arguments: further variables of the chat template, such as `enable_thinking`.
-        add_special_tokens: whether plain text gets the post-processor's tokens.
 
     Raises:
         ValueError: the tokenizer is of neither kind, or has a chat format of its own.
     """
 
     def __init__(
-        self,
-        tokenizer: object,
-        *,
-        template_arguments: Mapping[str, object] | None = None,
-        add_special_tokens: bool = True,
+        self, tokenizer: object, *, template_arguments: Mapping[str, object] | None = None
     ) -> None:
-        self._tokenizer = cast(Any, tokenizer)
-        self._add_special_tokens = add_special_tokens
-        self._is_hf = hasattr(tokenizer, "special_tokens_map")
-        self._backend: Any = None
-        self._bos_id: int | None = None
-        self._variables: dict[str, object] = {}
-        named: Iterable[str] = ()
-        if self._is_hf:
-            _check_own_format(tokenizer)
-            self._variables = dict(self._tokenizer.special_tokens_map)
-            if getattr(tokenizer, "is_fast", False):
-                self._backend = _own_backend(self._tokenizer)
-            named = {*self._tokenizer.get_added_vocab(), *self._tokenizer.all_special_tokens}
-            self._eos_id: int | None = self._tokenizer.eos_token_id
-            self._bos_id = self._tokenizer.bos_token_id
-        elif isinstance(tokenizer, TextTokenizer):
-            self._eos_id = tokenizer.eos_id
-        else:
-            raise ValueError(
-                f"cannot tokenize with a {type(tokenizer).__name__}; expected a HF tokenizer or a "
-                "TextTokenizer: pass Megatron's tokenizer through usable_tokenizer()"
-            )
-        longest_first = sorted(map(re.escape, named), key=len, reverse=True)
+        self.tokenizer = TextTokenizer(tokenizer)
+        longest_first = sorted(map(re.escape, self.tokenizer.special), key=len, reverse=True)
         self._control = re.compile("|".join([*longest_first, r"<[^<>\s]{1,40}>", r"\[/?[A-Z_]+\]"]))
-        self._template_arguments = _checked_arguments(template_arguments or {})
-        self._variables |= self._template_arguments
+        self._arguments = dict(template_arguments or {})
         self._templates: dict[bool, ChatTemplate] = {}
         self._frames: dict[tuple[str, str], _Frame] = {}
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Rebuild from the tokenizer: its backend is copied once, not twice."""
-        make = partial(
-            ChatRenderer,
-            template_arguments=self._template_arguments,
-            add_special_tokens=self._add_special_tokens,
-        )
-        return make, (self._tokenizer,)
+        self._left_out: Counter[str] = Counter()
 
     def render(self, record: ChatRecord) -> tuple[_Ids, _Weights]:
         """Ids (int64 [L]) and the weight of each in the loss (float32 [L]) of a record.
@@ -197,164 +140,105 @@ class ChatRenderer:
             ChatFormatError: the template does not show for certain where the assistant speaks.
             ValueError: nor does it in this record, or it refuses the record, or that is too long.
         """
+        text, spans = (record.text, []) if isinstance(record, PlainText) else self._spans(record)
+        if len(text) > MAX_TEXT_CHARS:
+            raise ValueError(
+                f"the text has {len(text)} characters; up to {MAX_TEXT_CHARS} are tokenized: split "
+                "the record"
+            )
         if isinstance(record, PlainText):
-            _check_text(record.text)
-            ids = np.asarray(self._plain_ids(record.text), dtype=np.int64)
+            ids = np.asarray(self.tokenizer.encode_document(text), dtype=np.int64)
             return ids, np.full(ids.size, record.weight, dtype=np.float32)
-        text, spans = self._spans(record)
-        _check_text(text)
         ids, weights = self._encode(text, spans)
         if not weights.any():
             is_marked = self.template(has_tools=bool(record.tools)).is_marked
             raise (ChatFormatError if is_marked else ValueError)(
-                "no token of the rendered conversation carries loss; check that the chat template "
-                "prints the assistant's text, and put {% generation %} and {% endgeneration %} "
-                "around it and its end marker"
+                f"no token of the rendered conversation carries loss; {_MARK_IT}"
             )
         return ids, weights
 
     def template(self, *, has_tools: bool = False) -> ChatTemplate:
         """Return the template of conversations with tools or without."""
         if has_tools not in self._templates:
-            self._templates[has_tools] = self._choose(has_tools=has_tools)
-            unread = [
-                name
-                for name in self._template_arguments
-                if not self._templates[has_tools].mentions(re.escape(name))
-            ]
-            if unread:
-                del self._templates[has_tools]
-                raise ChatFormatError(
-                    f"the chat template does not read {', '.join(unread)}, which the template "
-                    "arguments give: correct the name, or drop it"
-                )
+            template = _choose(self.tokenizer.chat_template, has_tools=has_tools)
+            try:
+                _check_arguments(self._arguments, template, "the template arguments")
+            except ValueError as error:
+                raise ChatFormatError(str(error)) from None
+            self._templates[has_tools] = template
         return self._templates[has_tools]
 
     def digest(self) -> str:
         """Digest of the templates that are used, with tools and without, and their arguments."""
-        sources = []
-        with contextlib.suppress(ValueError):  # named templates without a default one
+        sources: list[str] = []
+        with contextlib.suppress(ValueError):  # data without chats needs none
             sources = [self.template(has_tools=has_tools).source for has_tools in (False, True)]
-        used = json.dumps([*sources, self._template_arguments], default=str)
+        used = json.dumps([*sources, self._arguments], default=str)
         return hashlib.sha256(used.encode()).hexdigest()
 
-    def token_id(self, token: str) -> int:
-        """Return the id of a text that is one token.
-
-        Raises:
-            ValueError: it is several.
-        """
-        ids = list(self._encode(token, ())[0])
-        if len(ids) != 1:
-            raise ValueError(
-                f"the tokenizer has no token {token!r} (it makes {len(ids)} of the text): use the "
-                "tokenizer that belongs to the model, or add the token to it"
-            )
-        return int(ids[0])
-
-    def decode(self, ids: Sequence[int]) -> list[str]:
-        """Return each token as text."""
-        if self._is_hf:
-            return [str(self._tokenizer.decode([one])) for one in ids]
-        return [str(one) for one in ids]
-
-    def _choose(self, *, has_tools: bool) -> ChatTemplate:
-        given = self._tokenizer.chat_template
-        if not given:
-            return ChatTemplate(CHATML_TEMPLATE, "ChatML: the tokenizer has no chat template")
-        if self._is_hf:
-            given = self._tokenizer.get_chat_template(None, [{}] if has_tools else None)
-        own = ChatTemplate(str(given), "the tokenizer's own, whose author marked what is learnt")
-        if own.is_marked:
-            return own
-        for name, source, training in _trained_by_trl():
-            if source.strip() == own.source.strip():
-                return ChatTemplate(training, f"TRL's training version of {name}")
-        return ChatTemplate(
-            own.source, "the tokenizer's own; what is learnt was found in the rendered text"
-        )
-
-    # --- text -----------------------------------------------------------------------------------
-
-    def _spans(self, conversation: Conversation) -> tuple[str, list[_Span]]:
+    def _spans(self, conversation: Conversation) -> tuple[str, Sequence[_Span]]:
         """Return the rendered text and what of it carries loss."""
         template = self.template(has_tools=bool(conversation.tools))
         messages, tools = _for_template(conversation, template)
-        own = _checked_arguments(conversation.template_arguments)
-        for name in own:
-            if not template.mentions(re.escape(name)):
-                raise ValueError(
-                    f"the record gives the chat template {name!r}, which it does not read: take it "
-                    "out, or use the template of the model it is for"
-                )
-        arguments = {**self._variables, **own, "tools": tools}
+        own = conversation.template_arguments
+        _check_arguments(own, template, "the record's chat_template_kwargs")
+        arguments = {**self.tokenizer.variables, **self._arguments, **own, "tools": tools}
         # Where tools were put into a message before the first, it has no weight.
         added = len(messages) - len(conversation.messages)
         weights = [0.0] * added + list(conversation.weights)
-        rendering = _rendered(template, arguments, messages)
+        rendering, lost = _rendered(template, arguments, messages)
+        for what in lost:
+            self._warn(f"the chat template leaves out {what}: the model is trained without it")
         text, marks = rendering.text, rendering.marks
-        if not template.is_marked:
-            frame = self._frame(template, arguments)
-            spans = _found_turns(rendering, weights, frame)
-            is_open = spans and spans[-1].end == len(text.rstrip()) and not frame.last_end
-            if is_open and weights[-1] and frame.end and "tool_calls" not in messages[-1]:
-                # The model stops with the next role's token, which nothing follows here.
-                text = text[: spans[-1].end] + frame.end
-                spans[-1] = replace(spans[-1], end=len(text))
-            return text, spans
-        assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if len({weights[i] for i in assistants}) == 1:
-            return text, [_Span(*mark, weights[assistants[0]]) for mark in marks]
-        owners = _owners(rendering, assistants)
-        return text, [_Span(*mark, weights[i]) for mark, i in zip(marks, owners, strict=True)]
+        if template.is_marked:
+            assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            if len({weights[i] for i in assistants}) == 1:
+                return text, [_Span(*mark, weights[assistants[0]]) for mark in marks]
+            owners = _owners(rendering, assistants)
+            return text, [_Span(*mark, weights[i]) for mark, i in zip(marks, owners, strict=True)]
+        frame = self._frame(template, arguments)
+        spans = _found_turns(rendering, weights, frame)
+        is_open = spans and spans[-1].end == len(text.rstrip()) and not frame.last_end
+        if is_open and weights[-1] and frame.end and "tool_calls" not in messages[-1]:
+            # The model stops with the next role's token, which nothing follows here.
+            text = text[: spans[-1].end] + frame.end
+            spans[-1] = spans[-1]._replace(end=len(text))
+        return text, spans
 
     def _frame(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> _Frame:
-        key = template.source, json.dumps({**arguments, "tools": None}, default=str)
+        arguments = {**arguments, "tools": [_ANY_TOOL] if arguments["tools"] else None}
+        key = template.source, json.dumps(arguments, default=str)
         if key not in self._frames:
             try:
-                try:
-                    frame = _probe(template, {**arguments, "tools": None}, self._control)
-                except ValueError:
-                    if not arguments["tools"]:
-                        raise
-                    frame = _probe(template, arguments, self._control)  # one for tools alone
+                self._frames[key] = _probe(template, arguments, self._control)
             except ValueError as error:
                 raise ChatFormatError(
                     f"where the assistant speaks was not found in two plain turns: {error}"
                 ) from error
-            if not frame.end and not frame.last_end:
-                _warn_once(
+            if not self._frames[key].end and not self._frames[key].last_end:
+                self._warn(
                     "no token was found by which the chat template ends a turn of the assistant, "
                     "so the model does not learn to stop; put one into the template"
                 )
-            self._frames[key] = frame
         return self._frames[key]
 
-    # --- tokens ---------------------------------------------------------------------------------
-
-    def _plain_ids(self, text: str) -> list[int]:
-        if self._backend is not None:
-            ids = list(self._backend.encode(text, add_special_tokens=self._add_special_tokens).ids)
-        elif self._is_hf:
-            ids = self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens)
-        else:
-            ids = list(self._tokenizer.encode(text))
-        if self._bos_id is not None and ids[:2] == [self._bos_id] * 2:
-            ids = ids[1:]  # one from the text, one from the tokenizer
-        if self._eos_id is not None and ids[-1:] != [self._eos_id]:
-            ids.append(self._eos_id)
-        return ids
-
     def _encode(self, text: str, spans: Sequence[_Span]) -> tuple[_Ids, _Weights]:
-        if self._backend is None:
-            return self._encode_pieces(text, spans)
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        ids = np.asarray(encoding.ids, dtype=np.int64)
-        weights = np.zeros(ids.size, dtype=np.float32)
         spans = [span for span in spans if span.end > span.start]
-        if spans and ids.size:
-            flat = itertools.chain.from_iterable(encoding.offsets)
-            starts, ends = np.fromiter(flat, np.int64, 2 * ids.size).reshape(-1, 2).T
+        ids, offsets = self.tokenizer.encode(text)
+        if offsets is None:  # tokenize the pieces between the edges of the spans one by one
+            edges = sorted({0, len(text), *(edge for one in spans for edge in one[:2])})
+            found: list[int] = []
+            learnt: list[float] = []
+            for start, end in itertools.pairwise(edges):
+                piece = self.tokenizer.encode(text[start:end])[0]
+                own = [one.weight for one in spans if one.start <= start < one.end] or [0.0]
+                found += piece
+                learnt += own[:1] * len(piece)
+            return np.asarray(found, dtype=np.int64), np.asarray(learnt, dtype=np.float32)
+        weights = np.zeros(len(ids), dtype=np.float32)
+        if spans and len(ids):
+            flat = itertools.chain.from_iterable(offsets)
+            starts, ends = np.fromiter(flat, np.int64, 2 * len(ids)).reshape(-1, 2).T
             # The first span that ends behind the token's start; it overlaps where it begins before
             # the token's end (as transformers 5.24 has it, tokenization_utils_base.py).
             places = np.searchsorted([span.end for span in spans], starts, side="right")
@@ -362,58 +246,42 @@ class ChatRenderer:
             values = np.array([*(span.weight for span in spans), 0.0], dtype=np.float32)
             overlaps = ends > begins[places]
             weights[overlaps] = values[places[overlaps]]
-        return ids, weights
+        return np.asarray(ids, dtype=np.int64), weights
 
-    def _encode_pieces(self, text: str, spans: Sequence[_Span]) -> tuple[_Ids, _Weights]:
-        """Tokenize the pieces between the edges of the spans one by one."""
-        edges = sorted({0, len(text), *(edge for one in spans for edge in (one.start, one.end))})
-        ids: list[int] = []
-        weights: list[float] = []
-        for start, end in itertools.pairwise(edges):
-            piece = text[start:end]
-            given = {"add_special_tokens": False} if self._is_hf else {}
-            found = list(self._tokenizer.encode(piece, **given))
-            own = [one.weight for one in spans if one.start <= start < one.end]
-            ids += found
-            weights += (own[:1] or [0.0]) * len(found)
-        return np.asarray(ids, dtype=np.int64), np.asarray(weights, dtype=np.float32)
+    def _warn(self, text: str) -> None:
+        """Warn of what may come often: at its 1st, 10th, 100th time, with the count."""
+        self._left_out[text] += 1
+        if str(self._left_out[text]).strip("0") == "1":
+            warnings.warn(f"{text} (seen {self._left_out[text]} times)", stacklevel=2)
 
 
-def _checked_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
-    if taken := [name for name in _RESERVED if name in arguments]:
-        raise ValueError(
-            f"template arguments have {', '.join(taken)}, which the conversation itself gives"
-        )
-    return dict(arguments)
+def _check_arguments(given: Mapping[str, Any], template: ChatTemplate, whose: str) -> None:
+    for name in given:
+        if name in _RESERVED or name not in template.words:
+            raise ValueError(
+                f"{whose} give the chat template {name!r}, which "
+                + ("the conversation itself gives" if name in _RESERVED else "it does not read")
+                + ": correct the name, or drop it"
+            )
 
 
-def _check_text(text: str) -> None:
-    if len(text) > MAX_TEXT_CHARS:
-        raise ValueError(
-            f"the text has {len(text)} characters; up to {MAX_TEXT_CHARS} are tokenized: split the "
-            "record"
-        )
-
-
-def _check_own_format(tokenizer: object) -> None:
-    from transformers import PreTrainedTokenizerBase
-
-    own = getattr(type(tokenizer), "apply_chat_template", None)
-    if own not in (None, PreTrainedTokenizerBase.apply_chat_template):
-        raise ValueError(
-            f"{type(tokenizer).__name__} formats chats by its own code, which does not tell where "
-            "the assistant's text is; use the model's tokenizer.json with a Jinja chat_template"
-        )
-
-
-def _own_backend(tokenizer: Any) -> Any:
-    from tokenizers import Tokenizer
-
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
-    return backend
+def _choose(given: str | Mapping[str, str] | None, *, has_tools: bool) -> ChatTemplate:
+    if isinstance(given, Mapping):
+        names = ["tool_use"] * has_tools + ["default"]
+        given = next((given[name] for name in names if name in given), None)
+        if given is None:
+            raise ChatFormatError("the tokenizer has chat templates and none is named default")
+    if not given:
+        return ChatTemplate(CHATML_TEMPLATE, "ChatML: the tokenizer has no chat template")
+    own = ChatTemplate(str(given), "the tokenizer's own, whose author marked what is learnt")
+    if own.is_marked:
+        return own
+    for name, source, training in _trained_by_trl():
+        if source.strip() == own.source.strip():
+            return ChatTemplate(training, f"TRL's training version of {name}")
+    return ChatTemplate(
+        own.source, "the tokenizer's own; what is learnt was found in the rendered text"
+    )
 
 
 @lru_cache(maxsize=1)
@@ -429,23 +297,19 @@ def _trained_by_trl() -> tuple[tuple[str, str, str], ...]:
     if found is None or not found.submodule_search_locations:
         return ()
     folder = Path(found.submodule_search_locations[0]) / "chat_templates"
-    names = sorted(path.name for path in folder.glob("*_training.jinja"))
+    trained = {path.stem: path.read_text() for path in sorted(folder.glob("*.jinja"))}
+    names = [name for name in trained if f"{name}_training" in trained]
     if not names:
         raise ChatFormatError(
             f"the installed TRL has no training templates in {folder}: install trl>=1.16,<2"
         )
-    pairs = ((name.replace("_training", ""), name) for name in names)
-    return tuple(
-        (own.removesuffix(".jinja"), (folder / own).read_text(), (folder / name).read_text())
-        for own, name in pairs
-        if (folder / own).is_file()
-    )
+    return tuple((name, trained[name], trained[f"{name}_training"]) for name in names)
 
 
 # --- rendering ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Rendering:
     """A conversation as a template prints it, with these variables.
 
@@ -458,6 +322,15 @@ class _Rendering:
     messages: _Messages
     text: str
     marks: list[tuple[int, int]]
+
+    def of(self, messages: _Messages, *, prompt: bool = False) -> _Rendering:
+        """Render other messages so."""
+        return _render(self.template, self.arguments, messages, prompt=prompt)
+
+    @cached_property
+    def with_marks(self) -> _Rendering:
+        """The same, with every message's strings between private characters; see `_mark`."""
+        return _render_marked(self)
 
 
 def _render(
@@ -472,32 +345,27 @@ def _render(
     Raises:
         ValueError: the template refuses them.
     """
-    from jinja2 import TemplateError, TemplateSyntaxError
+    from jinja2 import TemplateSyntaxError
     from jinja2.exceptions import SecurityError
-    from transformers.utils.chat_template_utils import (
-        _compile_jinja_template,
-        _render_with_assistant_indices,
-    )
+    from transformers.utils import chat_template_utils
 
     given = {"tools": None, "documents": None, "strftime_now": _TEMPLATE_DATE.strftime, **arguments}
     given |= {"messages": messages, "add_generation_prompt": prompt}
+    hopeless = (SecurityError, TemplateSyntaxError, MemoryError, OverflowError, RecursionError)
     marks: list[tuple[int, int]] = []
     try:
         # Not `render_jinja_template`, which turns functions among the variables into text (5.24).
-        compiled = _compile_jinja_template(template.source)
+        compiled = chat_template_utils._compile_jinja_template(template.source)
         if template.is_marked:
-            text, marks = _render_with_assistant_indices(compiled, **given)
+            text, marks = chat_template_utils._render_with_assistant_indices(compiled, **given)
         else:
             text = compiled.render(given)
-    except (
-        *(SecurityError, TemplateSyntaxError),
-        *(MemoryError, OverflowError, RecursionError),
-    ) as error:
+    except hopeless as error:
         raise ChatFormatError(
             f"the chat template cannot be used ({str(error) or type(error).__name__}); take the "
             "one that belongs to the model"
         ) from error
-    except (TemplateError, TypeError, AttributeError, KeyError, ValueError) as error:
+    except Exception as error:  # whatever a template meets
         roles = ", ".join(str(message["role"]) for message in messages[:8])
         raise ValueError(
             f"the chat template cannot render this conversation ({error}); its roles are {roles}: "
@@ -508,84 +376,88 @@ def _render(
 
 def _rendered(
     template: ChatTemplate, arguments: Mapping[str, Any], messages: _Messages
-) -> _Rendering:
+) -> tuple[_Rendering, list[str]]:
     """Render in the form that the template takes: the first in which nothing is left out.
 
     Templates differ in what they want of tool calls (arguments as an object or its text, content
     missing, empty or null) and of content (text or parts); transformers' own form comes first.
+    Returned is also what the template leaves out by itself.
 
     Raises:
         ValueError: the template refuses all, or leaves out what must not be.
     """
-    best: tuple[list[tuple[str, bool]], _Rendering] | None = None
-    refusal: ValueError | None = None
-    for form in _forms(messages):
+    found: list[tuple[list[tuple[str, bool]], _Rendering]] = []
+    refusals: list[ValueError] = []
+    for form in _forms(messages, template):
         try:
             rendering = _render(template, arguments, form)
         except ChatFormatError:
             raise
         except ValueError as error:
-            refusal = refusal or error
+            refusals.append(error)
             continue
-        if best is not None and "[{'type': 'text'" in rendering.text:
+        if found and "[{'type': 't" in rendering.text:
             continue  # it prints Python's own form of what it does not know
-        lost = _left_out(rendering)
-        if best is None or len(lost) < len(best[0]):
-            best = lost, rendering
-        if not lost:
+        found.append((_left_out(rendering), rendering))
+        if not found[-1][0]:
             break
-    if best is None:
-        assert refusal is not None, "at least one form was tried"
-        raise refusal
-    for what, matters in best[0]:
-        if matters:
-            raise ValueError(
-                f"the chat template does not print {what}: use a model whose template does, or "
-                "leave the record out"
-            )
-        _warn_once(
-            f"the chat template leaves out {what} in some conversations: the model is trained "
-            "without it there"
+    if not found:
+        raise refusals[0]
+    lost, rendering = min(found, key=lambda one: len(one[0]))
+    if errors := [what for what, matters in lost if matters]:
+        raise ValueError(
+            f"the chat template does not print {errors[0]}: use a model whose template does, or "
+            "leave the record out"
         )
-    return best[1]
+    return rendering, [what for what, _ in lost]
 
 
-def _forms(messages: _Messages) -> Iterator[_Messages]:
-    is_call = ["tool_calls" in message for message in messages]
-    for nothing, as_text in itertools.product((..., "", None), (False, True)):
-        form = [_with_arguments(message, as_text=as_text) for message in messages]
-        for message, calls in zip(form, is_call, strict=True):
-            if calls and nothing is not ... and not message.get("content"):
-                message["content"] = nothing
-        yield form
-        if not any(is_call):
-            break
-    parts = [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if isinstance(message.get("content"), str)
-        else message
-        for message in messages
-    ]
-    yield [_with_arguments(message, as_text=False) for message in parts]
+def _forms(messages: _Messages, template: ChatTemplate) -> Iterator[_Messages]:
+    options: list[dict[str, Any]] = [{}]
+    if any("tool_calls" in message for message in messages):
+        pairs = itertools.product((..., "", None), (False, True))
+        options = [{"nothing": nothing, "as_text": as_text} for nothing, as_text in pairs]
+    options += [{"parts": ("text",)}]
+    if re.search(r"== ['\"]thinking['\"]", template.source):  # Mistral's have such parts
+        options += [{"parts": ("thinking", "text")}]
+    return ([_form(message, **chosen) for message in messages] for chosen in options)
 
 
-def _with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """Return the message with the arguments of its tool calls as text, or as objects."""
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        if as_text and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        elif not as_text and isinstance(arguments, str):
-            try:
-                parsed = json.loads(arguments)
-            except ValueError:
-                parsed = None
-            arguments = parsed if isinstance(parsed, dict) else arguments
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "tool_calls": calls}
+def _form(
+    message: dict[str, Any],
+    *,
+    nothing: Any = ...,
+    as_text: bool = False,
+    parts: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return a message in another form: what stands for no content beside a call, and so on."""
+    form, content = dict(message), message.get("content")
+    if "tool_calls" in message:
+        form["tool_calls"] = []
+        for call in message["tool_calls"]:
+            arguments = _arguments(call["function"]["arguments"], as_text=as_text)
+            function = {**call["function"], "arguments": arguments}
+            form["tool_calls"].append({**call, "function": function})
+        if nothing is not ... and not content:
+            form["content"] = nothing
+    if parts and isinstance(content, str):
+        texts = {"text": content, "thinking": message.get("thinking")}
+        form["content"] = [{"type": k, k: texts[k]} for k in parts if texts[k] is not None]
+        if "thinking" in parts:
+            form = {key: value for key, value in form.items() if key not in REASONING_KEYS}
+    return form
+
+
+def _arguments(given: Any, *, as_text: bool) -> Any:
+    if as_text and not isinstance(given, str):
+        return json.dumps(given, ensure_ascii=False)
+    if as_text or not isinstance(given, str):
+        return given
+    try:
+        parsed = strict_json(given.encode())
+    except ValueError:
+        return given
+    return parsed if isinstance(parsed, dict) else given
 
 
 def _left_out(rendering: _Rendering) -> list[tuple[str, bool]]:
@@ -598,29 +470,32 @@ def _left_out(rendering: _Rendering) -> list[tuple[str, bool]]:
     at = 0
     for number, message in enumerate(messages):
         role, content = message["role"], message.get("content") or ""
-        shown = content if isinstance(content, str) else "".join(part["text"] for part in content)
-        for part in _tags(template.source).split(shown):
+        parts = [{"text": content}] if isinstance(content, str) else content
+        for part in template.tags.split("".join(part.get("text", "") for part in parts)):
             core = part.strip()
             place = text.find(core, at)
             at = max(place, at) if role != "system" else at  # some print it in the last turn
             if place < 0 and not _is_in(text, core):
-                is_unknown = template.mentions("assistant") and not template.mentions(role)
+                is_unknown = "assistant" in template.words and role not in template.words
                 is_answer = message is messages[-1] and role == "assistant"
                 matters = is_unknown or (is_answer and "tool_calls" not in message)
                 lost.append((f"the content of a message of the role {role}", matters))
-        reasoning = message.get("reasoning_content", "").strip()
+        thoughts = "".join(part.get("thinking", "") for part in parts)
+        reasoning = message.get("reasoning_content", thoughts).strip()
         if reasoning not in text or (
-            0 < len(reasoning) < _SHORT and not _is_printed(rendering, number)
+            0 < len(reasoning) < _SHORT and not _is_reasoning_printed(rendering, number)
         ):
-            is_dropped = message is not messages[-1] and template.mentions("|".join(REASONING_KEYS))
+            is_dropped = message is not messages[-1] and not template.words.isdisjoint(
+                REASONING_KEYS
+            )
             lost.append(("the reasoning of some turns", not is_dropped))
         for call in message.get("tool_calls", ()):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             is_repr = isinstance(arguments, Mapping) and arguments and repr(arguments) in text
-            is_twice = isinstance(arguments, str) and json.dumps(arguments) in text
+            is_text = isinstance(arguments, str) and arguments.startswith("{")
+            is_twice = is_text and json.dumps(arguments) in text
             is_whole = all(_is_in(text, leaf) for leaf in _leaves(arguments))
-            is_text = is_twice and arguments.startswith("{")
-            if name not in text[at:] or not is_whole or is_repr or is_text:
+            if name not in text[at:] or not is_whole or is_repr or is_twice:
                 lost.append((f"the tool call {name}", True))
     names = [tool["function"]["name"] for tool in rendering.arguments.get("tools") or ()]
     return lost + [(f"the tool {name}", True) for name in names if name not in text]
@@ -639,21 +514,16 @@ def _leaves(value: Any) -> Iterator[str]:
             yield from [one.strip()] if isinstance(one, str) else _leaves(one)
 
 
-def _is_printed(rendering: _Rendering, number: int) -> bool:
+def _is_reasoning_printed(rendering: _Rendering, number: int) -> bool:
     """Whether a message's reasoning is printed beside its content, which may hold its words too."""
-    opening, _ = _mark_pair(number)
-    message = {key: rendering.messages[number].get(key) for key in ("content", "reasoning_content")}
-    marker = _Marker(number, _tags(rendering.template.source), calls=False, outer=False)
-    with contextlib.suppress(ValueError):  # else it cannot be told
-        marked = _render_marked(rendering)
-        wanted = json.dumps(marker.message({k: v for k, v in message.items() if v}))
-        return marked.text.count(opening) >= wanted.count(json.dumps(opening)[1:-1])
-    return True
-
-
-@lru_cache(maxsize=64)
-def _warn_once(text: str) -> None:
-    warnings.warn(text, stacklevel=2)
+    message = rendering.messages[number]
+    own = [message[key] for key in ("content", "reasoning_content") if message.get(key)]
+    mark = _marker(number, rendering.template.tags, outer=False)
+    try:
+        printed = rendering.with_marks.text.count(_opening(number))
+    except ValueError:
+        return True  # it cannot be told
+    return printed >= _count_marks(mark(own), number)
 
 
 def _for_template(
@@ -668,16 +538,16 @@ def _for_template(
     messages: _Messages = []
     for given in conversation.messages:
         message = dict(given)
-        if message["role"] == "developer" and not template.mentions("developer"):
+        if message["role"] == "developer" and "developer" not in template.words:
             message["role"] = "system"
-        if "tool_calls" in message and not template.mentions("tool_calls"):
-            calls = _with_arguments(message, as_text=False)["tool_calls"]
+        if "tool_calls" in message and "tool_calls" not in template.words:
+            calls = _form(message)["tool_calls"]
             lines = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
             message["content"] = "\n".join(filter(None, [message.get("content"), *lines]))
             del message["tool_calls"]
         messages.append(message)
     tools = list(conversation.tools)
-    if not tools or template.mentions("tools"):
+    if not tools or "tools" in template.words:
         return messages, tools or None
     listed = "\n".join(["# Tools", *(json.dumps(tool, ensure_ascii=False) for tool in tools)])
     if messages[0]["role"] != "system":
@@ -692,11 +562,9 @@ def _for_template(
 _FIRST = 0xF0000
 _MAX_MESSAGES = 0x7FFE
 _MARK = re.compile("[\U000f0000-\U000ffffd]")
-_TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_ ]{2,}\]|◁[^◁▷]{1,40}▷")
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(NamedTuple):
     """Characters [start, end) of a text from a message's first string to its last."""
 
     message: int
@@ -704,8 +572,7 @@ class _Run:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
+class _Frame(NamedTuple):
     """What a template puts around what the assistant says.
 
     Attributes:
@@ -721,72 +588,62 @@ class _Frame:
     control: re.Pattern[str]
 
 
-@lru_cache(maxsize=16)
-def _tags(source: str) -> re.Pattern[str]:
-    """Find the tags that a template mentions: it may split a message's text there."""
-    return re.compile("|".join(sorted(map(re.escape, set(_TAG.findall(source))))) or "(?!)")
+def _opening(number: int) -> str:
+    return chr(_FIRST + 2 * number)
 
 
-@dataclass(frozen=True, slots=True)
-class _Marker:
-    """Puts marks around a message's strings: inside white space, which templates trim.
+def _count_marks(value: Any, number: int) -> int:
+    return json.dumps(value, ensure_ascii=False).count(_opening(number))
 
-    Attributes:
+
+def _marker(number: int, tags: re.Pattern[str], *, outer: bool) -> Callable[[Any], Any]:
+    """Return what puts marks around a message's strings: inside white space, which templates trim.
+
+    Args:
         number: of the message.
         tags: where a template may split a text; each piece gets marks.
-        calls: whether the strings of tool calls get any.
-        ids: whether their ids do: not where a template looks at them.
         outer: whether tags at a text's edges are between its marks.
     """
+    opening, closing = _opening(number), chr(_FIRST + 2 * number + 1)
 
-    number: int
-    tags: re.Pattern[str]
-    calls: bool
-    outer: bool
-    ids: bool = False
-
-    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        marked = dict(message)
-        for key in ("content", *REASONING_KEYS):
-            marked |= {key: self._mark(message[key])} if key in message else {}
-        if self.calls and "tool_calls" in message:
-            marked["tool_calls"] = [
-                {**call, "function": self._call(call["function"])} for call in message["tool_calls"]
-            ]
-            if self.ids:
-                for call in marked["tool_calls"]:
-                    call |= {"id": self._mark(call["id"])} if "id" in call else {}
-        return marked
-
-    def _call(self, function: Mapping[str, Any]) -> dict[str, Any]:
-        arguments = self._mark(function["arguments"])
-        if arguments != function["arguments"]:
-            return {**function, "arguments": arguments}
-        # Not always: templates print the name once more before what the tool answers.
-        return {**function, "name": self._mark(function["name"])}
-
-    def _mark(self, value: Any) -> Any:
+    def mark(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: one if key == "type" else self._mark(one) for key, one in value.items()}
+            return {key: one if key == "type" else mark(one) for key, one in value.items()}
         if isinstance(value, list):
-            return [self._mark(one) for one in value]
+            return [mark(one) for one in value]
         core = value.strip() if isinstance(value, str) else ""
         if not core:
             return value
-        opening, closing = _mark_pair(self.number)
         at, marked = 0, ""
-        for start, end in [*(tag.span() for tag in self.tags.finditer(core)), (len(core),) * 2]:
+        for start, end in [*(tag.span() for tag in tags.finditer(core)), (len(core),) * 2]:
             piece = core[at:start]
             if inner := piece.strip():
                 piece = piece.replace(inner, f"{opening}{inner}{closing}", 1)
             marked, at = marked + piece + core[start:end], end
-        if self.outer:
+        if outer:
             marked = opening * (marked[0] != opening) + marked + closing * (marked[-1] != closing)
         return value.replace(core, marked, 1)
 
+    return mark
 
-def _mark_pair(number: int) -> tuple[str, str]:
-    return chr(_FIRST + 2 * number), chr(_FIRST + 2 * number + 1)
+
+def _marked_message(
+    message: dict[str, Any], mark: Callable[[Any], Any], *, calls: bool, ids: bool
+) -> dict[str, Any]:
+    """Mark a message's texts, and the strings and ids of its calls where the template allows."""
+    texts = ("content", *REASONING_KEYS)
+    marked = {key: mark(one) if key in texts else one for key, one in message.items()}
+    if not calls or "tool_calls" not in message:
+        return marked
+    marked["tool_calls"] = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        function = {**function, "arguments": mark(function["arguments"])}
+        if function == call["function"]:  # no text; not always, since templates repeat the name
+            function["name"] = mark(function["name"])
+        own_id = {"id": mark(call["id"])} if ids and "id" in call else {}
+        marked["tool_calls"].append({**call, "function": function, **own_id})
+    return marked
 
 
 def _render_marked(rendering: _Rendering) -> _Rendering:
@@ -795,28 +652,35 @@ def _render_marked(rendering: _Rendering) -> _Rendering:
     Raises:
         ValueError: the text depends on what a message says.
     """
-    messages, text = rendering.messages, rendering.text
+    messages, text, tags = rendering.messages, rendering.text, rendering.template.tags
     if len(messages) > _MAX_MESSAGES or _MARK.search(text):
         raise ValueError(
             f"the conversation has {len(messages)} messages, or characters of the private plane "
             "U+F0000 to U+FFFFD, by which its turns are told apart: split or clean the record"
         )
-    tags = _tags(rendering.template.source)
     has_ids = any("id" in call for m in messages for call in m.get("tool_calls", ()))
     forms = [(True, True)] * has_ids + [(True, False), (False, False)]
     for (calls, ids), outer in itertools.product(forms, (True, False)):
-        marked = [_Marker(i, tags, calls, outer, ids).message(m) for i, m in enumerate(messages)]
+        marked = [
+            _marked_message(message, _marker(i, tags, outer=outer), calls=calls, ids=ids)
+            for i, message in enumerate(messages)
+        ]
         try:
-            found = _render(rendering.template, rendering.arguments, marked)
+            found = rendering.of(marked)
         except ValueError:
             continue
-        if _MARK.sub("", found.text) == text:
-            return found
+        if _MARK.sub("", found.text) != text:
+            continue
+        names = [call["function"]["name"] for m in marked for call in m.get("tool_calls", ())]
+        printed = found.text
+        for name, count in Counter(names).items():
+            # Gemma's and gpt-oss's print a call's name once more before what the tool answers.
+            *own, again = printed.split(name, count)
+            printed = name.join([*own, again.replace(name, _MARK.sub("", name))])
+        return replace(found, text=printed)
     raise ValueError(
         "the chat template prints other things around a message depending on its text, so the "
-        "assistant's tokens cannot be found for certain; put {% generation %} and "
-        "{% endgeneration %} around the assistant's text and end marker in the tokenizer's "
-        "chat_template"
+        f"assistant's tokens cannot be found for certain; {_MARK_IT}"
     )
 
 
@@ -840,27 +704,23 @@ def _runs(marked: str) -> list[_Run]:
     else:
         if closed:
             return runs
-    raise ValueError(
-        "the chat template prints a part of a message's text alone, so the assistant's tokens "
-        "cannot be found for certain; mark them in it by {% generation %} and {% endgeneration %}"
-    )
+    raise ValueError(f"the chat template prints a part of a message's text alone; {_MARK_IT}")
 
 
 def _owners(rendering: _Rendering, assistants: Sequence[int]) -> Sequence[int]:
     """Return the message that each span of a marked template belongs to."""
-    marks, marked = rendering.marks, _render_marked(rendering)
+    marks, marked = rendering.marks, rendering.with_marks
     spoken = [_MARK.findall(marked.text[start:end]) for start, end in marked.marks]
     found = [{(ord(mark) - _FIRST) // 2 for mark in own} for own in spoken]
-    if len(found) != len(marks) or any(len(own) > 1 for own in found):
+    owners = [next(iter(own), -1) for own in found]
+    is_clear = len(owners) == len(marks) and all(len(own) <= 1 for own in found)
+    if is_clear and len(owners) == len(assistants) and set(owners) <= {-1, *assistants}:
+        return assistants
+    if not is_clear or not set(assistants) <= set(owners):
         raise ChatFormatError(
             f"the chat template marks {len(marks)} spans that are not of one message each, so "
             "messages of different weight cannot be told apart; mark each message once"
         )
-    owners = [own.pop() if own else -1 for own in found]
-    if len(owners) == len(assistants) and set(owners) <= {-1, *assistants}:
-        return assistants
-    if not set(assistants) <= set(owners):
-        raise ChatFormatError("the chat template marks spans in which no message says anything")
     for at in range(len(owners)):  # one without strings, such as a last end-of-text token
         if owners[at] < 0:
             begins_next = at + 1 < len(owners) and marks[at][1] == marks[at + 1][0]
@@ -870,8 +730,7 @@ def _owners(rendering: _Rendering, assistants: Sequence[int]) -> Sequence[int]:
 
 def _alike(one: str, other: str) -> int:
     """Return how many characters two texts share at their start."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return len(commonprefix([one, other]))  # noqa: RUF071
 
 
 def _probe(
@@ -879,15 +738,13 @@ def _probe(
 ) -> _Frame:
     """Look at what a template puts around the turns of a plain conversation."""
     turns = [("user", "Ask 0"), ("assistant", "Say 1"), ("user", "Ask 2"), ("assistant", "Say 3")]
-    whole = _rendered(template, arguments, [{"role": who, "content": what} for who, what in turns])
-    text = whole.text
-    runs = {run.message: run for run in _runs(_render_marked(whole).text)}
+    whole, _ = _rendered(
+        template, arguments, [{"role": who, "content": what} for who, what in turns]
+    )
+    text, runs = whole.text, {run.message: run for run in _runs(whole.with_marks.text)}
     if set(runs) != {0, 1, 2, 3}:
         raise ValueError("the chat template does not print every message of a conversation")
-    asked, plain = (
-        _render(template, arguments, whole.messages[:3], prompt=prompt).text
-        for prompt in (True, False)
-    )
+    asked, plain = (whole.of(whole.messages[:3], prompt=prompt).text for prompt in (True, False))
     heads = [text[runs[i - 1].end : runs[i].start] for i in (1, 3)]
     prompt = asked[len(plain) :] if asked.startswith(plain) else ""
     while prompt and not all(prompt in head for head in heads):
@@ -920,26 +777,22 @@ def _found_turns(rendering: _Rendering, weights: Sequence[float], frame: _Frame)
     Raises:
         ValueError: the edges of one are not certain.
     """
-    marked = _render_marked(rendering)
+    marked = rendering.with_marks
     runs = _runs(marked.text)
-    found = {run.message for run in runs}
+    printed = Counter(run.message for run in runs)
     for number, message in enumerate(rendering.messages):
         is_said = "tool_calls" in message or str(message.get("content") or "").strip()
-        if weights[number] and is_said and number not in found:
+        if weights[number] and is_said and not printed[number]:
             raise ValueError(
-                f"what message {number + 1} says was not found in the rendered text, so it could "
-                "not be learnt: mark it in the chat template by {% generation %} and "
-                "{% endgeneration %}"
+                f"what message {number + 1} says was not found in the rendered text; {_MARK_IT}"
             )
     spans = []
     for at, run in enumerate(runs):
         number, start = run.message, run.start
         if not weights[number]:
             continue
-        opening, _ = _mark_pair(number)
-        inserted = json.dumps(marked.messages[number], ensure_ascii=False).count(opening)
-        is_once = sum(other.message == number for other in runs) == 1
-        if not is_once or marked.text.count(opening) > inserted:
+        inserted = _count_marks(marked.messages[number], number)
+        if printed[number] > 1 or marked.text.count(_opening(number)) > inserted:
             raise ValueError(
                 f"the chat template prints message {number + 1} in several places, so what is to "
                 "be learnt is not certain"
@@ -978,8 +831,8 @@ def _sides(text: str, runs: Sequence[_Run], at: int) -> tuple[str, str]:
 def _around(rendering: _Rendering, messages: _Messages, number: int) -> tuple[str, str]:
     """Return the sides of a message in another conversation."""
     try:
-        other = _render(rendering.template, rendering.arguments, messages)
-        runs = _runs(_render_marked(other).text)
+        other = rendering.of(messages)
+        runs = _runs(other.with_marks.text)
         at = [run.message for run in runs].index(number)
     except ValueError as error:
         raise ValueError(

@@ -1,7 +1,7 @@
 """What a record of a chat or text file means: its layout is recognised by its columns.
 
-Pure: no files, no tokenizer. A turn is never dropped and a role never guessed; whatever would
-change what is learnt and is not understood is an error.
+A turn is never dropped and a role never guessed; whatever would change what is learnt and is not
+understood is an error. No file is opened here, and no tokenizer known.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from odb_megatron.data.records import strict_json
 
-__all__ = ["REASONING_KEYS", "ChatFormatError", "ChatRecord", "Conversation", "PlainText"]
-__all__ += ["parse_record", "template_arguments"]
+__all__ = ["REASONING_KEYS", "ChatFormatError", "ChatRecord", "Conversation"]
+__all__ += ["PlainText", "TakeImage", "parse_record", "template_arguments"]
 
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _PROMPTS = ("prompt", "question", "query", "input", "problem")
 _RESPONSES = ("response", "completion", "answer", "output", "canonical_solution", "solution")
-_SYSTEMS = ("system", "system_prompt")
 _ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "function_call"), "assistant"),
@@ -33,10 +33,19 @@ _LOSS_KEYS = ("weight", "loss_weight", "loss", "loss_mask", "train", "trainable"
 _SOUNDS_LIKE_LOSS = re.compile(
     r"(?:^|_)(?:loss(?:es)?|weights?|masks?|masked|train|trainable|learn|learnable|supervised?)(?:$|_)"
 )
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _PREFERENCE = re.compile(r"(?:^|_)(?:chosen|rejected|preferred|desirable|undesirable|kto)(?:$|_)")
+_IMAGE_COLUMNS = ("images", "image")
+_OTHER_MEDIA = ("videos", "video", "audios", "audio")
 _TEMPLATE_KEYS = ("enable_thinking", "reasoning_effort")
+_TEXT_ALONE = (
+    "and this model reads text alone: take a multimodal script (docs/multimodal.md), or leave such "
+    "records out"
+)
+
+TakeImage = Callable[[Mapping[str, Any], str], str]
+_Row = Mapping[str, Any]
+_Message = dict[str, Any]
+_T = TypeVar("_T")
 
 
 class ChatFormatError(ValueError):
@@ -49,13 +58,13 @@ class Conversation:
 
     Attributes:
         messages: `role` (system, developer, user, assistant or tool), `content`, `tool_calls` with
-            arguments as an object where they are one, reasoning under each of its names.
+            arguments as they were given, reasoning under each of its names.
         weights: of each message in the loss; 0 for all but the assistant's.
         tools: on offer, each `{"type": "function", "function": {...}}`.
         template_arguments: the record's own `chat_template_kwargs`.
     """
 
-    messages: tuple[dict[str, Any], ...]
+    messages: tuple[_Message, ...]
     weights: tuple[float, ...]
     tools: tuple[dict[str, Any], ...] = ()
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -87,7 +96,7 @@ class PlainText:
 ChatRecord = Conversation | PlainText
 
 
-def parse_record(record: Mapping[str, Any]) -> ChatRecord:
+def parse_record(record: _Row, *, images: TakeImage | None = None) -> ChatRecord:
     """Read a record; the first layout whose columns hold something is taken.
 
     `messages` (OpenAI); `conversations` (ShareGPT); `instruction` and `instances`, of which the
@@ -99,45 +108,47 @@ def parse_record(record: Mapping[str, Any]) -> ChatRecord:
 
     Args:
         record: one row of a file, by column; null is as if not there.
+        images: takes a part of a message that is a picture, and its path in the record for errors;
+            returns what stands for it in the text. None to refuse pictures.
 
     Raises:
         ChatFormatError: preference data, or a key that sounds like a loss weight and is not known.
         ValueError: the reason; the caller knows the file and the line.
     """
     row = {name: value for name, value in record.items() if value is not None}
-    _check_columns(row)
+    _check_columns(row, images)
     for layout in ("text", "prompt"):
         if _is_plain(row, layout):
-            weight = _weights(row, 1)[0]
-            return PlainText(text=_text(row[layout], layout), weight=weight)
-    messages = _turns(row)
-    system = next((_text(row[name], name) for name in _SYSTEMS if row.get(name)), "")
-    first = 0
-    if system:
-        if messages and messages[0][0]["role"] in ("system", "developer"):
-            raise ValueError(
-                "the record has a system column and its first message is a system message too; "
-                "keep one of them"
-            )
-        messages, first = [({"role": "system", "content": system}, 1.0), *messages], 1
+            return PlainText(text=_typed(row[layout], str, layout), weight=_weights(row, [{}])[0])
+    messages = _turns(row, images)
     if not messages:
         raise ValueError("the conversation is empty; expected at least one assistant message")
-    given = [1.0] * first + _weights(row, len(messages) - first, [m for m, _ in messages[first:]])
-    return Conversation(
-        messages=tuple(message for message, _ in messages),
-        weights=tuple(
-            own * factor if message["role"] == "assistant" else 0.0
-            for (message, own), factor in zip(messages, given, strict=True)
-        ),
-        tools=_tools(row),
-        template_arguments=_template_arguments(row),
-    )
-
-
-def _template_arguments(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    weights = [
+        message.pop("weight") * factor if message["role"] == "assistant" else 0.0
+        for message, factor in zip(messages, _weights(row, messages), strict=True)
+    ]
+    for name in ("system", "system_prompt"):
+        if row.get(name):
+            if messages[0]["role"] in ("system", "developer"):
+                raise ValueError(
+                    "the record has a system column and its first message is a system message "
+                    "too; keep one of them"
+                )
+            messages.insert(0, {"role": "system", "content": _typed(row[name], str, name)})
+            weights.insert(0, 0.0)
+            break
+    for message in messages:
+        message.pop("weight", None)
     value, path = row.get("chat_template_kwargs", {}), "chat_template_kwargs"
-    given = _object(_json(value, path) if isinstance(value, str) else value, path)
-    return {**given, "documents": row["documents"]} if row.get("documents") else given
+    arguments = _typed(_json(value, path) if isinstance(value, str) else value, dict, path)
+    if row.get("documents"):
+        arguments = {**arguments, "documents": row["documents"]}
+    return Conversation(
+        messages=tuple(messages),
+        weights=tuple(weights),
+        tools=_tools(row),
+        template_arguments=arguments,
+    )
 
 
 def template_arguments(text: str) -> dict[str, Any]:
@@ -158,8 +169,8 @@ def template_arguments(text: str) -> dict[str, Any]:
 # --- layouts ------------------------------------------------------------------------------------
 
 
-def _check_columns(row: Mapping[str, Any]) -> None:
-    pairs = [name for name in row if _is_preference(str(name))]
+def _check_columns(row: _Row, images: TakeImage | None) -> None:
+    pairs = [name for name in row if _sounds_like(_PREFERENCE, str(name))]
     label = row.get("label")
     if isinstance(label, bool) or (label in (0, 1) and "completion" in row):  # KTO
         pairs.append("label")
@@ -168,46 +179,35 @@ def _check_columns(row: Mapping[str, Any]) -> None:
             f"the record is preference data (column {', '.join(pairs)}), of which one side is not "
             "to be learnt; this trains on one answer: keep prompt and chosen answer as messages"
         )
-    _check_loss_keys(row, "the record")
-    _check_media(row, "the record")
-    arguments = [name for name in _TEMPLATE_KEYS if name in row]
-    if arguments:
+    _check_keys(row, "the record", has_images=images is not None)
+    if arguments := [name for name in _TEMPLATE_KEYS if name in row]:
         raise ValueError(
             f"the record has {', '.join(arguments)} beside its messages; the chat template gets "
             "what is in chat_template_kwargs: put it there"
         )
 
 
-def _check_media(item: Mapping[str, Any], path: str) -> None:
-    media = [name for name in _MEDIA if item.get(name)]
-    if media:
-        raise ValueError(
-            f"{path} has {', '.join(media)}, and this model reads text alone: take a "
-            "multimodal script (docs/multimodal.md), or leave such records out"
-        )
-
-
-@lru_cache(maxsize=1024)
-def _is_preference(key: str) -> bool:
-    return _PREFERENCE.search(key.lower()) is not None
-
-
-@lru_cache(maxsize=1024)
-def _sounds_like_loss(key: str) -> bool:
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()
-    return key not in _LOSS_KEYS and _SOUNDS_LIKE_LOSS.search(words) is not None
-
-
-def _check_loss_keys(item: Mapping[str, Any], path: str) -> None:
-    unknown = [key for key in item if _sounds_like_loss(str(key))]
-    if unknown:
+def _check_keys(item: _Row, path: str, *, has_images: bool = False) -> None:
+    if unknown := [key for key in item if _is_unknown_loss(str(key))]:
         raise ChatFormatError(
             f"{path} has the key {unknown[0]!r}, which sounds as if it said what is learnt and is "
             f"not known; known: {', '.join(_LOSS_KEYS)}. Rename it, or take it out"
         )
+    media = _OTHER_MEDIA + (() if has_images else _IMAGE_COLUMNS)
+    if found := [name for name in media if item.get(name)]:
+        raise ValueError(f"{path} has {', '.join(found)}, {_TEXT_ALONE}")
 
 
-def _is_plain(row: Mapping[str, Any], name: str) -> bool:
+@lru_cache(maxsize=1024)
+def _sounds_like(pattern: re.Pattern[str], key: str) -> bool:
+    return pattern.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()) is not None
+
+
+def _is_unknown_loss(key: str) -> bool:
+    return key not in _LOSS_KEYS and _sounds_like(_SOUNDS_LIKE_LOSS, key)
+
+
+def _is_plain(row: _Row, name: str) -> bool:
     if name == "text":
         chats = {"messages", "conversations"} & row.keys()
         pair = row.keys() & {*_PROMPTS, "instruction"} and row.keys() & {*_RESPONSES, "instances"}
@@ -216,25 +216,15 @@ def _is_plain(row: Mapping[str, Any], name: str) -> bool:
     return isinstance(row.get("prompt"), str) and not any(map(_may_be_text, others))
 
 
-def _turns(row: Mapping[str, Any]) -> list[tuple[dict[str, Any], float]]:
-    """Return each message with its own weight."""
+def _turns(row: _Row, images: TakeImage | None) -> list[_Message]:
     chats = [name for name in ("messages", "conversations") if name in row]
     for name in sorted(chats, key=lambda one: not row[one]):
         value = row[name]
-        return _messages(_json(value, name) if _is_json(value) else value, name)
-    if "instruction" in row and "instances" in row:
-        instances = _list(row["instances"], "instances")
-        if not instances:
-            raise ValueError("instances is empty; expected at least one {input, output}")
-        first = _object(instances[0], "instances[0]")
-        context, output = first.get("input") or "", first.get("output")
-        return _instruction(row, (context, "instances[0].input"), (output, "instances[0].output"))
+        is_json = isinstance(value, str) and value.lstrip()[:1] == "["
+        return _messages(_json(value, name) if is_json else value, name, images)
     response = next((name for name in _RESPONSES if name in row), None)
-    if response and "instruction" in row:
-        context = next((name for name in ("input", "context") if row.get(name)), "input")
-        turns = _history(row.get("history", []))
-        answer = (row[response], response)
-        return turns + _instruction(row, (row.get(context) or "", context), answer)
+    if "instruction" in row and (response or "instances" in row):
+        return _instruction(row, response)
     prompts = [name for name in _PROMPTS if name in row]
     if response and prompts:
         prompt, *more = prompts + ["context"] * bool(row.get("context"))
@@ -243,124 +233,146 @@ def _turns(row: Mapping[str, Any]) -> list[tuple[dict[str, Any], float]]:
                 f"the record has {prompt} and {', '.join(more)}; which of them the question is, "
                 "and in which order, is not known: put them into one column"
             )
-        if isinstance(row[prompt], list):  # TRL's
-            before = [(message, 0.0) for message, _ in _messages(row[prompt], prompt)]
-            if isinstance(row[response], list):
-                return before + _messages(row[response], response)
-            return before + _pair("", _text(row[response], response))[1:]
-        return _pair(_text(row[prompt], prompt), _text(row[response], response))
-    raise ValueError(_unknown_columns(row))
+        if not isinstance(row[prompt], list):
+            return _pair(_typed(row[prompt], str, prompt), _typed(row[response], str, response))
+        before = _messages(row[prompt], prompt, images)  # TRL's
+        for message in before:
+            message["weight"] = 0.0
+        if isinstance(row[response], list):
+            return before + _messages(row[response], response, images)
+        return before + _pair("", _typed(row[response], str, response))[1:]
+    if isinstance(row.get("prompt"), Mapping) and "replies" in row["prompt"]:
+        raise ValueError(
+            "a message tree (prompt.replies) holds many conversations, but a record is one sample; "
+            "write each path from the root to a leaf as a record with 'messages'"
+        )
+    raise ValueError(
+        f"columns {', '.join(map(str, row)) or 'none'} fit no known layout; expected messages, or "
+        "conversations, or instruction with output (or instances), or a pair of one of "
+        f"{', '.join(_PROMPTS)} and one of {', '.join(_RESPONSES)}, or text. Rename the columns"
+    )
 
 
-def _pair(user: str, assistant: str) -> list[tuple[dict[str, Any], float]]:
-    return [
-        ({"role": "user", "content": user}, 1.0),
-        ({"role": "assistant", "content": assistant}, 1.0),
-    ]
+def _pair(user: str, assistant: str) -> list[_Message]:
+    turns = (("user", user), ("assistant", assistant))
+    return [{"role": role, "content": text, "weight": 1.0} for role, text in turns]
 
 
-def _instruction(
-    row: Mapping[str, Any], context: tuple[Any, str], output: tuple[Any, str]
-) -> list[tuple[dict[str, Any], float]]:
-    # Joined by one newline, as LLaMA-Factory does for its alpaca format.
-    texts = [_text(row["instruction"], "instruction"), _text(*context)]
-    return _pair("\n".join(filter(None, texts)), _text(*output))
-
-
-def _history(value: Any) -> list[tuple[dict[str, Any], float]]:
-    turns = []
-    for i, pair in enumerate(_list(value, "history")):
-        texts = _list(pair, f"history[{i}]")
-        if len(texts) != 2:
+def _instruction(row: _Row, response: str | None) -> list[_Message]:
+    """Alpaca's and Dolly's rows; Self-Instruct's, of which the first instance is taken."""
+    item, path, turns = row, "", []
+    if "instances" in row:
+        if not _typed(row["instances"], list, "instances"):
+            raise ValueError("instances is empty; expected at least one {input, output}")
+        path, response = "instances[0].", "output"
+        item = _typed(row["instances"][0], dict, "instances[0]")
+    for i, pair in enumerate(_typed(row.get("history", []), list, "history")):
+        if len(_typed(pair, list, f"history[{i}]")) != 2:
             raise ValueError(
-                f"history[{i}] has {len(texts)} items; expected [user text, assistant text]"
+                f"history[{i}] has {len(pair)} items; expected [user text, assistant text]"
             )
-        turns += _pair(*(_text(text, f"history[{i}][{k}]") for k, text in enumerate(texts)))
-    return turns
+        turns += _pair(*(_typed(text, str, f"history[{i}][{k}]") for k, text in enumerate(pair)))
+    assert response is not None, "one of the two is there"
+    context = next((name for name in ("input", "context") if item.get(name)), "input")
+    texts = [_typed(row["instruction"], str, "instruction")]
+    texts.append(_typed(item.get(context) or "", str, path + context))
+    # Joined by one newline, as LLaMA-Factory does for its alpaca format.
+    question = "\n".join(filter(None, texts))
+    return turns + _pair(question, _typed(item.get(response), str, path + response))
 
 
 # --- messages -----------------------------------------------------------------------------------
 
 
-def _messages(value: Any, path: str) -> list[tuple[dict[str, Any], float]]:
-    return [_message(item, f"{path}[{i}]") for i, item in enumerate(_list(value, path))]
+def _messages(value: Any, path: str, images: TakeImage | None) -> list[_Message]:
+    return [
+        _message(item, f"{path}[{i}]", images) for i, item in enumerate(_typed(value, list, path))
+    ]
 
 
-def _message(value: Any, path: str) -> tuple[dict[str, Any], float]:
-    """A turn in OpenAI's keys (role, content) or ShareGPT's (from, value)."""
-    item = {key: part for key, part in _object(value, path).items() if part is not None}
+def _message(value: Any, path: str, images: TakeImage | None) -> _Message:
+    """A turn in OpenAI's keys (role, content) or ShareGPT's (from, value), and its `weight`."""
+    item = {key: part for key, part in _typed(value, dict, path).items() if part is not None}
     role_key, content_key = ("from", "value") if "from" in item else ("role", "content")
     if role_key not in item:
         raise ValueError(
             f"{path} has keys {', '.join(map(str, item)) or 'none'}; "
             "expected role and content, or from and value"
         )
-    given = _text(item.pop(role_key), f"{path}.{role_key}")
+    given = _typed(item.pop(role_key), str, f"{path}.{role_key}")
     role = _ROLES.get(given)
     if role is None:
         raise ValueError(
             f"{path}.{role_key} is {given!r}; known roles: {', '.join(sorted(_ROLES))}"
         )
-    weight = _weight(item, path)
-    _check_media(item, path)
-    if role != "assistant" and any(key in item for key in _LOSS_KEYS) and weight:
-        weight = _refuse_learning(role, path)
-    content = item.pop(content_key, None)
-    item = {key: part for key, part in item.items() if part != "" or key not in REASONING_KEYS}
-    message = {key: part for key, part in item.items() if key not in _LOSS_KEYS}
+    _check_keys(item, path)
+    weights = {key: _number(item.pop(key), f"{path}.{key}") for key in _LOSS_KEYS if key in item}
+    if len(set(weights.values())) > 1:
+        raise ValueError(f"{path} has {' and '.join(weights)}, which differ; keep one of them")
+    weight = next(iter(weights.values()), 1.0)
+    if weights and weight and role != "assistant":
+        _refuse_learning(role, path)
+    content, where = item.pop(content_key, None), f"{path}.{content_key}"
+    message = {key: part for key, part in item.items() if part != "" or key not in REASONING_KEYS}
     if given == "function_call":
-        text = _text(content, f"{path}.{content_key}")
-        found = _json(text, f"{path}.{content_key}")
+        found = _json(_typed(content, str, where), where)
         message["tool_calls"], content = found if isinstance(found, list) else [found], None
     elif "function_call" in message:  # OpenAI's older single call
         if message.get("tool_calls"):
             raise ValueError(f"{path} has function_call and tool_calls; keep one of them")
         message["tool_calls"] = [message.pop("function_call")]
     if role == "assistant":
-        calls = _list(message.pop("tool_calls", []), f"{path}.tool_calls")
+        calls = _typed(message.pop("tool_calls", []), list, f"{path}.tool_calls")
         if calls:
-            where = f"{path}.tool_calls"
-            message["tool_calls"] = [_call(c, f"{where}[{i}]") for i, c in enumerate(calls)]
-        message |= _reasoning(message, path)
+            named = enumerate(calls)
+            message["tool_calls"] = [_call(one, f"{path}.tool_calls[{i}]") for i, one in named]
+    thoughts: list[str] = []
     if content is not None or "tool_calls" not in message:
-        message["content"] = _content(content, f"{path}.{content_key}")
+        message["content"] = _content(content, where, images, thoughts)
+    if thoughts and role != "assistant":
+        raise ValueError(f"{where} has a part of type 'thinking', and its role is {role}")
+    if role == "assistant":
+        keys = [key for key in REASONING_KEYS if key in message]
+        texts = {_typed(message[key], str, f"{path}.{key}") for key in keys}
+        texts |= {"".join(thoughts)} if thoughts else set()
+        if len(texts) > 1:
+            raise ValueError(
+                f"{path} has different texts of reasoning; keep one of {REASONING_KEYS}"
+            )
+        message |= dict.fromkeys(REASONING_KEYS, *texts) if texts else {}
     for key in ("name", "tool_call_id"):
         if key in message:
-            _text(message[key], f"{path}.{key}")
-    return {"role": role, **message}, weight
+            _typed(message[key], str, f"{path}.{key}")
+    return {"role": role, **message, "weight": weight}
 
 
-def _content(value: Any, path: str) -> str:
+def _content(value: Any, path: str, images: TakeImage | None, thoughts: list[str]) -> str:
+    """Return the text; note what Mistral's parts of type `thinking` before it say."""
     if not isinstance(value, list):
-        return _text(value, path)
-    texts = []
+        return _typed(value, str, path)
+    texts: list[str] = []
     for i, part in enumerate(value):
-        kind = _object(part, f"{path}[{i}]").get("type")
-        if kind != "text":
+        where = f"{path}[{i}]"
+        kind = _typed(part, dict, where).get("type")
+        if said := [key for key in part if key in _LOSS_KEYS or _is_unknown_loss(str(key))]:
             raise ValueError(
-                f"{path}[{i}] is a part of type {kind!r}, and this model reads text alone: take a "
-                "multimodal script (docs/multimodal.md), or leave such records out"
+                f"{where} has {said[0]}; weights are of whole messages: split the message"
             )
-        if said := [key for key in part if key in _LOSS_KEYS or _sounds_like_loss(str(key))]:
-            raise ValueError(
-                f"{path}[{i}] has {said[0]}; weights are of whole messages: split the message"
-            )
-        texts.append(_text(part.get("text"), f"{path}[{i}].text"))
+        if kind == "text":
+            texts.append(_typed(part.get("text"), str, f"{where}.text"))
+        elif kind == "thinking" and not texts:
+            thoughts.append(_content(part.get("thinking"), f"{where}.thinking", None, []))
+        elif images is not None and kind in ("image", "image_url"):
+            texts.append(images(part, where))
+        else:
+            raise ValueError(f"{where} is a part of type {kind!r}, {_TEXT_ALONE}")
     return "".join(texts)
 
 
-def _reasoning(message: Mapping[str, Any], path: str) -> dict[str, str]:
-    """Return the reasoning under every name that templates read."""
-    texts = {_text(message[key], f"{path}.{key}") for key in REASONING_KEYS if key in message}
-    if len(texts) > 1:
-        raise ValueError(f"{path} has different texts of reasoning; keep one of {REASONING_KEYS}")
-    return dict.fromkeys(REASONING_KEYS, texts.pop()) if texts else {}
-
-
 def _call(value: Any, path: str) -> dict[str, Any]:
-    item = dict(_object(value, path))
-    function = dict(_object(item.get("function", item), f"{path}.function"))
-    name = _text(function.get("name"), f"{path}.name")
+    item = _typed(value, dict, path)
+    function = _typed(item.get("function", item), dict, f"{path}.function")
+    name = _typed(function.get("name"), str, f"{path}.name")
     names = [key for key in ("arguments", "parameters", "args") if function.get(key) is not None]
     arguments = function[names[0]] if names else {}
     if len(names) > 1:
@@ -369,59 +381,42 @@ def _call(value: Any, path: str) -> dict[str, Any]:
         raise ValueError(
             f"{path}.arguments is {_kind(arguments)}; expected an object or its JSON text"
         )
-    call_id = item.get("id")
-    return {
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-        **({} if call_id is None else {"id": _text(call_id, f"{path}.id")}),
-    }
+    own_id = {} if item.get("id") is None else {"id": _typed(item["id"], str, f"{path}.id")}
+    return {"type": "function", "function": {"name": name, "arguments": arguments}, **own_id}
 
 
-def _tools(row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+def _tools(row: _Row) -> tuple[dict[str, Any], ...]:
     names = [name for name in ("tools", "functions") if row.get(name)]
-    if not names:
-        return ()
     if len(names) > 1:
         raise ValueError("the record has tools and functions; keep one of them")
-    value, path = row[names[0]], names[0]
     tools = []
-    listed = _json(value, path) if isinstance(value, str) else value
-    for i, tool in enumerate(_list(listed, path)):
-        item = dict(_object(tool, f"{path}[{i}]"))
-        wrapped = item if "function" in item else {"type": "function", "function": item}
-        function = _object(wrapped["function"], f"{path}[{i}].function")
-        _text(function.get("name"), f"{path}[{i}].name")
-        tools.append(wrapped)
+    for path in names:
+        listed = _json(row[path], path) if isinstance(row[path], str) else row[path]
+        for i, tool in enumerate(_typed(listed, list, path)):
+            item = dict(_typed(tool, dict, f"{path}[{i}]"))
+            wrapped = item if "function" in item else {"type": "function", "function": item}
+            function = _typed(wrapped["function"], dict, f"{path}[{i}].function")
+            _typed(function.get("name"), str, f"{path}[{i}].name")
+            tools.append(wrapped)
     return tuple(tools)
 
 
 # --- weights ------------------------------------------------------------------------------------
 
 
-def _weight(item: Mapping[str, Any], path: str) -> float:
-    """Return what the loss keys of a message say; 1 where there is none."""
-    _check_loss_keys(item, path)
-    found = {key: _number(item[key], f"{path}.{key}") for key in _LOSS_KEYS if key in item}
-    if len(set(found.values())) > 1:
-        raise ValueError(f"{path} has {' and '.join(found)}, which differ; keep one of them")
-    return next(iter(found.values()), 1.0)
-
-
-def _weights(
-    row: Mapping[str, Any], count: int, messages: Sequence[Mapping[str, Any]] = ()
-) -> list[float]:
+def _weights(row: _Row, messages: Sequence[_Row]) -> list[float]:
     """Return what the record's own loss key says of each message, 1 where there is none."""
     names = [key for key in _LOSS_KEYS if key in row]
     if not names:
-        return [1.0] * count
+        return [1.0] * len(messages)
     if len(names) > 1:
         raise ValueError(f"the record has {' and '.join(names)}; keep one of them")
     value, path = row[names[0]], names[0]
     if not isinstance(value, list):
-        return [_number(value, path)] * count
+        return [_number(value, path)] * len(messages)
     given = [_number(one, f"{path}[{i}]") for i, one in enumerate(value)]
-    roles = [str(message["role"]) for message in messages]
-    if len(given) == count:
+    roles = [str(message.get("role")) for message in messages]
+    if len(given) == len(roles):
         for i, (role, weight) in enumerate(zip(roles, given, strict=True)):
             if weight and role != "assistant":
                 _refuse_learning(role, f"{path}[{i}]")
@@ -430,8 +425,8 @@ def _weights(
         rest = iter(given)
         return [next(rest) if role == "assistant" else 1.0 for role in roles]
     raise ValueError(
-        f"{path} has {len(given)} entries for {count} messages, {roles.count('assistant')} of the "
-        "assistant; expected one for each, or one for each of the assistant's"
+        f"{path} has {len(given)} entries for {len(roles)} messages, {roles.count('assistant')} of "
+        "the assistant; expected one for each, or one for each of the assistant's"
     )
 
 
@@ -441,17 +436,17 @@ def _number(value: Any, path: str) -> float:
     return float(value)
 
 
-def _refuse_learning(role: str, path: str) -> float:
+def _refuse_learning(role: str, path: str) -> None:
     raise ValueError(
         f"{path} asks to learn a message of the role {role}; only the assistant's are learnt: set "
         "it to 0"
     )
 
 
-# --- texts --------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------
 
 
-def _says_something(message: Mapping[str, Any]) -> bool:
+def _says_something(message: _Row) -> bool:
     said = (message.get("content"), message.get("reasoning_content"))
     return bool(message.get("tool_calls")) or any(text and text.strip() for text in said)
 
@@ -461,36 +456,11 @@ def _may_be_text(value: Any) -> bool:
     return is_list or isinstance(value, (str, Mapping))
 
 
-def _unknown_columns(row: Mapping[str, Any]) -> str:
-    prompt = row.get("prompt")
-    if isinstance(prompt, Mapping) and "replies" in prompt:
-        return (
-            "a message tree (prompt.replies) holds many conversations, but a record is one sample; "
-            "write each path from the root to a leaf as a record with 'messages'"
-        )
-    return (
-        f"columns {', '.join(map(str, row)) or 'none'} fit no known layout; expected messages, or "
-        "conversations, or instruction with output (or instances), or a pair of one of "
-        f"{', '.join(_PROMPTS)} and one of {', '.join(_RESPONSES)}, or text. Rename the columns"
-    )
-
-
-def _expect(kind: type | tuple[type, ...], name: str) -> Callable[[Any, str], Any]:
-    def check(value: Any, path: str) -> Any:
-        if not isinstance(value, kind):
-            raise ValueError(f"{path} is {_kind(value)}; expected {name}")
+def _typed(value: Any, kind: type[_T], path: str) -> _T:
+    if isinstance(value, kind):
         return value
-
-    return check
-
-
-_text: Callable[[Any, str], str] = _expect(str, "text")
-_list: Callable[[Any, str], list[Any]] = _expect(list, "a list")
-_object: Callable[[Any, str], Mapping[str, Any]] = _expect(Mapping, "an object")
-
-
-def _is_json(value: Any) -> bool:
-    return isinstance(value, str) and value.lstrip()[:1] == "["
+    names = {"str": "text", "list": "a list", "dict": "an object"}
+    raise ValueError(f"{path} is {_kind(value)}; expected {names[kind.__name__]}")
 
 
 def _json(value: str, path: str) -> Any:

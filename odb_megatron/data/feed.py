@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -23,56 +22,45 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from odb_megatron.data.context_parallel import slice_micro_batch
+from odb_megatron.comm.heartbeat import Deadline
 from odb_megatron.data.loop import Progress
-from odb_megatron.data.step_images import pixel_bytes, with_pixels
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.step_wire import (
+from odb_megatron.data.thd import MicroBatchLayout, slice_micro_batch
+from odb_megatron.data.wire import (
     Ending,
     StepMetadata,
     decode_header,
-    decode_payload,
+    decode_step,
     encode_header,
-    payload_bytes,
 )
-from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
 from odb_megatron.plan.record import LoaderClosedError, ReplicaFailedError, StepTotals
 
 __all__ = ["Channel", "ChunkIterator", "ContextPart", "Delivered", "StepFeed", "StepHeader"]
 
+Bytes = npt.NDArray[np.uint8]
+
 _AT_EXIT_S = 1.0
 """Seconds that the end of the process waits for each feed that nobody closed."""
 
+_CLOSED = "the step queue is closed: no step can be taken from it any more"
+
 
 class Channel(Protocol):
-    """What `comm.delivery.ReplicaGroup` does."""
+    """`comm.groups.ReplicaGroup`, or what stands in for it in tests."""
 
     num_collectives: int
     num_bytes: int
-
-    @property
-    def has_payload(self) -> bool:
-        """Whether this rank takes part in payload broadcasts."""
-
-    @property
-    def has_attachment(self) -> bool:
-        """Whether this rank takes part in broadcasts of a second payload, the patches of images."""
+    has_payload: bool
+    has_attachment: bool
 
     def header(self, data: bytes | None = None) -> bytes:
         """Broadcast a header; the source rank passes it."""
 
-    def payload(self, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    def payload(self, data: Bytes) -> Bytes:
         """Broadcast a payload into a buffer of its size."""
 
-    def attachment(self, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """As `payload`, for the second one."""
-
-
-class Waits(Protocol):
-    """What `comm.deadline.Deadline` does: it counts the time that the trainer waits."""
-
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """The trainer waits within."""
+    def attachment(self, data: Bytes) -> Bytes:
+        """As `payload`, for the patches of images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +78,12 @@ class StepHeader:
     Attributes:
         totals: the step, over all replicas.
         micro_batches: this replica's stream positions per micro-batch.
+        lengths: tokens of each of them, padding and all context-parallel parts included.
     """
 
     totals: StepTotals
     micro_batches: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,78 +119,134 @@ class _Step:
     num_bytes: int
 
 
-class _RankSteps:
-    """Steps as one rank uses them, one per call."""
+class _Pass:
+    """One pass over the loader's steps, made ahead by a thread."""
 
     def __init__(
-        self, loader: StepLoader | None, channel: Channel | None, part: ContextPart
+        self, loader: StepLoader | None, channel: Channel | None, part: ContextPart, depth: int
     ) -> None:
-        if loader is None and channel is None:
-            raise ValueError("a rank without a loader needs a channel to its source rank")
         self._loader, self._channel, self._part = loader, channel, part
-        self._has_device = torch.cuda.is_available()
-        self._device = torch.cuda.current_device() if self._has_device else 0
-        self._has_ended = False  # the other ranks of the replica know that no step follows
+        self._has_told = False  # the other ranks of the replica know that no step follows
+        self._room, self._filled = threading.Semaphore(depth), threading.Semaphore(0)
+        self._made: deque[_Step | BaseException] = deque()
+        self._over: BaseException | None = None
+        self._closing = threading.Event()
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._thread = threading.Thread(target=self._run, name="the step queue", daemon=True)
 
-    def begin(self) -> None:
-        """Use the trainer's device: a new thread would take up memory on the first one."""
-        if self._has_device:
-            torch.cuda.set_device(self._device)
+    @property
+    def num_ready(self) -> int:
+        return sum(isinstance(one, _Step) for one in list(self._made))
 
-    def make(self) -> _Step | None:
+    def take(self) -> _Step:
+        """Return the next step, waiting for it.
+
+        Raises:
+            StopIteration: there is none.
+            RuntimeError: the pass is closed.
+            BaseException: what the thread met, with its traceback, once its steps are taken.
+        """
+        if self._closing.is_set():
+            raise RuntimeError(_CLOSED)
+        if self._thread.ident is None:
+            self._thread.start()
+        if self._over is None:
+            self._filled.acquire()
+            found = self._made.popleft()
+            self._room.release()
+            if isinstance(found, _Step):
+                waiting = [one.num_bytes for one in list(self._made) if isinstance(one, _Step)]
+                behind = {"queue_steps": len(waiting), "queue_bytes": sum(waiting)}
+                return replace(found, delivered=replace(found.delivered, **behind))
+            self._over = found
+        raise self._over
+
+    def close(self, *, timeout_s: float) -> bool:
+        """End; no further step can be taken. Harmless when called again.
+
+        Returns:
+            Whether the thread has ended within the time: it may still wait for others.
+        """
+        if not self._closing.is_set():
+            self._closing.set()
+            if self._loader is not None:
+                self._loader.close()
+            self._room.release()
+            self._made.append(RuntimeError(_CLOSED))
+            self._filled.release()
+            if self._thread.ident is None:
+                self._thread.start()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        found: _Step | BaseException | None = None
+        while not isinstance(found, BaseException):
+            self._room.acquire()
+            if self._closing.is_set():
+                break
+            try:
+                if self._device is not None:
+                    # A new thread would take up memory on the first device.
+                    torch.cuda.set_device(self._device)
+                found = self._make() or StopIteration()
+            except BaseException as error:
+                found = error
+            self._made.append(found)
+            self._filled.release()
+        self._closing.wait()
+        # Whoever ends has an error of its own, or none.
+        if self._loader is not None:
+            with contextlib.suppress(Exception):
+                self._loader.end()  # tells the other replicas
+        with contextlib.suppress(Exception):
+            if self._loader is not None:
+                self._tell(Ending(closed="it closed its loader"))
+            while not self._has_told:  # on the others; the source rank has told them
+                self._receive()
+
+    def _make(self) -> _Step | None:
         """Return the next step; None when there is none.
 
         Raises:
             ReplicaFailedError: the source rank failed; it raises its own error.
             LoaderClosedError: a replica closed its loader.
         """
-        before = self._counts()
+        channel = self._channel
+        before = (channel.num_collectives, channel.num_bytes) if channel else (0, 0)
         found = self._receive() if self._loader is None else self._send(self._loader)
         if found is None:
             return None
-        metadata, items, progress = found
-        part = self._part
-        items = [
-            slice_micro_batch(item, size=part.size, rank=part.rank)
-            if isinstance(item, MicroBatch)
-            else item
-            for item in items
-        ]
-        if self._has_device:
+        metadata, payload, pixels, progress = found
+        items: list[MicroBatchLayout] = []
+        if payload is None:
+            items += metadata.layouts()
+        else:
+            size, rank = self._part.size, self._part.rank
+            for item in decode_step(metadata, payload, pixels):
+                items.append(slice_micro_batch(item, size=size, rank=rank))
+        if self._device is not None:
             items = list(map(_pinned, items))
-        counts = [now - then for now, then in zip(self._counts(), before, strict=True)]
+        after = (channel.num_collectives, channel.num_bytes) if channel else (0, 0)
         return _Step(
-            header=StepHeader(totals=metadata.totals, micro_batches=metadata.positions),
+            header=StepHeader(
+                totals=metadata.totals,
+                micro_batches=metadata.positions,
+                lengths=tuple(int(item.cu_seqlens_padded[-1]) for item in items),
+            ),
             micro_batches=tuple(items),
             delivered=Delivered(
-                plan_s=metadata.plan_us / 1e6, collectives=counts[0], bytes_delivered=counts[1]
+                plan_s=metadata.plan_us / 1e6,
+                collectives=after[0] - before[0],
+                bytes_delivered=after[1] - before[1],
             ),
             progress=progress,
             num_bytes=sum(one.nbytes for item in items for one in _tensors(item).values()),
         )
 
-    def request_end(self) -> None:
-        """Make no further step; see `StepLoader.close`."""
-        if self._loader is not None:
-            self._loader.close()
-
-    def end(self) -> None:
-        """Tell the other replicas (source rank), or receive until it ends; drop what comes.
-
-        Never raises: whoever ends has an error of its own, or none.
-        """
-        if self._loader is not None:
-            with contextlib.suppress(Exception):
-                self._loader.end()
-        with contextlib.suppress(Exception):
-            if self._loader is not None:
-                self._tell(Ending(closed="it closed its loader"))
-            while not self._has_ended:  # on the others; the source rank has told them
-                self._receive()
-
     def _send(
         self, loader: StepLoader
-    ) -> tuple[StepMetadata, list[MicroBatchLayout], Progress | None] | None:
+    ) -> tuple[StepMetadata, Bytes, Bytes | None, Progress] | None:
         try:
             step = loader.make_step()
         except LoaderClosedError as error:
@@ -212,28 +258,26 @@ class _RankSteps:
         if step is None:
             self._tell(Ending())
             return None
-        metadata = decode_header(step.header)
-        assert isinstance(metadata, StepMetadata)
         if self._channel is not None:
             self._channel.header(step.header)
             self._channel.payload(step.payload)
             if step.pixels is not None and self._channel.has_attachment:
                 self._channel.attachment(step.pixels)
-        return metadata, _items(metadata, step.payload, step.pixels), step.progress
+        metadata = decode_header(step.header)
+        assert isinstance(metadata, StepMetadata)
+        return metadata, step.payload, step.pixels, step.progress
 
-    def _receive(
-        self,
-    ) -> tuple[StepMetadata, list[MicroBatchLayout], Progress | None] | None:
-        assert self._channel is not None, "checked in the constructor"
-        if self._has_ended:
+    def _receive(self) -> tuple[StepMetadata, Bytes | None, Bytes | None, None] | None:
+        assert self._channel is not None, "a rank without a loader has a channel"
+        if self._has_told:
             return None
         try:
             content = decode_header(self._channel.header())
         except BaseException:
-            self._has_ended = True
+            self._has_told = True
             raise
         if isinstance(content, Ending):
-            self._has_ended = True
+            self._has_told = True
             if content.error:
                 raise ReplicaFailedError(f"the source rank of this replica failed: {content.error}")
             if content.closed:
@@ -241,35 +285,18 @@ class _RankSteps:
                     f"the source rank of this replica stopped: {content.closed}"
                 )
             return None
-        if not self._channel.has_payload:
-            return content, list(content.layouts()), None
-        payload = self._channel.payload(np.zeros(payload_bytes(content), dtype=np.uint8))
-        pixels = None
+        payload = pixels = None
+        if self._channel.has_payload:
+            payload = self._channel.payload(np.zeros(content.payload_bytes, dtype=np.uint8))
         if content.pixels is not None and self._channel.has_attachment:
-            size = pixel_bytes(content.images, content.pixels)
-            pixels = self._channel.attachment(np.zeros(size, dtype=np.uint8))
-        return content, _items(content, payload, pixels), None
+            pixels = self._channel.attachment(np.zeros(content.pixel_bytes, dtype=np.uint8))
+        return content, payload, pixels, None
 
     def _tell(self, ending: Ending) -> None:
-        if not self._has_ended:
-            self._has_ended = True
+        if not self._has_told:
+            self._has_told = True
             if self._channel is not None:
                 self._channel.header(encode_header(ending))
-
-    def _counts(self) -> tuple[int, int]:
-        channel = self._channel
-        return (0, 0) if channel is None else (channel.num_collectives, channel.num_bytes)
-
-
-def _items(
-    metadata: StepMetadata,
-    payload: npt.NDArray[np.uint8],
-    pixels: npt.NDArray[np.uint8] | None,
-) -> list[MicroBatchLayout]:
-    items = decode_payload(metadata, payload)
-    if pixels is not None and metadata.pixels is not None:
-        items = with_pixels(items, pixels, metadata.pixels)
-    return list(items)
 
 
 def _pinned(item: MicroBatchLayout) -> MicroBatchLayout:
@@ -282,128 +309,6 @@ def _tensors(item: MicroBatchLayout) -> dict[str, Tensor]:
     values = {field.name: getattr(item, field.name) for field in fields(item)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
-
-class _Queue:
-    """Finished steps between the thread that makes them and the trainer that takes them."""
-
-    def __init__(self, steps: _RankSteps, *, depth: int) -> None:
-        if depth < 0:
-            raise ValueError(f"a queue of {depth} steps: give 0 (no thread) or more")
-        self._steps, self._depth = steps, depth
-        self._changed = threading.Condition()
-        self._waiting: deque[_Step] = deque()
-        self._thread: threading.Thread | None = None
-        self._is_closing = False
-        self._is_over = False  # no further step will come
-        self._error: BaseException | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the thread is alive."""
-        return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def num_ready(self) -> int:
-        """Steps that wait."""
-        return len(self._waiting)
-
-    def take(self) -> _Step:
-        """Return the next step, waiting for it.
-
-        Raises:
-            StopIteration: there is none.
-            RuntimeError: the queue is closed.
-            BaseException: what the thread met, with its traceback, once its steps are taken.
-        """
-        if self._depth == 0:
-            return self._make_now()
-        with self._changed:
-            if self._thread is None:
-                self._start(self._run)
-            self._changed.wait_for(lambda: self._waiting or self._is_over or self._is_closing)
-            if self._is_closing:
-                raise RuntimeError(_CLOSED)
-            if self._waiting:
-                step = self._waiting.popleft()
-                self._changed.notify_all()
-                delivered = replace(
-                    step.delivered,
-                    queue_steps=len(self._waiting),
-                    queue_bytes=sum(one.num_bytes for one in self._waiting),
-                )
-                return replace(step, delivered=delivered)
-            if self._error is not None:
-                raise self._error
-            raise StopIteration
-
-    def close(self, *, timeout_s: float) -> bool:
-        """End; no further step can be taken. Harmless when called again.
-
-        Args:
-            timeout_s: most seconds to wait for the thread.
-
-        Returns:
-            Whether it has ended: it may still wait for others.
-        """
-        with self._changed:
-            if not self._is_closing:
-                self._is_closing = True
-                self._steps.request_end()
-                self._changed.notify_all()
-            thread = self._thread or self._start(self._end)
-        thread.join(timeout_s)
-        return not thread.is_alive()
-
-    def _make_now(self) -> _Step:
-        if self._is_closing:
-            raise RuntimeError(_CLOSED)
-        if self._error is not None:
-            raise self._error
-        try:
-            step = self._steps.make()
-        except BaseException as error:
-            self._error = error
-            raise
-        if step is None:
-            raise StopIteration
-        return step
-
-    def _start(self, target: Callable[[], None]) -> threading.Thread:
-        self._thread = threading.Thread(target=target, name="the step queue", daemon=True)
-        self._thread.start()
-        return self._thread
-
-    def _run(self) -> None:
-        try:
-            self._steps.begin()
-            while self._has_room():
-                step = self._steps.make()
-                if step is None:
-                    break
-                with self._changed:
-                    self._waiting.append(step)
-                    self._changed.notify_all()
-        except BaseException as error:
-            self._error = error
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_closing)
-        self._end()
-
-    def _has_room(self) -> bool:
-        """Wait for room; return False when the queue closes instead."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._waiting) < self._depth or self._is_closing)
-            return not self._is_closing
-
-    def _end(self) -> None:
-        with self._changed:
-            self._waiting.clear()
-        self._steps.end()
-
-
-_CLOSED = "the step queue is closed: no step can be taken from it any more"
 
 _feeds: weakref.WeakSet[StepFeed] = weakref.WeakSet()
 
@@ -422,8 +327,7 @@ class StepFeed:
         channel: to the replica's other ranks; None for a replica of one rank.
         part: this rank's context-parallel part.
         num_chunks: virtual pipeline chunks of this rank.
-        plan_ahead: most finished steps that wait for the trainer; 0 makes each when it is asked
-            for, without a thread.
+        plan_ahead: most finished steps that wait for the trainer, at least 1.
         num_steps: steps of one pass over the stream.
 
     Attributes:
@@ -439,20 +343,19 @@ class StepFeed:
         channel: Channel | None = None,
         part: ContextPart | None = None,
         num_chunks: int = 1,
-        plan_ahead: int = 0,
+        plan_ahead: int = 2,
         num_steps: int = 0,
     ) -> None:
-        self._loader = loader
-        self._channel = channel
-        self._part = part or ContextPart()
+        self._loader, self._channel, self._part = loader, channel, part or ContextPart()
+        assert plan_ahead > 0, "steps are made ahead"
         self._plan_ahead = plan_ahead
         self._progress: Progress | None = None
         self.num_steps = num_steps
-        self.deadline: Waits | None = None
+        self.deadline: Deadline | None = None
         self.delivered = Delivered()
         self._items: list[deque[Item]] = [deque() for _ in range(num_chunks)]  # for each chunk
         self._has_begun = [False] * num_chunks
-        self._queue = self._new_queue()
+        self._pass = self._new_pass()
         _feeds.add(self)
 
     @property
@@ -467,14 +370,9 @@ class StepFeed:
         return self._progress or self._loader.progress
 
     @property
-    def is_running(self) -> bool:
-        """Whether steps are being made ahead."""
-        return self._queue.is_running
-
-    @property
     def num_ready(self) -> int:
         """Finished steps that wait for the trainer."""
-        return self._queue.num_ready
+        return self._pass.num_ready
 
     def restart(self, *, timeout_s: float = 600.0) -> None:
         """Begin the loader's stream again (Megatron's full validation).
@@ -495,7 +393,7 @@ class StepFeed:
         if self._loader is not None:
             self._loader = self._loader.restarted()
         self._progress = None
-        self._queue = self._new_queue()
+        self._pass = self._new_pass()
         self._has_begun = [False] * len(self._items)
         for items in self._items:
             items.clear()
@@ -516,7 +414,13 @@ class StepFeed:
         """
         self._has_begun[chunk] = True
         if not self._items[chunk]:
-            self._fetch()
+            started = time.perf_counter()
+            with self.deadline.waiting() if self.deadline else contextlib.nullcontext():
+                step = self._pass.take()
+            self._progress = step.progress
+            self.delivered = replace(step.delivered, wait_s=time.perf_counter() - started)
+            for items in self._items:
+                items.extend((step.header, *step.micro_batches))
         return self._items[chunk].popleft()
 
     def close(self, *, timeout_s: float) -> bool:
@@ -531,21 +435,10 @@ class StepFeed:
         Returns:
             Whether it came to that.
         """
-        return self._queue.close(timeout_s=timeout_s)
+        return self._pass.close(timeout_s=timeout_s)
 
-    def _fetch(self) -> None:
-        started = time.perf_counter()
-        with self.deadline.waiting() if self.deadline else contextlib.nullcontext():
-            step = self._queue.take()
-        self._progress = step.progress
-        self.delivered = replace(step.delivered, wait_s=time.perf_counter() - started)
-        for items in self._items:
-            items.append(step.header)
-            items.extend(step.micro_batches)
-
-    def _new_queue(self) -> _Queue:
-        steps = _RankSteps(self._loader, self._channel, self._part)
-        return _Queue(steps, depth=self._plan_ahead)
+    def _new_pass(self) -> _Pass:
+        return _Pass(self._loader, self._channel, self._part, self._plan_ahead)
 
 
 class ChunkIterator:
@@ -560,8 +453,7 @@ class ChunkIterator:
     """
 
     def __init__(self, feed: StepFeed, chunk: int) -> None:
-        self._feed = feed
-        self._chunk = chunk
+        self._feed, self._chunk = feed, chunk
 
     def __len__(self) -> int:
         """Steps of one pass over the stream."""

@@ -119,11 +119,6 @@ class SampleImages:
         """Patches of all images."""
         return len(self.pixel_values)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.pixel_values.nbytes + self.grid_thw.nbytes + self.starts.nbytes
-
     def kept(self, num_tokens: int) -> SampleImages | None:
         """Return the images that lie wholly in the sample's first tokens; None for none."""
         count = int((self.ends <= num_tokens).sum())
@@ -160,12 +155,6 @@ class ImageLayout:
     cu_images: Tensor
     cu_patches: Tensor
     merge: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        parts = (self.grid_thw, self.starts, self.cu_images, self.cu_patches)
-        return sum(part.nbytes for part in parts)
 
 
 def image_layout(

@@ -1,8 +1,8 @@
 """The step loop of one replica: read, measure, agree, plan, deliver and pack.
 
-A generator. Whatever needs the other replicas is a request that it yields and whose answer it is
+A generator. Whatever needs the other replicas is an `Ask` that it yields and whose answer it is
 sent, so that the same loop runs in a thread, in a process of its own, or for all replicas of a test
-in one thread. A loop that meets an error goes through the same requests as all others until the
+in one thread. A loop that meets an error goes through the same exchanges as all others until the
 next gather, where it tells them; a block that exchanges samples without it makes no step either.
 """
 
@@ -17,11 +17,16 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from odb_megatron.data.bad_records import BadRecords
-from odb_megatron.data.sample import Sample, Skipped
-from odb_megatron.data.sample_wire import SampleWireError, decode_sample, encode_sample, wire_size
-from odb_megatron.data.source_counts import SourceCounts
-from odb_megatron.data.step_wire import encode_header, pack_step
+from odb_megatron.data.iterable import HEAD_ITEMS
+from odb_megatron.data.sample import BadRecords, Sample, Skipped, SkipReason
+from odb_megatron.data.wire import (
+    SampleWireError,
+    decode_sample,
+    encode_header,
+    encode_sample,
+    pack_step,
+    wire_size,
+)
 from odb_megatron.plan.blocks import blocks_of, even_blocks, offered
 from odb_megatron.plan.record import (
     HEADER,
@@ -32,37 +37,21 @@ from odb_megatron.plan.record import (
     LoaderClosedError,
     PlanConfig,
     ReplicaFailedError,
-    SkipReason,
     StepTotals,
     config_differences,
 )
 from odb_megatron.plan.step_planner import StepPlan, plan_step
 
-__all__ = [
-    "HEAD_ITEMS",
-    "Exchange",
-    "Failure",
-    "Gather",
-    "GatherAll",
-    "GatherBlocks",
-    "PackedStep",
-    "Progress",
-    "Reader",
-    "Request",
-    "StepLoop",
-]
+__all__ = ["Ask", "Failure", "PackedStep", "Progress", "Reader", "Request", "SourceCounts"]
+__all__ += ["StepLoop"]
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
 
-HEAD_ITEMS = 8
-"""Items of an iterator that tell it from others."""
-
-_ID = struct.Struct("<q")
+_COUNT = struct.Struct("<q")
 _MAX_ERROR = 2000
 _CONSEQUENCES = ("SampleLostError", "ReplicaFailedError")
-_GONE = "{} has failed in this step; its own output says why"
-_CLOSED = "a replica has closed its loader: no further step is made"
+_GONE = "replica {} has failed in this step; its own output says why"
 
 
 class SampleLostError(RuntimeError):
@@ -91,42 +80,61 @@ class Reader(Protocol):
         """Read nothing more; end worker processes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """All-gather of equal-sized records within the block; answered by a list."""
-
-    record: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class GatherBlocks:
-    """All-gather of one record per block; answered by a list."""
-
-    record: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class GatherAll:
-    """All-gather of equal-sized records of all replicas; answered by a list."""
-
-    record: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """Samples to and from other replicas of the block, which all take part; answered by replica.
-
-    The answer names replicas that have failed alone, each with None, where there are any.
+@dataclass(slots=True)
+class SourceCounts:
+    """What a replica has consumed of one data source.
 
     Attributes:
-        step: equal on both sides.
-        sends: bytes for each replica; None where this one has failed.
-        receives: number of bytes from each replica.
+        samples: samples emitted.
+        tokens: their tokens before padding.
+        loss_tokens: positions of theirs that carry loss.
+        truncated: samples whose end was cut.
+        unlabelled: samples left without any loss token by the cut.
+        solo: samples over the token budget or patch cap, in a micro-batch of their own.
+        bad_records: records left out.
+        overlong: samples left out for their length.
+        first_message: why the first one was left out.
     """
 
-    step: int
-    sends: Mapping[int, bytes] | None
-    receives: Mapping[int, int]
+    samples: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    truncated: int = 0
+    unlabelled: int = 0
+    solo: int = 0
+    bad_records: int = 0
+    overlong: int = 0
+    first_message: str = ""
+
+    def add_sample(
+        self, *, num_tokens: int, num_loss_tokens: int, truncated: bool, solo: bool
+    ) -> None:
+        """Count an emitted sample."""
+        self.samples += 1
+        self.tokens += num_tokens
+        self.loss_tokens += num_loss_tokens
+        self.truncated += truncated
+        self.unlabelled += num_loss_tokens == 0
+        self.solo += solo
+
+    def add_skipped(self, reason: SkipReason, message: str) -> None:
+        """Count a position that emits nothing."""
+        self.overlong += reason is SkipReason.OVERLONG
+        self.bad_records += reason is not SkipReason.OVERLONG
+        self.first_message = self.first_message or message
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Names of the integer fields, in order."""
+        return tuple(field.name for field in fields(cls) if field.name != "first_message")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What the other replicas are needed for: a method of `comm.groups.SourceGroup`."""
+
+    method: str
+    args: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +156,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStep:
-    """A finished step as it is handed on: see `step_wire`.
+    """A finished step as it is handed on: see `wire`.
 
     Attributes:
         header: bytes of its metadata.
@@ -170,7 +178,7 @@ class Failure:
     error: BaseException
 
 
-Request = Gather | GatherBlocks | GatherAll | Exchange | PackedStep | Failure
+Request = Ask | PackedStep | Failure
 Requests = Generator[Request, Any, T]
 
 
@@ -189,8 +197,8 @@ class _Table:
     rows: Array
     owner: Array
     here: Array
-    wait_us: int = 0
-    loss_weight: int = 0
+    wait_us: int
+    loss_weight: int
 
     @property
     def trained(self) -> Array:
@@ -199,13 +207,16 @@ class _Table:
         return trained
 
     @classmethod
-    def merged(cls, rounds: Sequence[tuple[Array, tuple[Array, Array]]]) -> _Table:
+    def merged(cls, rounds: Sequence[tuple[Array, Array, Array]]) -> _Table:
         """Return the samples of several rounds: headers, rows and owners of each."""
-        rows = np.concatenate([one for _, (one, _) in rounds])
-        owner = np.concatenate([one for _, (_, one) in rounds])
-        headers = np.concatenate([one for one, _ in rounds])
+        headers, rows, owner = map(np.concatenate, zip(*rounds, strict=True))
         wait_us, weight = int(headers["wait_us"].max()), int(headers["loss_weight"].sum())
         return cls(rows, owner, np.ones(len(rows), dtype=bool), wait_us, weight)
+
+
+def _patches(rows: Array) -> Array:
+    found: Array = (rows["patches"] & ~np.uint32(TRUNCATED)).astype(np.int64)
+    return found
 
 
 class StepLoop:
@@ -235,17 +246,18 @@ class StepLoop:
         self._num_blocks = len(self._all_blocks)
         self._block = next(one for one in self._all_blocks if replica in one)
         self._block_number = self._all_blocks.index(self._block)
+        self._own = replica - self._block.start  # this replica, counted in the block
         self._num_live = [len(one) for one in self._all_blocks]  # iterators that go on, by block
         self._ended = np.zeros(len(self._block), dtype=bool)
         # A first round, of headers alone, tells which iterators have ended (also at a resume), and
         # whether configurations differ, from which the size of later records follows.
         self._knows_ends = False
-        self._has_read = start.source is not None  # a resumed run's iterators were compared
+        self._has_compared = start.source is not None  # a resumed run's iterators were compared
         self._step, self._consumed, self._num_consumed = 0, start.consumed, 0
         self._blocks = np.zeros(1, dtype=SUMMARY)  # of this step
         self._items: list[tuple[int, Sample | Skipped]] = []  # read in this step
         self._held: dict[int, tuple[int, Sample]] = {}  # the same by place in the table
-        self._arrived: dict[int, bytes] = {}  # from other blocks, by place in the table
+        self._arrived: dict[int, Any] = {}  # from other blocks, by place in the table
         self._counts = [SourceCounts() for _ in range(num_sources)]
         self._bad = BadRecords(config.max_bad_records, num=start.num_bad)
         self._wait_us, self._loss_weight, self._began = 0, 0, 0.0
@@ -280,11 +292,18 @@ class StepLoop:
                 table = yield from self._agree()
                 if table is None:
                     return
-                self._held = self._own_samples(table)
+                self._hold(table)
                 if self._num_blocks > 1:
                     table = yield from self._even_out(table)
                 plan = yield from self._plan(table)
-                totals = yield from self._add_up(table, plan)
+                totals = self._attempt(self._totals, table, plan)
+                if self._num_blocks > 1:
+                    own = (
+                        totals.to_bytes()
+                        if totals
+                        else bytes(_COUNT.size * len(fields(StepTotals)))
+                    )
+                    totals = self._attempt(StepTotals.merged, (yield from self._blocks_tell(own)))
                 samples = yield from self._deliver(table, plan)
                 step = self._attempt(self._pack, plan, totals, samples)
                 self._step += 1
@@ -312,17 +331,16 @@ class StepLoop:
         missing, rounds = wanted, []
         while True:
             shares = self._shares(missing if self._knows_ends else 0)
-            share = shares[self._replica - self._block.start]
-            own = None if self._closing else self._attempt(self._read, share)
-            headers, found = yield from self._gather(own, most=max(shares))
-            rounds.append((headers, found))
+            own = None if self._closing else self._attempt(self._read, shares[self._own])
+            found = yield from self._gather(own, most=max(shares))
+            rounds.append(found)
             merged = _Table.merged(rounds)
-            blocks = yield from self._summaries(headers, merged)
+            blocks = yield from self._summaries(found[0], merged)
             if blocks["failed"].any() or blocks["differs"].any():
                 yield from self._fail()
             if blocks["closing"].any() and (wanted or missing):
-                raise LoaderClosedError(_CLOSED)
-            self._ended |= headers["ended"] > 0
+                raise LoaderClosedError("a replica has closed its loader: no further step is made")
+            self._ended |= found[0]["ended"] > 0
             self._num_live = blocks["live"].tolist()
             is_asked, self._knows_ends = self._knows_ends, True
             missing = wanted - int(blocks["rows"].sum())
@@ -354,40 +372,37 @@ class StepLoop:
                 self._counts[item.source].add_skipped(item.reason, item.message)
                 self._bad.note(item)
             else:
-                size = _ID.size + wire_size(item) if self._config.num_replicas > 1 else 0
                 patches = item.num_patches | (TRUNCATED if item.truncated else 0)
                 row["tokens"], row["loss_tokens"] = len(item), item.num_loss_tokens
-                row["patches"], row["bytes"] = patches, size
+                row["patches"], row["bytes"] = patches, wire_size(item)
                 self._loss_weight += round(item.loss_weight)
         self._items += items
         return rows
 
-    def _gather(
-        self, own: Array | None, *, most: int
-    ) -> Requests[tuple[Array, tuple[Array, Array]]]:
-        """Send this replica's record of a round; return the headers and rows of the block."""
+    def _gather(self, own: Array | None, *, most: int) -> Requests[tuple[Array, Array, Array]]:
+        """Send this replica's record of a round; return headers, rows and owners of the block."""
         header = np.zeros((), dtype=HEADER)
-        header["config"], header["step"], header["consumed"] = (
-            self._digest,
-            self._step,
-            self._consumed,
-        )
-        header["failed"], header["closing"] = self._error is not None, self._closing
+        header["config"], header["step"] = self._digest, self._step
+        header["consumed"], header["closing"] = self._consumed, self._closing
         rows = np.zeros(most, dtype=ROW)
         if own is not None:
             header["rows"], header["wait_us"] = len(own), self._wait_us
             header["loss_weight"] = self._loss_weight
             header["ended"] = self._attempt(self._reader.has_ended) or False
-            header["failed"] = self._error is not None
             rows[: len(own)] = own
-        records = yield Gather(header.tobytes() + rows.tobytes())
+        header["failed"] = self._error is not None
+        records = yield Ask("gather", (header.tobytes() + rows.tobytes(),))
         headers = np.array([np.frombuffer(one, HEADER, 1)[0] for one in records])
         counts = np.minimum(headers["rows"], most).tolist()
         read = [
             np.frombuffer(one, ROW, count, HEADER.itemsize)
             for one, count in zip(records, counts, strict=True)
         ]
-        return headers, (np.concatenate(read), np.repeat(np.arange(len(read)), counts))
+        return headers, np.concatenate(read), np.repeat(np.arange(len(read)), counts)
+
+    def _blocks_tell(self, record: bytes) -> Requests[list[bytes]]:
+        found: list[bytes] = yield Ask("gather_blocks", (record,))
+        return found
 
     def _summaries(self, headers: Array, table: _Table) -> Requests[Array]:
         """Return a `SUMMARY` of each block."""
@@ -400,16 +415,15 @@ class StepLoop:
         own["live"] = int((~self._ended & (headers["ended"] == 0)).sum())
         if self._num_blocks == 1:
             return own
-        costs = self._costs(table.rows)
-        offers = offered(costs)
+        costs = self._config.cost.samples(
+            table.rows["tokens"].astype(np.int64), _patches(table.rows)
+        )
+        costs = np.where(table.rows["tokens"] > 0, costs, 0)
         own["cost"] = costs.sum()
-        for name, values in (
-            ("row", table.rows),
-            ("cost", costs),
-            ("index", np.arange(len(costs))),
-        ):
-            own["offers"][0][name][: len(offers)] = values[offers]
-        found = yield GatherBlocks(own.tobytes())
+        offers = offered(costs)
+        row = own["offers"][0][: len(offers)]
+        row["row"], row["cost"], row["index"] = table.rows[offers], costs[offers], offers
+        found = yield from self._blocks_tell(own.tobytes())
         blocks = np.frombuffer(b"".join(found), dtype=SUMMARY).copy()
         differs = (blocks["config"] != self._digest) | (blocks["consumed"] != self._consumed)
         blocks["differs"] |= differs.any()
@@ -419,17 +433,16 @@ class StepLoop:
         """Notice replicas that read the same samples: once, when each has read enough to tell."""
         config, num_read = self._config, self._consumed + self._num_consumed
         is_enough = num_read >= HEAD_ITEMS * config.num_replicas or not any(self._num_live)
-        if self._has_read or not config.has_iterators or not is_enough:
-            return
-        self._has_read = True
-        heads = yield GatherAll(self._reader.head())
-        self._reader.check_heads(heads)
+        if config.has_iterators and is_enough and not self._has_compared:
+            self._has_compared = True
+            heads = yield Ask("gather_all", (self._reader.head(),))
+            self._reader.check_heads(heads)
 
     def _fail(self) -> Requests[None]:
         """Exchange what went wrong, and raise."""
         error = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
         text = f"{error[:_MAX_ERROR]}\0{self._config.to_text()}".encode()
-        texts = yield GatherAll(text[:TEXT_BYTES].ljust(TEXT_BYTES))
+        texts = yield Ask("gather_all", (text[:TEXT_BYTES].ljust(TEXT_BYTES),))
         parts = [one.decode("utf-8", "replace").rstrip().partition("\0") for one in texts]
         failed = {at: text for at, (text, _, _) in enumerate(parts) if text}
         causes = {at: text for at, text in failed.items() if not text.startswith(_CONSEQUENCES)}
@@ -437,6 +450,16 @@ class StepLoop:
             raise self._error
         named = [f"replica {at} failed: {text}" for at, text in (causes or failed).items()]
         raise ReplicaFailedError("; ".join(named) or config_differences([p[2] for p in parts]))
+
+    def _hold(self, table: _Table) -> None:
+        """Keep the samples that this replica has read by their places in the table."""
+        places = np.flatnonzero(table.owner == self._own).tolist()
+        items, self._items = self._items, []
+        self._held = {
+            at: (number, item)
+            for at, (number, item) in zip(places, items, strict=True)
+            if isinstance(item, Sample)
+        }
 
     # --- plan ----------------------------------------------------------------------------------
 
@@ -448,70 +471,63 @@ class StepLoop:
         moves = even_blocks(self._blocks["cost"].tolist(), sizes, costs)
         if not moves:
             return table
-        leaving = [int(offers[own][number]["index"]) for by, number, _ in moves if by == own]
+        leaving = [int(offers[by][number]["index"]) for by, number, _ in moves if by == own]
         here = table.here.copy()
         here[leaving] = False
-        data = yield from self._gathered(table, leaving)
-        room = [
-            sum(int(offers[by][n]["row"]["bytes"]) for b, n, _ in moves if b == by)
-            for by in range(len(sizes))
-        ]
-        found = yield GatherBlocks(data.ljust(max(room), b"\0"))
-        at = [0] * len(sizes)
-        arrived = []
-        for by, number, to in moves:
-            row = offers[by][number]["row"]
-            part = found[by][at[by] : at[by] + int(row["bytes"])]
-            at[by] += len(part)
+        data = yield from self._collect(table, leaving)
+        moved = [(by, offers[by][number]["row"], to) for by, number, to in moves]
+        room = [0] * len(sizes)
+        for by, row, _ in moved:
+            room[by] += int(row["bytes"])
+        found = yield from self._blocks_tell(data.ljust(max(room), b"\0"))
+        ends, arrived = [0] * len(sizes), list[Array]()
+        for by, row, to in moved:
+            begin, ends[by] = ends[by], ends[by] + int(row["bytes"])
             if to == own:
-                arrived.append((row, part))
-        first = len(table.rows)
-        self._arrived = {first + n: part for n, (_, part) in enumerate(arrived)}
-        rows = np.concatenate([table.rows, np.array([row for row, _ in arrived], dtype=ROW)])
+                self._arrived[len(table.rows) + len(arrived)] = found[by][begin : ends[by]]
+                arrived.append(row)
+        rows = np.concatenate([table.rows, np.array(arrived, dtype=ROW)])
         owner = np.concatenate([table.owner, np.full(len(arrived), -1)])
         here = np.concatenate([here, np.ones(len(arrived), dtype=bool)])
-        return _Table(rows, owner, here, table.wait_us, table.loss_weight)
+        return replace(table, rows=rows, owner=owner, here=here)
 
-    def _gathered(self, table: _Table, leaving: Sequence[int]) -> Requests[bytes]:
-        """Return the samples that leave the block, on its first replica."""
-        first = self._block.start
-        owners = table.owner[leaving].tolist()
-        mine = [at for at, by in zip(leaving, owners, strict=True) if by == self._replica - first]
-        sizes = dict(zip(leaving, table.rows["bytes"][leaving].tolist(), strict=True))
-        own = self._attempt(self._encoded, mine, sizes) or bytes(sum(sizes[at] for at in mine))
-        if not any(owners):
-            return own
-        sends = {first: own} if mine and self._replica != first else {}
-        receives: dict[int, int] = {}
-        for at, by in zip(leaving, owners, strict=True):
-            if by and self._replica == first:
-                receives[first + by] = receives.get(first + by, 0) + sizes[at]
-        received = yield from self._exchanged(sends, receives)
-        if received is None:
-            return bytes(sum(sizes.values()))  # blanks, an error to whoever gets them
-        parts = {by: memoryview(received[by]) for by in receives} | {first: memoryview(own)}
-        ends = dict.fromkeys(parts, 0)
-        found = []
-        for at, by in zip(leaving, owners, strict=True) if self._replica == first else ():
-            begin = ends[first + by]
-            ends[first + by] = begin + sizes[at]
-            found.append(parts[first + by][begin : ends[first + by]])
-        return b"".join(found)
+    def _collect(self, table: _Table, leaving: Sequence[int]) -> Requests[bytes]:
+        """Return the samples that leave the block, in this order, on its first replica."""
+        first, sizes = self._block.start, table.rows["bytes"].tolist()
+        by: dict[int, list[int]] = {}  # by owner
+        for at in leaving:
+            by.setdefault(int(table.owner[at]), []).append(at)
+        own = self._attempt(self._encoded, by.get(self._own, ())) or b""
+        parts: dict[int, Any] = {self._own: own}
+        if any(by):  # of others than the first
+            is_first = self._own == 0
+            sends = {first: own} if self._own in by and not is_first else {}
+            receives = {first + one: sum(sizes[at] for at in of) for one, of in by.items() if one}
+            found = yield from self._exchange(sends, receives if is_first else {})
+            parts |= {one - first: data for one, data in (found or {}).items()}
+        if self._error is not None:
+            return bytes(sum(sizes[at] for at in leaving))  # zeros, an error to whoever gets them
+        ends, samples = dict.fromkeys(by, 0), []
+        for one in table.owner[leaving].tolist() if self._own == 0 else ():
+            at = by[one][ends[one]]
+            ends[one] += 1
+            begin = sum(sizes[before] for before in by[one][: ends[one] - 1])
+            samples.append(parts[one][begin : begin + sizes[at]])
+        return b"".join(samples)
 
     def _planned(self, table: _Table, least: int) -> StepPlan:
         """Plan the block's samples; indices are those of `table.trained`."""
         config, rule = self._config, self._rule
         rows = table.rows[table.trained]
         tokens = rows["tokens"].astype(np.int64)
-        lengths = rule.padded_all(tokens) if rule.sizes else tokens
         budget = rule.sizes[-1] if rule.sizes else config.token_budget
         return plan_step(
-            lengths,
+            rule.padded_all(tokens) if rule.sizes else tokens,
             num_replicas=len(self._block),
             token_budget=budget,
             sync=config.sync.value,
             alignment=config.multiple,
-            patches=(rows["patches"] & ~np.uint32(TRUNCATED)).astype(np.int64),
+            patches=_patches(rows),
             max_patches=config.max_patches or None,
             cost=config.cost,
             count_multiple=config.count_multiple,
@@ -528,11 +544,10 @@ class StepLoop:
         """
         plan = self._attempt(self._planned, table, 1)
         while self._num_blocks > 1:
-            found = yield GatherBlocks(_ID.pack(plan.num_micro_batches if plan else 0))
-            counts = [_ID.unpack(one)[0] for one in found]
+            own = _COUNT.pack(plan.num_micro_batches if plan else 0)
+            counts = [_COUNT.unpack(one)[0] for one in (yield from self._blocks_tell(own))]
             if not min(counts):
-                first = self._all_blocks[counts.index(0)].start
-                self._error = self._error or ReplicaFailedError(_GONE.format(f"replica {first}"))
+                self._lose(self._all_blocks[counts.index(0)].start)
                 return None
             if min(counts) == max(counts):
                 break
@@ -540,26 +555,19 @@ class StepLoop:
                 plan = self._attempt(self._planned, table, max(counts))
         return plan
 
-    def _add_up(self, table: _Table, plan: StepPlan | None) -> Requests[StepTotals | None]:
-        """Return the step's totals over all blocks; None, with an error, where it cannot."""
-        totals = self._attempt(self._totals, table, plan)
-        if self._num_blocks > 1:
-            own = totals.to_bytes() if totals else bytes(_ID.size * len(fields(StepTotals)))
-            totals = self._attempt(StepTotals.merged, (yield GatherBlocks(own)))
-        return totals
-
-    def _costs(self, rows: Array) -> Array:
-        """Return the cost of each sample, 0 for a skipped one."""
-        patches = (rows["patches"] & ~np.uint32(TRUNCATED)).astype(np.int64)
-        costs = self._config.cost.samples(rows["tokens"].astype(np.int64), patches)
-        return np.where(rows["tokens"] > 0, costs, 0)
-
     def _totals(self, table: _Table, plan: StepPlan) -> StepTotals:
         config, rows = self._config, table.rows
         trained = rows[table.trained]
         skipped = rows[rows["tokens"] == 0]
         tokens = trained["tokens"].astype(np.int64)
-        moved = self._moved(table, plan)
+        owner = table.owner[table.trained].tolist()
+        moved = [
+            index
+            for replica, row in enumerate(plan.micro_batches)
+            for members in row
+            for index in members
+            if owner[index] != replica
+        ]
         is_final = self._consumed + self._num_consumed >= config.total
         if config.has_unknown_end:
             is_final = not any(self._num_live)
@@ -578,7 +586,7 @@ class StepLoop:
             num_squared_tokens=int((tokens**2).sum()),
             num_loss_tokens=int(trained["loss_tokens"].sum(dtype=np.int64)),
             loss_weight=table.loss_weight,
-            num_patches=int((trained["patches"] & ~np.uint32(TRUNCATED)).sum(dtype=np.int64)),
+            num_patches=int(_patches(trained).sum()),
             num_idle=sum(not one for row in plan.micro_batches for one in row),
             num_moved=len(moved),
             bytes_moved=int(trained["bytes"][moved].sum(dtype=np.int64)),
@@ -588,75 +596,49 @@ class StepLoop:
             is_final=is_final,
         )
 
-    def _moved(self, table: _Table, plan: StepPlan) -> list[int]:
-        """Return the samples that another replica trains than the one that has read them."""
-        owner = table.owner[table.trained].tolist()
-        return [
-            index
-            for replica, row in enumerate(plan.micro_batches)
-            for members in row
-            for index in members
-            if owner[index] != replica
-        ]
-
     # --- deliver and pack ----------------------------------------------------------------------
 
     def _deliver(
         self, table: _Table, plan: StepPlan | None
     ) -> Requests[dict[int, tuple[int, Sample]]]:
         """Return the samples that this replica trains with their ids, by index of the plan."""
-        first, own = self._block.start, self._replica - self._block.start
+        first, own = self._block.start, self._own
         places = np.flatnonzero(table.trained).tolist()  # in the table, by index of the plan
         owner, sizes = table.owner.tolist(), table.rows["bytes"].tolist()
         sends: dict[int, list[int]] = {}
         receives: dict[int, list[int]] = {}
         for replica, row in enumerate(plan.micro_batches if plan else ()):
             for at in (places[index] for members in row for index in members):
-                if owner[at] == own and replica != own:
+                if owner[at] == own != replica:
                     sends.setdefault(replica, []).append(at)
-                elif replica == own and owner[at] != own:
+                elif owner[at] != own == replica:
                     receives.setdefault(owner[at], []).append(at)
-        parts = {-1: b"".join(self._arrived[at] for at in receives.get(-1, ()))}
+        parts: dict[int, Any] = {-1: b"".join(self._arrived[at] for at in receives.get(-1, ()))}
         if len(self._block) > 1:  # also where nothing moves: who cannot plan does not know it
-            out = {
-                first + to: self._attempt(self._encoded, of, sizes) or b""
-                for to, of in sends.items()
-            }
-            sent = {
-                first + by: sum(sizes[at] for at in of) for by, of in receives.items() if by >= 0
-            }
-            received = yield from self._exchanged(out, sent)
-            parts |= {by - first: received[by] for by in sent} if received else {}
-        found = self._attempt(self._decoded, receives, parts, sizes) or {}
-        held, self._held, self._arrived = self._held | found, {}, {}
+            sent = {first + to: self._attempt(self._encoded, of) or b"" for to, of in sends.items()}
+            expected = {first + by: sum(sizes[at] for at in of) for by, of in receives.items()}
+            expected.pop(first - 1, None)
+            found = yield from self._exchange(sent, expected)
+            parts |= {by - first: data for by, data in (found or {}).items()}
+        found_here = self._attempt(self._decoded, receives, parts, sizes) or {}
+        held, self._held, self._arrived = self._held | found_here, {}, {}
         return {index: held[at] for index, at in enumerate(places) if at in held}
 
-    def _exchanged(
+    def _exchange(
         self, sends: Mapping[int, bytes], receives: Mapping[int, int]
     ) -> Requests[Mapping[int, Any] | None]:
         """Exchange samples; None, with an error, where a replica of the block has failed."""
-        found: Mapping[int, Any] = yield Exchange(
-            self._step, None if self._error else sends, receives
-        )
+        found = yield Ask("exchange", (self._step, None if self._error else sends, receives))
         failed = [by for by, part in found.items() if part is None]
         if failed:
-            self._error = self._error or ReplicaFailedError(_GONE.format(f"replica {failed[0]}"))
+            self._lose(failed[0])
         return None if failed else found
 
-    def _own_samples(self, table: _Table) -> dict[int, tuple[int, Sample]]:
-        """Return the samples that this replica has read, by place in the table."""
-        places = np.flatnonzero(table.owner == self._replica - self._block.start).tolist()
-        items, self._items = self._items, []
-        return {
-            at: (number, item)
-            for at, (number, item) in zip(places, items, strict=True)
-            if isinstance(item, Sample)
-        }
+    def _lose(self, replica: int) -> None:
+        self._error = self._error or ReplicaFailedError(_GONE.format(replica))
 
-    def _encoded(self, places: Sequence[int], sizes: Mapping[int, int] | Sequence[int]) -> bytes:
-        parts = [_ID.pack(self._held[at][0]) + encode_sample(self._held[at][1]) for at in places]
-        assert [len(part) for part in parts] == [sizes[at] for at in places], "other sizes"
-        return b"".join(parts)
+    def _encoded(self, places: Sequence[int]) -> bytes:
+        return b"".join(encode_sample(*self._held[at]) for at in places)
 
     def _decoded(
         self, receives: Mapping[int, Sequence[int]], parts: Mapping[int, Any], sizes: Sequence[int]
@@ -667,21 +649,17 @@ class StepLoop:
             for at in places:
                 end = begin + sizes[at]
                 try:
-                    sample = decode_sample(data[begin + _ID.size : end])
+                    found[at] = decode_sample(data[begin:end])
                 except SampleWireError as error:
                     who = f"replica {self._block.start + by}" if by >= 0 else "another block"
-                    raise SampleLostError(
-                        f"a sample did not arrive whole from {who}: {error}"
-                    ) from error
-                found[at] = (_ID.unpack_from(data, begin)[0], sample)
+                    raise SampleLostError(f"a sample did not arrive from {who}: {error}") from error
                 begin = end
         return found
 
     def _pack(
         self, plan: StepPlan, totals: StepTotals, samples: Mapping[int, tuple[int, Sample]]
     ) -> PackedStep:
-        row = plan.micro_batches[self._replica - self._block.start]
-        found = [[samples[index] for index in members] for members in row]
+        found = [[samples[index] for index in row] for row in plan.micro_batches[self._own]]
         budget, most = self._config.token_budget, self._config.max_patches
         for _, sample in (pair for members in found for pair in members):
             self._counts[sample.source].add_sample(

@@ -18,11 +18,12 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
 from odb_megatron.data.chat import ChatRenderer
-from odb_megatron.data.image_chat import ImageRules
 from odb_megatron.data.order import Order, PassOrder
-from odb_megatron.data.preprocess import SampleRules
+from odb_megatron.data.pictures import ImageRules
+from odb_megatron.data.sample import SampleRules
 from odb_megatron.data.sources import SampleSource, count_records, open_source
 from odb_megatron.data.stream import Blend, SampleStream, SourcePart
+from odb_megatron.errors import SettingError
 
 __all__ = [
     "SampleDataset",
@@ -86,9 +87,10 @@ class SampleDataset(MegatronDataset):  # type: ignore[misc]
     ) -> None:
         paths, _ = _blend_of(config, index_split) or ([], None)
         if len(indices) == 0 and num_samples is None and len(paths) > 1:
-            raise ValueError(  # Megatron's blend would fail by a bare assert
-                f"{dataset_path} has {len(dataset)} records and none of them falls into the "
-                f"{index_split.name} split: change --split, or leave the file out"
+            raise SettingError(  # Megatron's blend would fail by a bare assert
+                f"{{path}} has {len(dataset)} records and none of them falls into the "
+                f"{index_split.name} split: change {{split}}, or leave the file out",
+                path=dataset_path,
             )
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         own = range(*(indices[[0, -1]] + [0, 1])) if len(indices) else range(0)  # not 4 bytes each

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
 
 import numpy as np
@@ -20,13 +19,6 @@ __all__ = ["CyclicOrder", "Order", "PassOrder", "SingleOrder", "build_order"]
 
 
 _CACHED_RECORDS = 1 << 24
-
-
-class OrderName(Enum):
-    """Megatron's `--dataloader-type` values that give an order."""
-
-    SINGLE = "single"
-    CYCLIC = "cyclic"
 
 
 class PassOrder:
@@ -44,14 +36,9 @@ class PassOrder:
 
     def __init__(self, indices: Sequence[int] | npt.NDArray[np.integer], *, seed: int) -> None:
         self._indices = indices
-        self._seed = seed
+        self.seed = seed
         self._most_cached = max(2, _CACHED_RECORDS // max(1, len(indices)))
         self._passes: OrderedDict[int, npt.NDArray[np.int64]] = OrderedDict()
-
-    @property
-    def seed(self) -> int:
-        """Seed of the passes."""
-        return self._seed
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -68,7 +55,7 @@ class PassOrder:
     def _permutation(self, number: int) -> npt.NDArray[np.int64]:
         found = self._passes.get(number)
         if found is None:
-            state = np.random.RandomState([self._seed % 2**32, number])
+            state = np.random.RandomState([self.seed % 2**32, number])
             found = self._passes[number] = state.permutation(len(self._indices))
             while len(self._passes) > self._most_cached:
                 self._passes.popitem(last=False)
@@ -126,9 +113,9 @@ def build_order(
     Raises:
         ValueError: another dataloader type, or one that would leave samples out.
     """
-    if name == OrderName.SINGLE.value:
+    if name == "single":
         return SingleOrder()
-    if name == OrderName.CYCLIC.value:
+    if name == "cyclic":
         return CyclicOrder(total=total, num_replicas=num_replicas, data_sharding=data_sharding)
     raise ValueError(
         f"--dataloader-type {name} has no order of its own: use single or cyclic with --odb"

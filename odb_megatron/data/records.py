@@ -18,10 +18,11 @@ import os
 import re
 import stat
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, BinaryIO, NoReturn, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,6 @@ _CHUNK_BYTES = 1 << 20
 _EDGE_BYTES = 64 << 10
 _BOM = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"
-_IS_TEXT = np.array([byte not in _BLANK for byte in range(256)])
 _ENDING = re.compile(r"\.(jsonl|ndjson|json|parquet|arrow|csv|tsv)(\.gz|\.zst)?$", re.IGNORECASE)
 _LINES = re.compile(r"\.(jsonl|ndjson|json)(\.gz)?$", re.IGNORECASE)
 _PART = r"[A-Za-z_][\w.-]*(?:\[[^\[\]]*\])?"
@@ -51,13 +51,11 @@ _OPENING = re.compile(r"[ \t\r\n]*\[[ \t\r\n]*(?:(\])[ \t\r\n]*)?")
 _SEPARATOR = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
 _MAX_SHOWN = 40
 _MAX_LISTED = 8
-_MAX_SLICES = 100_000
-"""Of a table, for its rows' sizes: each takes some 10 us."""
 
 Record = dict[str, object]
 
 
-class Records(Protocol):
+class Records:
     """The records of one data path, in its order; a copy may be pickled or forked.
 
     Attributes:
@@ -70,6 +68,7 @@ class Records(Protocol):
 
     def __len__(self) -> int:
         """Number of records, bad ones included."""
+        raise NotImplementedError
 
     def __getitem__(self, index: int) -> Record:
         """Record `index`, made anew at each call.
@@ -79,6 +78,7 @@ class Records(Protocol):
             IndexError: no such record.
             DataFileError: the file changed since it was opened, or cannot be read any more.
         """
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[Record]:
         return (self[index] for index in range(len(self)))
@@ -87,11 +87,9 @@ class Records(Protocol):
         """1-based line of record `index` (JSONL), or its 1-based number."""
         return index + 1
 
-    def num_bytes(self) -> npt.NDArray[np.int64]:
-        """Bytes of each record, about, int64 [N]."""
-
     def fingerprint(self) -> str:
         """Digest that changes with the data, mostly, and is the same for any copy of it."""
+        raise NotImplementedError
 
 
 # --- data paths ------------------------------------------------------------------------------
@@ -106,11 +104,10 @@ def _parts(path: str) -> tuple[str, str | None, str | None]:
 def _kind(path: str) -> str:
     """Return "lines" for a file that is read here, "table", or "tokens" for a Megatron prefix."""
     place, _, split = _parts(path)
-    is_glob = glob.has_magic(place) and not os.path.lexists(place)
-    is_folder = os.path.isdir(place)
-    if _LINES.search(place) and not (is_glob or is_folder or split):
+    is_many = os.path.isdir(place) or (glob.has_magic(place) and not os.path.lexists(place))
+    if _LINES.search(place) and not (is_many or split):
         return "lines"
-    is_tokens = not (is_glob or is_folder or _is_hub_name(place)) or len(_missing(path)) < 2
+    is_tokens = not (is_many or _is_hub_name(place)) or len(_missing(path)) < 2
     return "tokens" if is_tokens and not _ENDING.search(place) else "table"
 
 
@@ -150,7 +147,7 @@ def require_data(path: str) -> None:
             f"{place} does not exist; check the path (it must be readable on every node). "
             f"{_what_is_there(place)}"
         )
-    needed = ["datasets", "zstandard"][: 2 if place.lower().endswith(".zst") else 1]
+    needed = ["datasets", "zstandard"] if place.lower().endswith(".zst") else ["datasets"]
     lacking = [name for name in needed if importlib.util.find_spec(name) is None]
     if kind == "table" and lacking:
         raise ValueError(
@@ -205,21 +202,20 @@ class _LineRecords(Records):
     def __init__(self, path: str, cache: str | None) -> None:
         self.path = path
         self.folder = os.path.dirname(os.path.abspath(path))
-        self._is_mapped = False
         self._data: bytes | None = None
         self._file: io.FileIO | None = None
         try:
             status = os.stat(path)
             if not stat.S_ISREG(status.st_mode):
-                self._refuse("is a pipe, socket or device; name a regular file")
+                raise ValueError(f"{path} is a pipe, socket or device; name a regular file")
             self._status = (status.st_size, status.st_mtime_ns)
             digest = hashlib.sha256(f"{os.path.realpath(path)} {self._status}".encode()).hexdigest()
             self._kept = "" if cache is None else f"{cache}/odb-index-{digest[:24]}.npy"
             self._index = self._indexed()
         except (OSError, EOFError, zlib.error) as error:
-            self._refuse(
-                f"cannot be read ({error}); check its permissions, or fetch the file again"
-            )
+            raise ValueError(
+                f"{path} cannot be read ({error}); check its permissions, or fetch the file again"
+            ) from error
 
     def __len__(self) -> int:
         return int(self._index.shape[1]) - 1
@@ -245,25 +241,20 @@ class _LineRecords(Records):
     def line(self, index: int) -> int:
         return 1 + (index if len(self._index) == 1 else int(self._index[1, index]))
 
-    def num_bytes(self) -> npt.NDArray[np.int64]:
-        return np.asarray(np.diff(self._index[0]), dtype=np.int64)
-
     def fingerprint(self) -> str:
         return file_fingerprint(self.path)
 
     def __getstate__(self) -> dict[str, object]:
         """Leave the open file behind, what is held, and an index that is in a file."""
         state = {**self.__dict__, "_file": None, "_data": None}
-        return state if self._data is None and not self._is_mapped else {**state, "_index": None}
+        is_kept = self._data is not None or isinstance(self._index, np.memmap)
+        return {**state, "_index": None} if is_kept else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if state["_index"] is None:
             self._check(os.stat(self.path))
             self._index = self._indexed()
-
-    def _refuse(self, reason: str) -> NoReturn:
-        raise ValueError(f"{self.path} {reason}")
 
     def _indexed(self) -> npt.NDArray[np.int64]:
         """Index, or hold, the file.
@@ -275,46 +266,38 @@ class _LineRecords(Records):
         name = self.path.lower()
         is_gzip = name.endswith(".gz")
         with contextlib.suppress(OSError, ValueError):  # there is none
-            return self._mapped()
+            return _mapped(self._kept)
         with gzip.open(self.path) if is_gzip else open(self.path, "rb") as file:
             head = file.read(_EDGE_BYTES).removeprefix(_BOM).lstrip(_BLANK)
             file.seek(0)
             is_array = head[:1] == b"[" and name.removesuffix(".gz").endswith(".json")
             if not is_gzip and not is_array:
-                return self._saved(_line_index(file))  # type: ignore[arg-type]
+                index = _line_index(file)  # type: ignore[arg-type]
+                with contextlib.suppress(OSError, ValueError):  # else it stays in memory
+                    os.makedirs(os.path.dirname(self._kept), exist_ok=True)
+                    part = f"{self._kept}.{os.uname().nodename}.{os.getpid()}"  # as other ranks do
+                    with open(part, "wb") as target:
+                        np.save(target, index)
+                    os.replace(part, self._kept)
+                    return _mapped(self._kept)
+                return index
             self._data = file.read(MAX_HELD_BYTES + 1)
         if len(self._data) > MAX_HELD_BYTES:
-            self._refuse(
-                f"holds more than {MAX_HELD_BYTES >> 20} MiB, gzipped or as an array, which every "
-                "process would keep in memory: gunzip it, write one object per line as .jsonl, or "
-                "split it"
+            raise ValueError(
+                f"{self.path} holds more than {MAX_HELD_BYTES >> 20} MiB, gzipped or as an array, "
+                "which every process would keep in memory: gunzip it, write one object per line as "
+                ".jsonl, or split it"
             )
         if not is_array:
             return _line_index(io.BytesIO(self._data))
         try:
             self._data, starts = _array_elements(self._data.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
-            self._refuse(
-                f"starts with '[' but is no JSON array: {error}; repair it there, or write one "
-                "object per line and name the file .jsonl"
-            )
+            raise ValueError(
+                f"{self.path} starts with '[' but is no JSON array: {error}; repair it there, or "
+                "write one object per line and name the file .jsonl"
+            ) from error
         return np.array([starts], dtype=np.int64)
-
-    def _mapped(self) -> npt.NDArray[np.int64]:
-        index: npt.NDArray[np.int64] = np.load(self._kept, mmap_mode="r", allow_pickle=False)
-        self._is_mapped = True
-        return index
-
-    def _saved(self, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Save the index and map it; it stays in memory where it cannot be saved."""
-        with contextlib.suppress(OSError, ValueError):
-            os.makedirs(os.path.dirname(self._kept), exist_ok=True)
-            part = f"{self._kept}.{os.uname().nodename}.{os.getpid()}"  # all ranks save the same
-            with open(part, "wb") as file:
-                np.save(file, index)
-            os.replace(part, self._kept)
-            return self._mapped()
-        return index
 
     def _read(self, start: int, end: int) -> bytes:
         if self._data is not None:
@@ -345,6 +328,11 @@ class _LineRecords(Records):
             )
 
 
+def _mapped(name: str) -> npt.NDArray[np.int64]:
+    index: npt.NDArray[np.int64] = np.load(name, mmap_mode="r", allow_pickle=False)
+    return index
+
+
 def _array_elements(text: str) -> tuple[bytes, list[int]]:
     """Return the texts of an array's elements, joined, and where each starts and the last one ends.
 
@@ -365,34 +353,24 @@ def _array_elements(text: str) -> tuple[bytes, list[int]]:
 
 
 def _line_index(file: BinaryIO) -> npt.NDArray[np.int64]:
-    """See `_LineRecords._indexed`; blank lines are dropped while scanning: they take no memory."""
-    position = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
+    """See `_LineRecords._indexed`; blank lines take no memory, and long ones are not held."""
+    position = begin = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
     file.seek(position)
-    starts: list[npt.NDArray[np.int64]] = []
-    lines: list[npt.NDArray[np.int64]] = []
-    buffer = bytearray(_CHUNK_BYTES)
-    num_lines, open_start, open_has_text = 0, position, False
-    while size := file.readinto(buffer):  # type: ignore[attr-defined]
-        chunk = np.frombuffer(buffer, dtype=np.uint8, count=size)
-        heads = np.concatenate(([0], np.flatnonzero(chunk == ord("\n")) + 1))
-        begun = heads[heads < size]  # a line that begins at the chunk's end has no byte in it yet
-        has_text = np.zeros(len(heads), dtype=np.bool_)
-        has_text[: len(begun)] = np.logical_or.reduceat(_IS_TEXT[chunk], begun)
-        has_text[0] |= open_has_text
-        begins = heads + position
-        begins[0] = open_start
-        keep = np.flatnonzero(has_text[:-1])
-        starts.append(begins[keep])
-        lines.append(keep + num_lines)
-        num_lines += len(heads) - 1
-        open_start, open_has_text = int(begins[-1]), bool(has_text[-1])
-        position += size
-    if open_has_text:
-        starts.append(np.array([open_start]))
-        lines.append(np.array([num_lines]))
-    ends, numbers = np.array([position]), np.concatenate([*lines, [0]]).astype(np.int64)
-    is_gapless = len(numbers) < 2 or int(numbers[-2]) == len(numbers) - 2
-    return np.stack([np.concatenate([*starts, ends]), *([] if is_gapless else [numbers])])
+    starts, lines = array("q"), array("q")
+    number, has_text = 0, False
+    while part := file.readline(_CHUNK_BYTES):
+        position += len(part)
+        if not has_text and part.strip(_BLANK):
+            has_text = True
+            starts.append(begin)
+            lines.append(number)
+        if part.endswith(b"\n"):
+            begin, has_text = position, False
+            number += 1
+    starts.append(position)
+    is_gapless = not lines or lines[-1] == len(lines) - 1
+    rows = [starts] if is_gapless else [starts, lines + array("q", [0])]
+    return np.stack([np.frombuffer(row, dtype=np.int64) for row in rows])
 
 
 def file_fingerprint(path: str) -> str:
@@ -482,12 +460,6 @@ class _Table(Records):
         row: Record = _without_nulls(self._rows[range(len(self))[index]])
         return row
 
-    def num_bytes(self) -> npt.NDArray[np.int64]:
-        rows, size = self._rows.data, len(self)
-        step = -(-size // _MAX_SLICES)
-        slices = [rows.slice(at, step).nbytes // step for at in range(0, size, step)]
-        return np.repeat(np.array(slices, dtype=np.int64), step)[:size]
-
     def fingerprint(self) -> str:
         size = len(self)
         digest = hashlib.sha256(f"{size} {self._rows.features}".encode())
@@ -502,40 +474,29 @@ def _load(path: str, cache: str | None) -> Any:
 
     place, config, split = _parts(path)
     split = split or "train"
-    options: dict[str, Any] = {} if cache is None else {"cache_dir": os.path.join(cache, "arrow")}
-    is_folder = os.path.isdir(place)
     if any(os.path.isfile(f"{place}/{name}") for name in ("dataset_dict.json", "state.json")):
-        return _sliced(datasets.load_from_disk(place), split)
+        saved = datasets.load_from_disk(place)
+        saved = {"train": saved} if isinstance(saved, datasets.Dataset) else saved
+        sizes = {name: len(rows) for name, rows in saved.items()}
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+        ranges = [(p.splitname, range(p.from_ or 0, p.to or sizes[p.splitname])) for p in parts]
+        return datasets.concatenate_datasets([saved[name].select(own) for name, own in ranges])
+    is_folder = os.path.isdir(place)
     pattern = os.path.join(glob.escape(place), "**") if is_folder else place
     files = [place] if os.path.isfile(place) else sorted(glob.glob(pattern, recursive=True))
     endings = {file: found[1].lower() for file in files if (found := _ENDING.search(file))}
     kinds = {"json" if "json" in ending else ending for ending in endings.values()}
-    if kinds and kinds <= {"csv", "tsv"}:
+    if files and len(kinds) != 1:
+        raise ValueError(f"it holds files of {len(kinds)} kinds, {', '.join(files[:_MAX_LISTED])}")
+    options: dict[str, Any] = {} if cache is None else {"cache_dir": f"{cache}/arrow"}
+    if kinds <= {"csv", "tsv"} and kinds:
         options["keep_default_na"] = False  # "None" and "NA" are texts
-    if len(kinds) > 1:
-        raise ValueError(
-            f"it holds files of {len(kinds)} kinds, {', '.join([*endings][:_MAX_LISTED])}"
-        )
     if is_folder or not files:
         return datasets.load_dataset(place, config, split=split, **options)
-    if not kinds:
-        raise ValueError(f"it matches no data files: {', '.join(files[:_MAX_LISTED])}")
     if kinds == {"tsv"}:
         options["sep"] = "\t"
     kind = kinds.pop().replace("tsv", "csv")
     return datasets.load_dataset(kind, data_files={"train": [*endings]}, split=split, **options)
-
-
-def _sliced(saved: Any, split: str) -> Any:
-    """Return what a split such as `train[:1%]` has of data sets written by `save_to_disk`."""
-    import datasets
-
-    saved = {"train": saved} if isinstance(saved, datasets.Dataset) else saved
-    sizes = {name: len(rows) for name, rows in saved.items()}
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
-    return datasets.concatenate_datasets(
-        [saved[p.splitname].select(range(p.from_ or 0, p.to or sizes[p.splitname])) for p in parts]
-    )
 
 
 def _without_nulls(value: Any) -> Any:

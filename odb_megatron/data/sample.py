@@ -1,33 +1,55 @@
-"""A fully preprocessed sample, or a skipped one.
+"""A preprocessed sample or a skipped one, and the rules between a record's ids and the planner.
 
-Pure values: no files, no tokenizer, no process groups.
+Pure values: no files, no tokenizer, no process groups. The same rules serve the packed and the
+padded path.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.data.images import SampleImages
-from odb_megatron.plan.record import SkipReason
+from odb_megatron.plan.padding import OverlongError, OverlongPolicy, judge_length
+from odb_megatron.plan.record import SkipReason, StepTotals
 
-__all__ = ["BAD_RECORD_WAY_OUT", "BadRecordError", "DataFileError", "Sample", "SkipReason"]
-__all__ += ["Skipped"]
+__all__ = ["BAD_RECORD_WAY_OUT", "MAX_WEIGHT", "BadRecordError", "BadRecords", "DataFileError"]
+__all__ += ["LossPer", "Sample", "SampleRules", "SkipReason", "Skipped", "TooManyBadRecordsError"]
+__all__ += ["WeightError", "apply_rules", "as_lines", "as_object", "count_scale", "shift_labels"]
+
+MAX_WEIGHT = 16.0
+"""Of a token's loss; only ratios of weights count, so larger ones can be divided."""
 
 BAD_RECORD_WAY_OUT = (
-    ". Mend the record, or pass --odb-bad-record skip to leave such records out (counted in the "
-    "summary)"
+    ". Mend the record, or pass --odb-max-bad-records N to leave out up to N such records (counted "
+    "in the summary)"
 )
 """End of a bad record's message, before the traceback."""
 
+_MAX_IDS = 1 << 31  # what a step on its way to other ranks holds
+_MAX_COUNT = 1 << 30  # of a step, in int32
 _MAX_REASON = 2000
 _MAX_TRACE = 20_000
+_MAX_NAMED = 3
+_LEARNT, _RESET = "\x1b[1;32m", "\x1b[0m"
 
 
 class DataFileError(RuntimeError):
     """A data file that has changed, or can no longer be read: no record's fault, never skipped."""
+
+
+class WeightError(ValueError):
+    """Weights that this run cannot count: no record's fault, never skipped."""
+
+
+class TooManyBadRecordsError(ValueError):
+    """More records are bad than `--odb-max-bad-records` allows."""
 
 
 class BadRecordError(ValueError):
@@ -41,15 +63,11 @@ class BadRecordError(ValueError):
     """
 
     def __init__(self, *, path: str, line: int, reason: str, trace: str = "") -> None:
+        self.path, self.line, self.reason, self.trace = path, line, reason, trace[-_MAX_TRACE:]
         if len(reason) > _MAX_REASON:
-            reason = f"{reason[:_MAX_REASON]} ... ({len(reason)} characters)"
-        trace = trace[-_MAX_TRACE:]
-        original = f"\nOriginal traceback:\n{trace}" if trace else ""
-        super().__init__(f"{path}:{line}: {reason}{BAD_RECORD_WAY_OUT}{original}")
-        self.path = path
-        self.line = line
-        self.reason = reason
-        self.trace = trace
+            self.reason = f"{reason[:_MAX_REASON]} ... ({len(reason)} characters)"
+        original = f"\nOriginal traceback:\n{self.trace}" if trace else ""
+        super().__init__(f"{path}:{line}: {self.reason}{BAD_RECORD_WAY_OUT}{original}")
 
     def __reduce__(self) -> tuple[object, ...]:
         """Survive the trip from a data-loader worker."""
@@ -92,10 +110,10 @@ class Sample:
         if self.num_patches < 0:
             raise ValueError(f"a sample's num_patches must not be negative; got {self.num_patches}")
         if not (np.isfinite(self.loss_mask).all() and self.loss_mask.min() >= 0):
-            bad = ~(np.isfinite(self.loss_mask) & (self.loss_mask >= 0))
+            at = int(np.flatnonzero(~(np.isfinite(self.loss_mask) & (self.loss_mask >= 0)))[0])
             raise ValueError(
-                f"a sample's loss_mask holds {self.loss_mask[bad][0]:g} at token "
-                f"{np.flatnonzero(bad)[0]}: weights of the loss must be finite and not negative"
+                f"a sample's loss_mask holds {self.loss_mask[at]:g} at token {at}: weights of the "
+                "loss must be finite and not negative"
             )
         if self.images is not None:
             self._check_images(self.images)
@@ -136,11 +154,252 @@ class Skipped:
     """A sample of the stream that is consumed and not trained: counted and reported.
 
     Attributes:
-        reason: which policy left it out.
-        message: the error that `error` would have raised.
+        reason: which rule left it out.
+        message: the error that it would have been.
         source: index of the data source.
     """
 
     reason: SkipReason
     message: str
     source: int = 0
+
+
+class BadRecords:
+    """Bad records that a run skips. All replicas count the same, so all raise in the same step.
+
+    Args:
+        limit: most bad records of a run; None for any number.
+        num: bad records before a resume.
+
+    Attributes:
+        num: bad records of all replicas so far.
+    """
+
+    def __init__(self, limit: int | None, *, num: int = 0) -> None:
+        self._limit = limit
+        self._first: list[str] = []
+        self.num = num
+
+    def note(self, skipped: Skipped) -> None:
+        """Keep the message of one of this replica's first bad records."""
+        if skipped.reason is SkipReason.BAD_RECORD and len(self._first) < _MAX_NAMED:
+            self._first.append(skipped.message.partition("\n")[0])
+
+    def add_up(self, totals: StepTotals) -> None:
+        """Count the bad records of a planned step.
+
+        Raises:
+            TooManyBadRecordsError: on all replicas; names the first of this one.
+        """
+        self.num += totals.num_bad
+        if self._limit is None or self.num <= self._limit:
+            return
+        named = " | ".join(self._first) or "none; other replicas name theirs"
+        raise TooManyBadRecordsError(
+            f"{self.num} of the {totals.consumed_before + totals.num_consumed} samples consumed so "
+            f"far are bad records, and --odb-max-bad-records {self._limit} are allowed. The first "
+            f"of this replica: {named}. Mend the data, or raise --odb-max-bad-records"
+        )
+
+
+# --- rules --------------------------------------------------------------------------------------
+
+
+class LossPer(Enum):
+    """What counts once in the loss of a step."""
+
+    SAMPLE = "sample"
+    TOKEN = "token"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRules:
+    """Rules between a record and the planner.
+
+    Attributes:
+        context: most tokens of one sample (`--seq-length`).
+        token_budget: most tokens of a micro-batch.
+        multiple: see `plan.padding.length_multiple`.
+        overlong: see `plan.padding.judge_length`.
+        skip_bad: records that cannot become a sample are skipped; else they are errors.
+        vocab_size: rows of the model's embedding: token ids lie below; 0 where it is not known.
+        loss_per: what counts once; `SAMPLE` divides a sample's weights by their sum.
+        count_scale: what weights are multiplied by, see `count_scale`.
+        whole_weights: refuse weights that are no whole numbers.
+    """
+
+    context: int
+    token_budget: int
+    multiple: int = 1
+    overlong: OverlongPolicy = OverlongPolicy.ERROR
+    skip_bad: bool = False
+    vocab_size: int = 0
+    loss_per: LossPer = LossPer.TOKEN
+    count_scale: int = 1
+    whole_weights: bool = False
+
+
+def count_scale(loss_per: LossPer, *, batch_size: int, context: int) -> int:
+    """Return the power of two by which a run multiplies its weights, the largest that is safe.
+
+    Megatron adds up a step's "tokens" as int32 (schedules.py `forward_step_calc_loss`, 0.19.2), so
+    a micro-batch's sum of weights is rounded to a whole number. Scaled by S it is wrong by 1 / 2S
+    at most, and S cancels: gradients and logged losses are sums of weighted losses over sums of
+    weights. It must be one number for the whole run, since an evaluation adds up several steps.
+
+    The step's sum stays within 2^30 (where S is above 1), and the gradient of a logit near what FP8
+    (E5M2, up to 57344) holds before its scales have adapted: it is at most S = 2^14 for a token of
+    weight 1, and S / n = 2^20 / n for one of n in a sample.
+
+    Args:
+        loss_per: what counts once.
+        batch_size: samples of a step.
+        context: most tokens of a sample.
+    """
+    if loss_per is LossPer.SAMPLE:
+        bound, most = batch_size, 1 << 20
+    else:
+        bound, most = batch_size * context * int(MAX_WEIGHT), 1 << 14
+    room = max(1, _MAX_COUNT // bound)
+    return min(most, 1 << (room.bit_length() - 1))
+
+
+def shift_labels(
+    ids: npt.NDArray[np.int64],
+    learn: npt.NDArray[np.bool_ | np.float32],
+    *,
+    source: int = 0,
+    images: SampleImages | None = None,
+) -> Sample:
+    """Turn a sequence of L + 1 ids into a sample of L: each label is the token after its place.
+
+    Args:
+        ids: int64 [L + 1].
+        learn: bool or float32 [L + 1]; whether each *token* is to be predicted, or its weight.
+        source: index of the data source.
+        images: its pictures.
+
+    Raises:
+        ValueError: fewer than 2 ids, no token to learn, or a weight that is none.
+    """
+    if ids.size < 2:
+        raise ValueError(f"{ids.size} token(s): at least 2 are needed to predict one from another")
+    if not learn[1:].any():
+        raise ValueError("no token to learn from: every label is masked")
+    return Sample(
+        tokens=ids[:-1],
+        labels=ids[1:],
+        loss_mask=learn[1:].astype(np.float32),
+        source=source,
+        num_patches=images.num_patches if images else 0,
+        images=images,
+    )
+
+
+def check_sample(sample: Sample, rules: SampleRules) -> None:
+    """Raise unless the model has a row for each id that counts, and weights are small enough.
+
+    Raises:
+        ValueError: a bad record.
+    """
+    limit = rules.vocab_size or _MAX_IDS
+    learnt = sample.labels[sample.loss_mask > 0]
+    for what, ids in (("token", sample.tokens), ("label", learnt)):
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
+            at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
+            raise ValueError(
+                f"{what} id {ids[at]} is outside the vocabulary of {limit} ids (0 to {limit - 1}): "
+                "use the tokenizer that made the data, and a model of its size"
+            )
+    if (most := float(sample.loss_mask.max())) > MAX_WEIGHT:
+        raise ValueError(
+            f"a weight of {most:g}; expected at most {MAX_WEIGHT:g}: divide all weights of the "
+            "data by one number, since only their ratios count"
+        )
+
+
+def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> Sample | Skipped:
+    """Apply the overlong policy, then weigh what is left (`--odb-loss-per`).
+
+    A truncated sample may lose all its loss tokens; it is then emitted as it is (and counted),
+    because the user asked for the cut. No image is cut: of one that does not fit nothing is kept,
+    nor of what follows it.
+
+    Raises:
+        OverlongError: names the record and the hint.
+        WeightError: weights that are no whole numbers, where those are needed.
+    """
+    if rules.whole_weights and (fractional := np.mod(sample.loss_mask, 1) != 0).any():
+        raise WeightError(
+            f"{path}:{line}: a weight of {sample.loss_mask[fractional][0]:g}: Megatron counts "
+            "tokens in whole numbers, so say how such weights count, with --odb-loss-per token or "
+            "--odb-loss-per sample"
+        )
+    try:
+        verdict = judge_length(
+            len(sample),
+            multiple=rules.multiple,
+            token_budget=rules.token_budget,
+            context=rules.context,
+            policy=rules.overlong,
+        )
+    except OverlongError as error:
+        raise OverlongError(f"{path}:{line}: {error}") from None
+    keep, images, num_patches = verdict.keep, sample.images, sample.num_patches
+    message = verdict.message
+    if verdict.truncated and images is not None and keep:
+        keep = images.whole_length(keep)
+        images = images.kept(keep)
+        num_patches = images.num_patches if images else 0
+        message = (
+            f"the image at its start is longer than {verdict.keep} tokens, so nothing is left of "
+            "the sample"
+        )
+    if keep == 0:
+        message = f"{path}:{line}: {message}"
+        return Skipped(reason=SkipReason.OVERLONG, message=message, source=sample.source)
+    scale: float = rules.count_scale
+    if rules.loss_per is LossPer.SAMPLE:
+        scale /= float(sample.loss_mask[:keep].sum(dtype=np.float64)) or 1.0
+    if not verdict.truncated and scale == 1:
+        return sample
+    return replace(
+        sample,
+        tokens=sample.tokens[:keep],
+        labels=sample.labels[:keep],
+        loss_mask=(sample.loss_mask[:keep] * np.float64(scale)).astype(np.float32),
+        truncated=verdict.truncated + verdict.keep - keep,
+        num_patches=num_patches,
+        images=images,
+    )
+
+
+# --- showing ------------------------------------------------------------------------------------
+
+
+def as_object(
+    sample: Sample, decode: Callable[[Sequence[int]], list[str]], *, template: str = ""
+) -> dict[str, Any]:
+    """Return `ids`, the `loss` weight of each as a label, their `text`, and the `template`."""
+    ids = [*sample.tokens.tolist(), int(sample.labels[-1])]
+    weights = [0.0, *sample.loss_mask.tolist()]
+    return {"ids": ids, "loss": weights, "text": decode(ids), "template": template}
+
+
+def as_lines(shown: dict[str, Any], *, colour: bool = False, most: int = 0) -> list[str]:
+    """Return a line for each token: + where it is learnt, its weight if not 1, id and text.
+
+    Args:
+        shown: from `as_object`.
+        colour: mark what is learnt in green as well.
+        most: tokens shown, the first of them; 0 for all.
+    """
+    lines = []
+    tokens = zip(shown["ids"], shown["loss"], shown["text"], strict=True)
+    for number, weight, text in islice(tokens, most or None):
+        part = f" x{weight:.4g}" if weight not in (0, 1) else ""
+        line = f"{'+' if weight else ' '} {number:>7}  {text!r}{part}"
+        lines.append(f"{_LEARNT}{line}{_RESET}" if colour and weight else line)
+    if most and len(shown["ids"]) > most:
+        lines.append(f"  ... and {len(shown['ids']) - most} more tokens")
+    return lines

@@ -5,11 +5,11 @@ Knows files and tokens, not order, epochs, replicas or blends.
 
 from __future__ import annotations
 
+import hashlib
 import os
-import struct
 import traceback
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,64 +17,27 @@ import numpy.typing as npt
 from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.chat_record import ChatFormatError, ChatRecord, parse_record
 from odb_megatron.data.images import SampleImages
-from odb_megatron.data.index_check import check_index
-from odb_megatron.data.preprocess import (
-    BadRecordPolicy,
+from odb_megatron.data.pictures import ImageRules, RecordImages
+from odb_megatron.data.records import file_fingerprint, has_records, open_records, require_data
+from odb_megatron.data.sample import (
+    BadRecordError,
+    DataFileError,
+    Sample,
     SampleRules,
+    Skipped,
+    SkipReason,
     apply_rules,
-    check_ids,
-    check_weights,
+    check_sample,
     shift_labels,
-    skipped_bad_record,
 )
-from odb_megatron.data.records import (
-    file_fingerprint,
-    has_records,
-    open_records,
-    require_data,
-)
-from odb_megatron.data.sample import BadRecordError, DataFileError, Sample, Skipped
 
-if TYPE_CHECKING:
-    from odb_megatron.data.image_chat import ImageRules
+__all__ = ["ChatSource", "IndexedSource", "ItemSource", "MapSource", "SampleSource"]
+__all__ += ["count_records", "open_source"]
 
-__all__ = [
-    "ChatSource",
-    "IndexedSource",
-    "ItemSource",
-    "MapSource",
-    "SampleSource",
-    "count_records",
-    "open_source",
-]
-
-
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PIECE = 1 << 20
 
 MAX_DOCUMENT_TOKENS = 1 << 24
 """Longest document of a Megatron dataset that is read; a longer one is a bad record."""
-
-
-class SampleSource(Protocol):
-    """What order, blend and stream need of a source."""
-
-    @property
-    def path(self) -> str:
-        """Name shown in reports and errors."""
-
-    def __len__(self) -> int:
-        """Number of records, bad ones included."""
-
-    def sample(self, index: int, *, source: int) -> Sample | Skipped:
-        """Preprocess record `index`; `source` is stored in the result.
-
-        Raises:
-            BadRecordError, OverlongError: by policy, naming path and line.
-            ChatFormatError, DataFileError: always.
-        """
-
-    def fingerprint(self) -> str:
-        """Digest that changes when the data changes."""
 
 
 def open_source(
@@ -100,224 +63,14 @@ def open_source(
         ValueError: nothing usable lies at `path`.
     """
     require_data(path)
-    if has_records(path):
-        if renderer is None:
-            raise ValueError(
-                f"{path} needs a tokenizer: pass --tokenizer-type HuggingFaceTokenizer and "
-                "--tokenizer-model with a folder or a tokenizer.json"
-            )
-        if images is not None:
-            from odb_megatron.data.image_chat import ImageChatSource
-
-            return ImageChatSource(path, rules=rules, renderer=renderer, images=images, cache=cache)
-        return ChatSource(path, rules=rules, renderer=renderer, cache=cache)
-    return IndexedSource(path.removesuffix(".bin").removesuffix(".idx"), rules=rules, mmap=mmap)
-
-
-class _RuledSource:
-    """Shared policy handling: subclasses give `_load`, raising ValueError for a bad record."""
-
-    path: str
-
-    def __init__(self, rules: SampleRules) -> None:
-        self._rules = rules
-
-    def line(self, index: int) -> int:
-        """Return the line, or number, that messages give for a record; from 1."""
-        return self._line(index)
-
-    def _line(self, index: int) -> int:
-        return index + 1
-
-    def _load(self, index: int, *, source: int) -> Sample:
-        raise NotImplementedError
-
-    def sample(self, index: int, *, source: int) -> Sample | Skipped:
-        line = self._line(index)
-        try:
-            sample = self._load(index, source=source)
-        except BadRecordError as error:
-            bad = error
-        except ChatFormatError as error:
-            raise ChatFormatError(f"{self.path}:{line}: {error}") from None
-        except DataFileError:
-            raise
-        except ValueError as error:
-            bad = BadRecordError(path=self.path, line=line, reason=str(error), trace=_trace(error))
-        except Exception as error:  # of a user's dataset, or a damaged file
-            reason = f"record {index} raised {type(error).__name__}: {error}"
-            bad = BadRecordError(path=self.path, line=line, reason=reason, trace=_trace(error))
-        else:
-            try:
-                check_ids(sample, self._rules)
-                check_weights(sample)
-            except ValueError as error:
-                bad = BadRecordError(path=self.path, line=line, reason=str(error))
-            else:
-                return apply_rules(sample, self._rules, path=self.path, line=line)
-        if self._rules.bad_record is BadRecordPolicy.ERROR:
-            raise bad
-        return skipped_bad_record(bad, source=source)
-
-
-class ChatSource(_RuledSource):
-    """Conversations or texts, one sample per record."""
-
-    def __init__(
-        self,
-        path: str,
-        *,
-        rules: SampleRules,
-        renderer: ChatRenderer,
-        cache: str | None = None,
-    ) -> None:
-        super().__init__(rules)
-        self.path = path
-        self._records = open_records(path, cache)
-        self._renderer = renderer
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def fingerprint(self) -> str:
-        return self._records.fingerprint()
-
-    def rough_sizes(self) -> npt.NDArray[np.int64]:
-        """Return a number for each record that grows with its length: its bytes, int64 [N]."""
-        return self._records.num_bytes()
-
-    def _line(self, index: int) -> int:
-        return self._records.line(index)
-
-    def record(self, index: int) -> ChatRecord:
-        """Return a record, read but not rendered."""
-        return parse_record(self._records[index])
-
-    def _load(self, index: int, *, source: int) -> Sample:
-        ids, weights = self._renderer.render(self.record(index))
-        return shift_labels(ids, weights, source=source)
-
-
-class IndexedSource(_RuledSource):
-    """A Megatron IndexedDataset: each document is a sample, loss on every token.
-
-    The documents are already tokens; `--append-eod` of Megatron's preprocessing decides whether an
-    end-of-document token is learnt.
-
-    Raises:
-        ValueError: the index cannot be read or contradicts itself, or the `.bin` file is shorter
-            than it says.
-    """
-
-    def __init__(self, path: str, *, rules: SampleRules, mmap: bool = True) -> None:
-        from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-        super().__init__(rules)
-        self.path = path
-        try:
-            check_index(path)
-            self._dataset = IndexedDataset(path, multimodal=False, mmap=mmap)
-        except (AssertionError, IndexError, ValueError, OSError, struct.error) as error:
-            raise ValueError(
-                f"{path}.idx and .bin are no readable Megatron dataset ({error or 'damaged index'}"
-                "): write them with Megatron's tools/preprocess_data.py"
-            ) from error
-        self._status = _status(path)
-        self._bounds: npt.NDArray[np.int64] = np.asarray(self._dataset.document_indices)
-
-    def __len__(self) -> int:
-        return len(self._bounds) - 1
-
-    def fingerprint(self) -> str:
-        return file_fingerprint(self.path + ".idx") + file_fingerprint(self.path + ".bin")
-
-    def rough_sizes(self) -> npt.NDArray[np.int64]:
-        """Return the tokens of each document, int64 [N]; nothing but the index is read."""
-        sums = np.zeros(len(self._dataset.sequence_lengths) + 1, dtype=np.int64)
-        np.cumsum(self._dataset.sequence_lengths, out=sums[1:])
-        return np.diff(sums[self._bounds])
-
-    def _load(self, index: int, *, source: int) -> Sample:
-        first, last = int(self._bounds[index]), int(self._bounds[index + 1])
-        num_tokens = int(self._dataset.sequence_lengths[first:last].sum(dtype=np.int64))
-        if num_tokens > MAX_DOCUMENT_TOKENS:
-            raise ValueError(
-                f"the document has {num_tokens} tokens; up to {MAX_DOCUMENT_TOKENS} are read: "
-                "split it"
-            )
-        # A mapped file that was cut would end the process by SIGBUS, an unmapped one give whatever
-        # memory holds.
-        if (now := _status(self.path)) != self._status:
-            raise DataFileError(
-                f"{self.path}.idx or .bin changed while in use (bytes and times of change "
-                f"{self._status} then, {now} now); leave data files alone during a run, and start "
-                "the run again"
-            )
-        parts = [np.asarray(self._dataset[part]) for part in range(first, last)]
-        ids = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
-        return shift_labels(ids, np.ones(ids.size, dtype=np.bool_), source=source)
-
-
-class MapSource(_RuledSource):
-    """Any map-style dataset whose items are mappings with `tokens`, `labels` and `loss_mask`.
-
-    Items are already shifted; arrays, tensors and lists are taken. A loss_mask may hold weights, up
-    to `preprocess.MAX_WEIGHT`; an item where all are 0 is a bad record. `num_patches` is optional
-    (see `Sample`), and so are images: `pixel_values` [P, C] with `image_grid_thw` [I, 3],
-    `image_starts` [I] and, if it is not 2, `image_merge` (see `SampleImages`).
-
-    Args:
-        dataset: `len()` and `[index]`.
-        rules: policies.
-        name: shown in reports and errors.
-    """
-
-    def __init__(self, dataset: Any, *, rules: SampleRules, name: str = "") -> None:
-        super().__init__(rules)
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise ValueError(
-                f"{type(dataset).__name__} is not a map-style dataset: it needs __len__ and "
-                "__getitem__"
-            )
-        self.path = name or type(dataset).__name__
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def fingerprint(self) -> str:
-        """A dataset may give its own `fingerprint()`."""
-        own = getattr(self._dataset, "fingerprint", None)
-        return str(own()) if callable(own) else f"{self.path}:{len(self)}"
-
-    def _load(self, index: int, *, source: int) -> Sample:
-        return _mapping_sample(self._dataset[index], source=source)
-
-
-class ItemSource(_RuledSource):
-    """Items of an iterable data set, as `MapSource` has them.
-
-    Args:
-        rules: policies.
-        name: shown in reports and errors.
-    """
-
-    def __init__(self, *, rules: SampleRules, name: str) -> None:
-        super().__init__(rules)
-        self.path = name
-        self._item: Any = None
-
-    def convert(self, item: Any, *, number: int, source: int = 0) -> Sample | Skipped:
-        """Preprocess an item, the `number`-th (from 1) of those that were read.
-
-        Raises:
-            BadRecordError, OverlongError: by policy.
-        """
-        self._item = item
-        return self.sample(number - 1, source=source)
-
-    def _load(self, index: int, *, source: int) -> Sample:
-        return _mapping_sample(self._item, source=source)
+    if not has_records(path):
+        return IndexedSource(path.removesuffix(".bin").removesuffix(".idx"), rules=rules, mmap=mmap)
+    if renderer is None:
+        raise ValueError(
+            f"{path} needs a tokenizer: pass --tokenizer-type HuggingFaceTokenizer and "
+            "--tokenizer-model with its folder"
+        )
+    return ChatSource(path, rules=rules, renderer=renderer, images=images, cache=cache)
 
 
 def count_records(path: str, *, mmap: bool = True, cache: str | None = None) -> int:
@@ -332,32 +85,278 @@ def count_records(path: str, *, mmap: bool = True, cache: str | None = None) -> 
     return len(open_source(path, rules=rules, renderer=None, mmap=mmap))
 
 
-def _status(prefix: str) -> tuple[tuple[int, int], ...]:
-    """Return size and time of change of both files of a Megatron dataset."""
-    try:
-        found = [os.stat(prefix + end) for end in (".idx", ".bin")]
-    except OSError as error:
-        raise DataFileError(
-            f"{prefix}.idx or .bin cannot be read any more ({error}): see that every node can read "
-            "them, and start the run again"
-        ) from error
-    return tuple((one.st_size, one.st_mtime_ns) for one in found)
+class SampleSource:
+    """What order, blend and stream need of a source.
+
+    Subclasses give `_load`, which raises ValueError for a bad record.
+
+    Attributes:
+        path: name shown in reports and errors.
+    """
+
+    def __init__(self, path: str, rules: SampleRules) -> None:
+        self.path = path
+        self._rules = rules
+
+    def __len__(self) -> int:
+        """Number of records, bad ones included."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """Digest that changes when the data changes."""
+        raise NotImplementedError
+
+    def line(self, index: int) -> int:
+        """Return the line, or number, that messages give for a record; from 1."""
+        return index + 1
+
+    def _load(self, index: int, *, source: int) -> Sample:
+        raise NotImplementedError
+
+    def sample(self, index: int, *, source: int) -> Sample | Skipped:
+        """Preprocess record `index`; `source` is stored in the result.
+
+        Raises:
+            BadRecordError, OverlongError: by policy, naming path and line.
+            ChatFormatError, DataFileError: always.
+        """
+        line = self.line(index)
+        try:
+            sample = self._load(index, source=source)
+            check_sample(sample, self._rules)
+        except (BadRecordError, DataFileError) as error:
+            if isinstance(error, BadRecordError) and self._rules.skip_bad:
+                return Skipped(reason=SkipReason.BAD_RECORD, message=str(error), source=source)
+            raise
+        except ChatFormatError as error:
+            raise ChatFormatError(f"{self.path}:{line}: {error}") from None
+        except Exception as error:
+            reason, trace = str(error), ""
+            if not isinstance(error, ValueError):  # of a damaged file, or what hangs
+                reason, trace = _raised(error, index)
+            bad = BadRecordError(path=self.path, line=line, reason=reason, trace=trace)
+            if self._rules.skip_bad:
+                return Skipped(reason=SkipReason.BAD_RECORD, message=str(bad), source=source)
+            raise bad from error
+        return apply_rules(sample, self._rules, path=self.path, line=line)
 
 
-def _trace(error: Exception) -> str:
-    """Return where a user's dataset raised, or hangs; empty where only this package was at work."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if all(frame.filename.startswith(_PACKAGE) or _is_generated(frame) for frame in frames):
-        return ""
+def _raised(error: Exception, index: int) -> tuple[str, str]:
     try:
-        return "".join(traceback.format_exception(error))
+        trace = "".join(traceback.format_exception(error))
     except Exception as failure:  # of what the user's error prints
-        return f"(no traceback: it cannot be printed, {type(failure).__name__})"
+        trace = f"(no traceback: it cannot be printed, {type(failure).__name__})"
+    return f"record {index} raised {type(error).__name__}: {error}", trace
 
 
-def _is_generated(frame: traceback.FrameSummary) -> bool:
-    """Whether `dataclasses` wrote the frame's code: the way to a `__post_init__`."""
-    return (frame.filename, frame.name) == ("<string>", "__init__")
+class ChatSource(SampleSource):
+    """Conversations, with or without pictures, or texts: one sample per record.
+
+    Raises:
+        ValueError: the file cannot be used, or the tokenizer has no token for visual ones.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        rules: SampleRules,
+        renderer: ChatRenderer,
+        images: ImageRules | None = None,
+        cache: str | None = None,
+    ) -> None:
+        super().__init__(path, rules)
+        self._records = open_records(path, cache)
+        self.renderer = renderer
+        self._images = images
+        if images is not None:
+            ids, _ = renderer.tokenizer.encode(images.token)
+            if len(ids) != 1:
+                raise ValueError(
+                    f"the tokenizer has no token {images.token!r} (it makes {len(ids)} of the "
+                    "text): use the tokenizer that belongs to the model, or add the token to it"
+                )
+            self._token = ids[0]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def fingerprint(self) -> str:
+        """Of the pictures the rules count, their own content does not."""
+        own = self._records.fingerprint()
+        if self._images is None:
+            return own
+        return hashlib.sha256(f"{own} {self._images}".encode()).hexdigest()
+
+    def line(self, index: int) -> int:
+        return self._records.line(index)
+
+    def record(self, index: int) -> ChatRecord:
+        """Return a record, read but not rendered."""
+        return parse_record(self._records[index])
+
+    def _load(self, index: int, *, source: int) -> Sample:
+        if self._images is None:
+            return shift_labels(*self.renderer.render(self.record(index)), source=source)
+        row = self._records[index]
+        pictures = RecordImages(row, self._images)
+        ids, weights = self.renderer.render(parse_record(row, images=pictures.take))
+        folder = self._images.folder or self._records.folder
+        ids, weights, images = pictures.expand(ids, weights, token=self._token, folder=folder)
+        return shift_labels(ids, weights, source=source, images=images)
+
+
+class IndexedSource(SampleSource):
+    """A Megatron IndexedDataset: each document is a sample, loss on every token.
+
+    The documents are already tokens; `--append-eod` of Megatron's preprocessing decides whether an
+    end-of-document token is learnt.
+
+    Raises:
+        ValueError: the index cannot be read or contradicts itself, or the `.bin` file is shorter
+            than it says.
+    """
+
+    def __init__(self, path: str, *, rules: SampleRules, mmap: bool = True) -> None:
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+        super().__init__(path, rules)
+        self._status = self._look()
+        try:
+            if not all(os.path.isfile(path + end) for end in (".idx", ".bin")):
+                raise ValueError("no regular files")
+            self._dataset = IndexedDataset(path, multimodal=False, mmap=mmap)
+            _check_index(self._dataset.index, num_bytes=self._status[1][0])
+        except Exception as error:  # Megatron's reader raises what it comes upon
+            raise ValueError(
+                f"{path}.idx and .bin are no readable Megatron dataset ({type(error).__name__}: "
+                f"{error}): write them with Megatron's tools/preprocess_data.py"
+            ) from error
+        self._bounds: npt.NDArray[np.int64] = np.asarray(self._dataset.document_indices)
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def fingerprint(self) -> str:
+        return file_fingerprint(self.path + ".idx") + file_fingerprint(self.path + ".bin")
+
+    def _load(self, index: int, *, source: int) -> Sample:
+        first, last = int(self._bounds[index]), int(self._bounds[index + 1])
+        num_tokens = int(self._dataset.sequence_lengths[first:last].sum(dtype=np.int64))
+        if num_tokens > MAX_DOCUMENT_TOKENS:
+            raise ValueError(
+                f"the document has {num_tokens} tokens; up to {MAX_DOCUMENT_TOKENS} are read: "
+                "split it"
+            )
+        # A mapped file that was cut would end the process by SIGBUS, an unmapped one give whatever
+        # memory holds.
+        if (now := self._look()) != self._status:
+            raise DataFileError(
+                f"{self.path}.idx or .bin changed while in use (bytes and times of change "
+                f"{self._status} then, {now} now); leave data files alone during a run, and start "
+                "the run again"
+            )
+        parts = [np.asarray(self._dataset[part]) for part in range(first, last)]
+        ids = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
+        return shift_labels(ids, np.ones(ids.size, dtype=np.bool_), source=source)
+
+    def _look(self) -> list[tuple[int, int]]:
+        """Return size and time of change of both files."""
+        try:
+            found = [os.stat(self.path + end) for end in (".idx", ".bin")]
+        except OSError as error:
+            raise DataFileError(
+                f"{self.path}.idx or .bin cannot be read any more ({error}): see that every node "
+                "can read them, and start the run again"
+            ) from error
+        return [(one.st_size, one.st_mtime_ns) for one in found]
+
+
+def _check_index(index: Any, *, num_bytes: int) -> None:
+    """Raise unless an index's documents lie inside the `.bin` file; looked at in pieces."""
+    lengths, starts, ends = (
+        index.sequence_lengths,
+        index.sequence_pointers,
+        index.document_indices,
+    )
+    width = np.dtype(index.dtype).itemsize
+    if np.dtype(index.dtype).kind not in "iu":
+        raise ValueError(f"tokens are of type {np.dtype(index.dtype)}; expected integers")
+    for at in range(0, len(lengths), _PIECE):
+        length, start = lengths[at : at + _PIECE].astype(np.int64), starts[at : at + _PIECE]
+        is_bad = (length < 0) | (start < 0) | (start > num_bytes - width * length)
+        if is_bad.any():
+            worst = int(np.flatnonzero(is_bad)[0])
+            raise ValueError(
+                f"the index has sequence {at + worst} at byte {start[worst]} with {length[worst]} "
+                f"tokens, and the .bin file {num_bytes} bytes: damaged, or cut short"
+            )
+    pieces = range(0, len(ends), _PIECE)
+    falls = any((np.diff(ends[at : at + _PIECE + 1]) < 0).any() for at in pieces)
+    if falls or not len(lengths) or int(ends[0]) != 0 or int(ends[-1]) != len(lengths):
+        raise ValueError(f"damaged index: its documents are not sequences 0 to {len(lengths)}")
+
+
+class MapSource(SampleSource):
+    """Any map-style dataset whose items are mappings with `tokens`, `labels` and `loss_mask`.
+
+    Items are already shifted; arrays, tensors and lists are taken. A loss_mask may hold weights, up
+    to `sample.MAX_WEIGHT`; an item where all are 0 is a bad record. `num_patches` is optional (see
+    `Sample`), and so are images: `pixel_values` [P, C] with `image_grid_thw` [I, 3],
+    `image_starts` [I] and, if it is not 2, `image_merge` (see `SampleImages`).
+
+    Args:
+        dataset: `len()` and `[index]`.
+        rules: policies.
+        name: shown in reports and errors.
+    """
+
+    def __init__(self, dataset: Any, *, rules: SampleRules, name: str = "") -> None:
+        super().__init__(name or type(dataset).__name__, rules)
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise ValueError(
+                f"{type(dataset).__name__} is not a map-style dataset: it needs __len__ and "
+                "__getitem__"
+            )
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def fingerprint(self) -> str:
+        """A dataset may give its own `fingerprint()`."""
+        own = getattr(self._dataset, "fingerprint", None)
+        return str(own()) if callable(own) else f"{self.path}:{len(self)}"
+
+    def _load(self, index: int, *, source: int) -> Sample:
+        try:
+            item = self._dataset[index]
+        except Exception as error:
+            reason, trace = _raised(error, index)
+            raise BadRecordError(
+                path=self.path, line=index + 1, reason=reason, trace=trace
+            ) from error
+        return _mapping_sample(item, source=source)
+
+
+class ItemSource(SampleSource):
+    """Items of an iterable data set, as `MapSource` has them."""
+
+    def __init__(self, *, rules: SampleRules, name: str) -> None:
+        super().__init__(name, rules)
+        self._item: Any = None
+
+    def convert(self, item: Any, *, number: int, source: int = 0) -> Sample | Skipped:
+        """Preprocess an item, the `number`-th (from 1) of those that were read.
+
+        Raises:
+            BadRecordError, OverlongError: by policy.
+        """
+        self._item = item
+        return self.sample(number - 1, source=source)
+
+    def _load(self, index: int, *, source: int) -> Sample:
+        return _mapping_sample(self._item, source=source)
 
 
 def _mapping_sample(item: Any, *, source: int) -> Sample:

@@ -1,58 +1,49 @@
-"""Runs the step loop of one replica: answers what it asks of the other replicas, one step a call.
+"""Runs the step loop of one replica: asks the other replicas for it, one step a call.
 
-Knows no trainer and no other rank of its replica (`feed`). With worker processes the loop runs in a
-process of its own, so that reading, planning and packing never hold the trainer's interpreter.
+With worker processes the loop runs in a process of its own, so that reading, planning and packing
+never hold the trainer's interpreter lock; this side relays what it asks. That process and its
+workers, which it forks, form a process group, which ends with the trainer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import atexit
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Generator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from typing import Any, Protocol
 
-from odb_megatron.data.item_stream import ItemStream
-from odb_megatron.data.loop import (
-    Exchange,
-    Failure,
-    Gather,
-    GatherAll,
-    GatherBlocks,
-    PackedStep,
-    Progress,
-    Request,
-    StepLoop,
-)
-from odb_megatron.data.loop_process import Deadline, LoopProcess, LoopSpec
-from odb_megatron.data.stream import SampleStream
-from odb_megatron.data.workers import Workers
-from odb_megatron.plan.record import LoaderClosedError, PlanConfig
+import torch
+
+from odb_megatron.comm.heartbeat import Deadline
+from odb_megatron.data.iterable import ItemReader, ItemStream
+from odb_megatron.data.loop import Ask, Failure, PackedStep, Progress, Request, StepLoop
+from odb_megatron.data.stream import SampleStream, StreamReader
+from odb_megatron.data.workers import WorkerError, Workers, fresh_context, pickled
+from odb_megatron.plan.record import HEADER, LoaderClosedError, PlanConfig
 
 __all__ = ["Channel", "StepLoader"]
 
+_LOOK_S = 0.1
+_JOIN_S = 5.0
+_CLOSING_AT = HEADER.fields["closing"][1]  # type: ignore[index]
+
 
 class Channel(Protocol):
-    """What `comm.blocks.SourceGroup` does."""
+    """`comm.groups.SourceGroup`, or what stands in for it: it has the methods of an `Ask`."""
 
-    @property
-    def replica(self) -> int:
-        """This replica."""
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas."""
-
-    def gather(self, record: bytes) -> list[bytes]:
-        """All-gather equal-sized records within the block, in replica order."""
-
-    def gather_blocks(self, record: bytes) -> list[bytes]:
-        """All-gather one record per block."""
-
-    def gather_all(self, record: bytes) -> list[bytes]:
-        """All-gather equal-sized records of all replicas, in replica order."""
-
-    def exchange(
-        self, step: int, sends: Mapping[int, bytes] | None, receives: Mapping[int, int]
-    ) -> dict[int, Any]:
-        """Send bytes to replicas of the block, and receive so many from others; see `Exchange`."""
+    replica: int
+    num_replicas: int
 
     def close(self) -> None:
         """Close the connections; peers that wait learn it."""
@@ -69,10 +60,11 @@ class StepLoader:
         consumed: samples consumed before (resume).
 
     Attributes:
-        fetch_limit_s: seconds that a worker has for a sample, 0 for any time; set before the first
-            step.
-        deadline: ends the wait for a process that does not answer.
-        is_over: no further step can be made.
+        stream, config: see above.
+        fetch_limit_s: seconds that a sample may take in a worker; 0 for any time. Set before the
+            first step, like `deadline`.
+        deadline: ends the wait for the loop's process; None to wait for ever.
+        is_over: nothing is left, or the loader has failed.
     """
 
     def __init__(
@@ -89,7 +81,7 @@ class StepLoader:
         self.stream, self.config = stream, config
         self._channel, self._num_workers = channel, num_workers
         self._start = self._progress = Progress(consumed=consumed)
-        self._loop: StepLoop | LoopProcess | None = None
+        self._loop: StepLoop | _LoopProcess | None = None
         self._steps: Generator[Request, Any, None] | None = None
         self._is_closing = False
         self.fetch_limit_s = 0.0
@@ -156,10 +148,10 @@ class StepLoader:
         try:
             if self._steps is None:
                 self._steps = self._open().run()
-            request: Request = next(self._steps)
-            while not isinstance(request, (PackedStep, Failure)):
+            request = next(self._steps)
+            while isinstance(request, Ask):
                 try:
-                    answer = self._answer(request)
+                    answer = getattr(self._channel, request.method)(*request.args)
                 except BaseException as error:
                     self._steps.throw(error)
                     raise
@@ -184,36 +176,200 @@ class StepLoader:
             self.make_step()
         if self._steps is not None:
             self._steps.close()
-        elif isinstance(self._loop, LoopProcess):
+        elif isinstance(self._loop, _LoopProcess):
             self._loop.kill()
 
-    def _answer(self, request: Request) -> Any:
-        channel = self._channel
-        match request:
-            case Gather(record):
-                return channel.gather(record)
-            case GatherBlocks(record):
-                return channel.gather_blocks(record)
-            case GatherAll(record):
-                return channel.gather_all(record)
-            case Exchange(step, sends, receives):
-                return channel.exchange(step, sends, receives)
-        raise AssertionError(f"no request: {request}")
-
-    def _open(self) -> StepLoop | LoopProcess:
+    def _open(self) -> StepLoop | _LoopProcess:
         if self._loop is None:
             num = 0 if self._is_closing else self._num_workers  # one that closes reads nothing
+            if isinstance(self.stream, ItemStream) and self.stream.shards.has_own_workers:
+                num = 0
             workers = Workers(num=num, timeout_s=self.fetch_limit_s)
-            spec = LoopSpec(
-                stream=self.stream,
-                config=self.config,
-                replica=self._channel.replica,
-                start=self._start,
-                workers=workers,
-            )
-            self._loop = (
-                LoopProcess(spec, deadline=self.deadline) if spec.has_process else spec.make()
-            )
+            parts = (self.stream, self.config, self.replica, self._start, workers)
+            self._loop = _LoopProcess(parts, self.deadline) if num else _make_loop(*parts)
             if self._is_closing:
                 self._loop.close()
         return self._loop
+
+
+def _make_loop(
+    stream: SampleStream | ItemStream,
+    config: PlanConfig,
+    replica: int,
+    start: Progress,
+    workers: Workers,
+) -> StepLoop:
+    """Return a step loop.
+
+    Raises:
+        ValueError: the saved state of an iterable source does not fit.
+    """
+    reader: ItemReader | StreamReader
+    if isinstance(stream, ItemStream):
+        num = config.num_replicas
+        reader = ItemReader(
+            stream, replica=replica, num_replicas=num, workers=workers, state=start.source
+        )
+    else:
+        reader = StreamReader(
+            stream, config, replica=replica, consumed=start.consumed, workers=workers
+        )
+    num_sources = len(stream.source_names)
+    return StepLoop(reader, config, replica=replica, num_sources=num_sources, start=start)
+
+
+class _LoopProcess:
+    """The trainer's side of a loop in a process of its own; has `StepLoop`'s `run` and `close`.
+
+    Args:
+        parts: the arguments of `_make_loop`.
+        deadline: see `StepLoader`.
+
+    Raises:
+        ValueError: they cannot be sent to a process, or no loop can be made of them.
+    """
+
+    def __init__(self, parts: tuple[Any, ...], deadline: Deadline | None) -> None:
+        self._deadline = deadline
+        self._number = 0
+        self._is_closing = False
+        self._writer: threading.Thread | None = None
+        data = pickled(parts)
+        context: Any = fresh_context(data)
+        self._connection, other = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(other, data), name="the step loop", daemon=True
+        )
+        self._process.start()
+        other.close()
+        _processes.add(self)
+        try:
+            self._receive()  # made, or why not
+        except BaseException:
+            self.kill()
+            raise
+
+    def close(self) -> None:
+        self._is_closing = True
+
+    def run(self) -> Generator[Request, Any, None]:
+        try:
+            self._send(None)
+            while (request := self._receive()) is not None:
+                if self._is_closing and isinstance(request, Ask) and request.method == "gather":
+                    record = bytearray(request.args[0])
+                    record[_CLOSING_AT] = 1
+                    request = replace(request, args=(bytes(record),))
+                self._send((yield request))
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process and its workers."""
+        _processes.discard(self)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()  # where it has made no group yet
+        self._process.join(_JOIN_S)
+        if self._writer is not None:
+            self._writer.join(_JOIN_S)  # nobody reads any more: it ends
+        self._connection.close()
+
+    def _send(self, answer: Any) -> None:
+        # A process that is stopped reads nothing: writing more than a pipe holds would never end.
+        self._writer = threading.Thread(target=self._write, args=(answer,), daemon=True)
+        self._writer.start()
+        while self._writer.is_alive():
+            self._writer.join(_LOOK_S)
+            self._check()
+
+    def _write(self, answer: Any) -> None:
+        with contextlib.suppress(OSError):  # `_receive` says why
+            self._connection.send(answer)
+
+    def _check(self) -> None:
+        try:
+            if self._deadline is not None:
+                self._deadline.check()
+        except RuntimeError as error:
+            raise WorkerError(
+                f"waiting for the step loop's process {self._process.pid}, or its data-loader "
+                f"workers: {error}"
+            ) from error
+
+    def _receive(self) -> Any:
+        """Return the loop's next request, None at its end.
+
+        Raises:
+            WorkerError: the process is gone, or has not answered before the deadline.
+            Exception: what the loop has raised.
+        """
+        self._number += 1
+        if self._deadline is not None:
+            self._deadline.begin("the step loop's process", self._number)
+        try:
+            while not self._connection.poll(_LOOK_S):
+                self._check()
+            found = self._connection.recv()
+        except (EOFError, ConnectionResetError) as error:
+            self._process.join(_JOIN_S)
+            raise WorkerError(
+                f"the step loop's process {self._process.pid} has ended with exit code "
+                f"{self._process.exitcode}: its own output, or the system's log, may say why; "
+                "SIGKILL often means that memory ran out: lower --num-workers"
+            ) from error
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+
+_processes: weakref.WeakSet[_LoopProcess] = weakref.WeakSet()
+
+
+@atexit.register
+def _kill_all() -> None:
+    for process in list(_processes):
+        process.kill()
+
+
+def _serve(connection: Connection, data: bytes) -> None:
+    """Run the loop in this process."""
+    os.setpgid(0, 0)  # its workers too: they end together
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_trainer, daemon=True).start()
+    warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+    # In the main thread: torch's handler of SIGCHLD then also ends the wait for a worker that was
+    # killed while it was sending.
+    try:
+        steps = _make_loop(*pickle.loads(data)).run()
+        connection.send(None)
+        while True:
+            request = steps.send(connection.recv())
+            if isinstance(request, Failure):
+                request = Failure(_sendable(request.error))
+            connection.send(request)
+    except StopIteration:
+        connection.send(None)
+    except (EOFError, BrokenPipeError):
+        pass  # the trainer is gone, or wants no more
+    except BaseException as error:
+        with contextlib.suppress(BrokenPipeError):
+            connection.send(_sendable(error))
+
+
+def _sendable(error: BaseException) -> Any:
+    """Return what arrives as the error, with its traceback as its cause."""
+    found = ExceptionWithTraceback(error, error.__traceback__)
+    try:
+        pickle.loads(pickle.dumps(found))
+    except Exception:  # pickle raises what it likes
+        return RuntimeError("".join(traceback.format_exception(error)))
+    return found
+
+
+def _end_with_trainer() -> None:
+    trainer: Any = multiprocessing.parent_process()
+    trainer.join()
+    os.killpg(0, signal.SIGKILL)

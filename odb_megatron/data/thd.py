@@ -1,13 +1,14 @@
-"""Packed (THD) assembly of a micro-batch: concatenated samples and their cumulative lengths.
+"""Packed (THD) micro-batches: samples one after the other, their cumulative lengths, and which
+tokens of them a context-parallel rank holds.
 
-Must not choose which samples go together (that is the plan) and must not pad by a rule of its own
-(`plan.padding`). Shape suffixes: T tokens of the micro-batch after padding, S samples, S1 = S + 1.
+Which samples go together is the plan's part, what they are padded to `plan.padding`'s. Shape
+suffixes: T tokens of the micro-batch after padding, S samples, S1 = S + 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +19,16 @@ from odb_megatron.data.images import ImageLayout, image_layout
 from odb_megatron.data.sample import Sample
 from odb_megatron.plan.padding import SizeRule
 
-__all__ = ["PAD_TOKEN", "MicroBatch", "MicroBatchLayout", "assemble", "assemble_idle", "layout"]
-__all__ += ["position_ids", "sample_index"]
+__all__ = ["PAD_TOKEN", "MicroBatch", "MicroBatchLayout", "assemble", "chunk_indices"]
+__all__ += ["cost_balance", "filled", "image_rows", "layout", "padding_mask", "sample_index"]
+__all__ += ["slice_micro_batch"]
 
 PAD_TOKEN = 0
 """Token id at padded places and in idle micro-batches: any id of the vocabulary serves, because
 no loss is taken there and attention does not cross samples."""
 
 _ANY = SizeRule()
+Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,13 @@ class MicroBatch(MicroBatchLayout):
 
 
 def layout(
-    lengths: Sequence[int], *, positions: Sequence[int], rule: SizeRule = _ANY
+    lengths: Sequence[int],
+    *,
+    positions: Sequence[int],
+    rule: SizeRule = _ANY,
+    num_patches: int = 0,
+    images: Integers | None = None,
+    merge: int = 1,
 ) -> MicroBatchLayout:
     """Lay out samples of the given lengths by a rule; none for an idle micro-batch.
 
@@ -90,6 +99,9 @@ def layout(
         lengths: tokens of each sample.
         positions: their stream positions.
         rule: what samples and micro-batches are padded to.
+        num_patches: image patches that the samples stand for.
+        images: see `image_rows`; None or empty for none.
+        merge: see `images.ImageLayout`.
 
     Raises:
         ValueError: the samples need more than the largest size.
@@ -106,70 +118,100 @@ def layout(
         padded = padded or [rule.multiple]
         longest = max(padded)
     real += [0] * (len(padded) - len(real))
+    offsets = np.cumsum([0, *padded])
+    found = None
+    if images is not None and len(images):
+        of_each = [images[images[:, 0] == at] for at in range(len(positions))]
+        found = image_layout(
+            [rows[:, 1:4] for rows in of_each],
+            [rows[:, 4] for rows in of_each],
+            offsets=offsets[: len(positions)],
+            merge=merge,
+        )
     return MicroBatchLayout(
         cu_seqlens=torch.tensor([0, *np.cumsum(real)], dtype=torch.int32),
-        cu_seqlens_padded=torch.tensor([0, *np.cumsum(padded)], dtype=torch.int32),
+        cu_seqlens_padded=torch.from_numpy(offsets.astype(np.int32)),
         max_seqlen=longest,
         positions=tuple(positions),
+        num_patches=num_patches,
+        images=found,
+    )
+
+
+def image_rows(samples: Sequence[Sample]) -> Integers:
+    """Return a row for each image, int64 [I, 5]: its sample, patches in time, height and width,
+    and its first token in the sample."""
+    rows = [
+        (at, *grid, start)
+        for at, sample in enumerate(samples)
+        if sample.images is not None
+        for grid, start in zip(sample.images.grid_thw, sample.images.starts, strict=True)
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, 5)
+
+
+def filled(
+    item: MicroBatchLayout,
+    tokens: npt.NDArray[np.integer],
+    labels: npt.NDArray[np.integer],
+    loss_mask: npt.NDArray[np.float32],
+    pixel_values: Tensor | None = None,
+) -> MicroBatch:
+    """Return a micro-batch of this layout: its samples' real tokens, one after the other, go to
+    their padded places."""
+    starts = item.cu_seqlens_padded.numpy().astype(np.int64)
+    real = item.cu_seqlens.numpy().astype(np.int64)
+    places = np.repeat(starts[:-1] - real[:-1], np.diff(real)) + np.arange(real[-1])
+    ids = np.full((2, int(starts[-1])), PAD_TOKEN, dtype=np.int64)
+    ids[0, places], ids[1, places] = tokens, labels
+    mask = np.zeros(int(starts[-1]), dtype=np.float32)
+    mask[places] = loss_mask
+    # Also from 0 in each segment of padding: none is beyond the longest sample's.
+    within = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+    return MicroBatch(
+        cu_seqlens=item.cu_seqlens,
+        cu_seqlens_padded=item.cu_seqlens_padded,
+        max_seqlen=item.max_seqlen,
+        positions=item.positions,
+        num_patches=item.num_patches,
+        images=item.images,
+        tokens=torch.from_numpy(ids[:1]),
+        labels=torch.from_numpy(ids[1:]),
+        loss_mask=torch.from_numpy(mask)[None],
+        position_ids=torch.from_numpy(within)[None],
+        pixel_values=pixel_values,
     )
 
 
 def assemble(
     samples: Sequence[Sample], *, positions: Sequence[int], rule: SizeRule = _ANY
 ) -> MicroBatch:
-    """Concatenate samples, padded by a rule.
-
-    Args:
-        samples: at least one (see `assemble_idle` for none).
-        positions: their stream positions, same order.
-        rule: see `layout`.
+    """Pack samples; none for an idle micro-batch, of whose tokens none has loss.
 
     Raises:
-        ValueError: no samples, `positions` of another length, or more samples than fit the rule.
+        ValueError: more samples than fit the rule, or patches of different kinds.
     """
-    if not samples or len(samples) != len(positions):
+    images = [sample.images for sample in samples if sample.images is not None]
+    if len({one.format for one in images}) > 1:
         raise ValueError(
-            f"a micro-batch needs samples and one position for each; got {len(samples)} samples "
-            f"and {len(positions)} positions"
+            "samples of one micro-batch have patches of different kinds "
+            f"({sorted(str(one.format) for one in images)}): preprocess all images alike"
         )
-    lengths = [len(sample) for sample in samples]
-    where = layout(lengths, positions=positions, rule=rule)
-    offsets = where.cu_seqlens_padded.numpy()
-    tokens_T = np.full(offsets[-1], PAD_TOKEN, dtype=np.int64)
-    labels_T = np.full(offsets[-1], PAD_TOKEN, dtype=np.int64)
-    loss_mask_T = np.zeros(offsets[-1], dtype=np.float32)
-    for sample, start in zip(samples, offsets, strict=False):
-        tokens_T[start : start + len(sample)] = sample.tokens
-        labels_T[start : start + len(sample)] = sample.labels
-        loss_mask_T[start : start + len(sample)] = sample.loss_mask
-    return MicroBatch(
-        tokens=torch.from_numpy(tokens_T)[None],
-        labels=torch.from_numpy(labels_T)[None],
-        loss_mask=torch.from_numpy(loss_mask_T)[None],
-        position_ids=position_ids(offsets),
-        cu_seqlens=where.cu_seqlens,
-        cu_seqlens_padded=where.cu_seqlens_padded,
-        max_seqlen=where.max_seqlen,
-        positions=where.positions,
+    item = layout(
+        [len(sample) for sample in samples],
+        positions=positions,
+        rule=rule,
         num_patches=sum(sample.num_patches for sample in samples),
-        images=_images(samples, offsets[:-1]),
-        pixel_values=_pixels(samples),
+        images=image_rows(samples),
+        merge=images[0].merge if images else 1,
     )
-
-
-def assemble_idle(*, rule: SizeRule = _ANY) -> MicroBatch:
-    """Return an idle micro-batch: see `layout`; none of its tokens has loss."""
-    where = layout((), positions=(), rule=rule)
-    zeros_T = torch.zeros((1, int(where.cu_seqlens_padded[-1])), dtype=torch.int64)
-    return MicroBatch(
-        tokens=zeros_T + PAD_TOKEN,
-        labels=zeros_T + PAD_TOKEN,
-        loss_mask=torch.zeros(zeros_T.shape, dtype=torch.float32),
-        position_ids=position_ids(where.cu_seqlens_padded.numpy()),
-        cu_seqlens=where.cu_seqlens,
-        cu_seqlens_padded=where.cu_seqlens_padded,
-        max_seqlen=where.max_seqlen,
-        positions=(),
+    pixels = [one.pixel_values for one in images]
+    return filled(
+        item,
+        np.concatenate([np.zeros(0, np.int64), *(sample.tokens for sample in samples)]),
+        np.concatenate([np.zeros(0, np.int64), *(sample.labels for sample in samples)]),
+        np.concatenate([np.zeros(0, np.float32), *(sample.loss_mask for sample in samples)]),
+        torch.from_numpy(np.concatenate(pixels)) if pixels else None,
     )
 
 
@@ -185,31 +227,100 @@ def sample_index(item: MicroBatchLayout) -> Tensor:
     return index_T[None]
 
 
-def position_ids(offsets: npt.NDArray[np.integer]) -> Tensor:
-    """Places within each segment, also one of padding: none is beyond the longest sample's."""
-    starts = np.repeat(offsets[:-1], np.diff(offsets))
-    return torch.from_numpy(np.arange(offsets[-1], dtype=np.int64) - starts)[None]
+# --- context parallelism -----------------------------------------------------------------------
+#
+# Every sample is cut into 2 * size equal chunks, of which rank r holds chunks r and
+# 2 * size - 1 - r, so that causal attention costs every rank the same. That is the order of
+# Transformer Engine's `thd_get_partitioned_indices`
+# (transformer_engine/common/fused_attn/context_parallel.cu).
 
 
-def _images(samples: Sequence[Sample], offsets: npt.NDArray[np.int32]) -> ImageLayout | None:
-    own = [sample.images for sample in samples]
-    formats = {images.format for images in own if images is not None}
-    if not formats:
-        return None
-    if len(formats) > 1:
+def chunk_indices(cu_seqlens_padded: Integers, *, size: int, rank: int) -> Integers:
+    """Return the places in the whole pack that a rank holds, int64 [T / size], sample by sample.
+
+    Args:
+        cu_seqlens_padded: int [S1], offsets of the padded samples.
+        size: context-parallel size.
+        rank: context-parallel rank.
+
+    Raises:
+        ValueError: a sample's padded length is no multiple of 2 * size.
+    """
+    starts = np.asarray(cu_seqlens_padded, dtype=np.int64)
+    lengths = np.diff(starts)
+    if (lengths % (2 * size)).any():
+        at = int((lengths % (2 * size) != 0).argmax())
         raise ValueError(
-            "samples of one micro-batch have patches of different kinds "
-            f"({sorted(map(str, formats))}): preprocess all images alike"
+            f"sample {at} of the micro-batch has {lengths[at]} tokens after padding, which "
+            f"context parallelism of {size} cannot cut into {2 * size} equal chunks: pad samples "
+            f"to a multiple of {2 * size}"
         )
-    nothing = np.zeros(0, dtype=np.int64)
-    return image_layout(
-        [nothing if one is None else one.grid_thw for one in own],
-        [nothing if one is None else one.starts for one in own],
-        offsets=offsets.astype(np.int64)[: len(own)],
-        merge=formats.pop().merge,
+    chunks = lengths // (2 * size)
+    first = starts[:-1] + rank * chunks
+    last = starts[:-1] + (2 * size - 1 - rank) * chunks
+    # Runs of consecutive places: (first, last) of each sample, each `chunk` long.
+    begins = np.stack([first, last], axis=1).reshape(-1)
+    sizes = np.repeat(chunks, 2)
+    before = np.concatenate(([0], np.cumsum(sizes)[:-1]))
+    return np.repeat(begins - before, sizes) + np.arange(int(sizes.sum()))
+
+
+def slice_micro_batch(item: MicroBatch, *, size: int, rank: int) -> MicroBatch:
+    """Return a rank's part of a micro-batch; cumulative lengths stay those of the whole.
+
+    Raises:
+        ValueError: see `chunk_indices`; or it has images, which a rank cannot encode in part.
+    """
+    if size == 1:
+        return item
+    if item.images is not None:
+        raise ValueError(
+            "samples with images cannot be cut for context parallelism in this version: use "
+            "--context-parallel-size 1"
+        )
+    index_T = torch.from_numpy(chunk_indices(item.cu_seqlens_padded.numpy(), size=size, rank=rank))
+    return replace(
+        item,
+        tokens=item.tokens.index_select(1, index_T),
+        labels=item.labels.index_select(1, index_T),
+        loss_mask=item.loss_mask.index_select(1, index_T),
+        position_ids=item.position_ids.index_select(1, index_T),
     )
 
 
-def _pixels(samples: Sequence[Sample]) -> Tensor | None:
-    own = [sample.images.pixel_values for sample in samples if sample.images is not None]
-    return torch.from_numpy(np.concatenate(own)) if own else None
+def padding_mask(item: MicroBatchLayout, *, size: int = 1, rank: int = 0) -> Tensor:
+    """Return where a rank's part is padding (True), bool [1, T / size].
+
+    The first token of an idle micro-batch counts as real: a router's load-balancing loss divides by
+    the number of real tokens, so that none at all gives 0 / 0.
+    """
+    starts = item.cu_seqlens_padded.numpy().astype(np.int64)
+    real = np.diff(item.cu_seqlens.numpy().astype(np.int64))
+    if item.is_idle:
+        real = np.ones_like(real)
+    padded = np.diff(starts)
+    within = np.arange(int(starts[-1])) - np.repeat(starts[:-1], padded)
+    mask_T = within >= np.repeat(real, padded)
+    if size > 1:
+        mask_T = mask_T[chunk_indices(starts, size=size, rank=rank)]
+    return torch.from_numpy(mask_T)[None]
+
+
+def cost_balance(lengths: Integers, padded: Integers, *, size: int) -> float:
+    """Return how even the attention over real tokens is across the ranks: mean / max.
+
+    A rank's share of a sample is the number of (query, key) pairs of its two chunks. Padding at a
+    sample's end makes the shares uneven; without it they are equal.
+
+    Args:
+        lengths: int [S], tokens of each sample before padding.
+        padded: int [S], the same after padding, multiples of 2 * size.
+        size: context-parallel size.
+    """
+    chunks = padded // (2 * size)
+    # Pairs of the first n queries of a sample: n (n + 1) / 2.
+    edges = np.minimum(np.arange(2 * size + 1)[:, None] * chunks, lengths)
+    pairs = np.diff(edges * (edges + 1) // 2, axis=0)  # [2 * size, S]
+    by_rank = (pairs[:size] + pairs[: size - 1 : -1]).sum(axis=1)
+    most = int(by_rank.max()) if len(lengths) else 0
+    return float(by_rank.mean() / most) if most else 1.0

@@ -1,133 +1,129 @@
-"""Tokenizers: found inside Megatron's tokenizer object, loaded from a folder or file, or trained.
+"""Tokenizers of transformers and of Megatron in one form; loading and training.
 
-Must not download anything, run code that comes with a tokenizer, or read Megatron's arguments.
+Nothing is downloaded, and no code that comes with a tokenizer is run.
 """
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from odb_megatron.data.chat import CHATML_TEMPLATE, TextTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "MegatronTextTokenizer",
-    "adds_special_tokens",
-    "hf_tokenizer",
-    "load_tokenizer",
-    "tokenizer_folder",
-    "train_bpe",
-    "usable_tokenizer",
-]
+__all__ = ["CHATML_TEMPLATE", "TextTokenizer", "load_tokenizer", "train_bpe"]
 
-END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eot_id|>", "<|im_end|>")
-"""Names looked for, in this order, as the EOS token of a bare `tokenizer.json`."""
-PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<unk>")
-"""Names looked for, in this order, as its padding token."""
+CHATML_TEMPLATE = """\
+{% for message in messages %}
+{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
+{% else %}
+{{ message['content'] + '<|im_end|>' }}
+{%- endif %}
+{{ '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+"""Used where a tokenizer has no chat template; also what `train_bpe` writes."""
 
-_END, _PAD = "<|endoftext|>", "<|pad|>"
-_SPECIAL_TOKENS = (_END, "<|im_start|>", "<|im_end|>", _PAD)
-_NUM_BYTES = 256
+_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 _MAX_CONFIG_BYTES = 64 << 20
-_VOCABULARY_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json",
-    "vocab.txt",
-)  # fmt: skip
 _USE_HF = "pass --tokenizer-type HuggingFaceTokenizer with --tokenizer-model FOLDER"
 
 
-class MegatronTextTokenizer:
-    """A Megatron tokenizer without a HF tokenizer inside, as a `TextTokenizer`.
+class TextTokenizer:
+    """What a tokenizer of transformers, or one of Megatron's, does with text.
 
-    Chats are tokenized piece by piece. SentencePiece puts its own leading space before each piece.
+    Of a fast tokenizer it holds a copy of the backend alone, so it may be shared between threads
+    and processes, and truncation that is set later has no effect.
 
-    Args:
-        tokenizer: what Megatron's `build_tokenizer` returned, or its library object.
-    """
-
-    def __init__(self, tokenizer: object) -> None:
-        self._megatron = tokenizer
-        self._library: Any = getattr(tokenizer, "_tokenizer", tokenizer)
-
-    @property
-    def eos_id(self) -> int | None:
-        """Megatron's end-of-sequence id."""
-        value = getattr(self._library, "eos_id", None)
-        return int(value) if isinstance(value, int) and value >= 0 else None
-
-    @property
-    def chat_template(self) -> str | None:
-        """The template given to Megatron (`--chat-template`, or its metadata file)."""
-        return getattr(self._megatron, "chat_template", None)
-
-    def encode(self, text: str) -> Sequence[int]:
-        """Ids as Megatron's `text_to_ids` gives them."""
-        return [int(i) for i in self._library.text_to_ids(text)]
-
-
-def usable_tokenizer(tokenizer: object) -> PreTrainedTokenizerBase | TextTokenizer:
-    """What `ChatRenderer` takes, from a HF tokenizer or any of Megatron's.
+    Attributes:
+        chat_template: in Jinja, or several by name; None for ChatML. One that was given to Megatron
+            (`--chat-template`, or its metadata file) counts.
+        variables: of templates: the special tokens by name.
+        special: tokens that are never part of a text.
 
     Raises:
-        ValueError: a tokenizer that cannot tokenize text, or has a chat format of its own.
+        ValueError: it cannot tokenize text, or formats chats by its own code.
     """
-    if _find_hf(tokenizer) is not None:
-        return hf_tokenizer(tokenizer)
-    if isinstance(tokenizer, TextTokenizer):
-        return tokenizer
-    library = getattr(tokenizer, "_tokenizer", tokenizer)
+
+    def __init__(self, tokenizer: Any) -> None:
+        is_hf = hasattr(tokenizer, "get_added_vocab")
+        library = tokenizer if is_hf else getattr(tokenizer, "_tokenizer", tokenizer)
+        held = (getattr(one, "tokenizer", None) for one in (tokenizer, library))
+        hf: Any = next((one for one in (tokenizer, *held) if hasattr(one, "get_added_vocab")), None)
+        _check_chat_format(library, hf)
+        given = (getattr(one, "chat_template", None) for one in (tokenizer, hf))
+        self.chat_template: str | Mapping[str, str] | None = next(filter(None, given), None)
+        # False by Megatron's --tokenizer-hf-no-include-special-tokens
+        self._adds_special = bool(getattr(library, "include_special_tokens", True))
+        self._backend: Any = None
+        self._bos_id: int | None = None
+        self._is_hf = hf is not None
+        if hf is None:
+            self.variables: dict[str, object] = {}
+            self.special: set[str] = set()
+            self._encode: Callable[..., Sequence[int]] = library.text_to_ids
+            eos_id = getattr(library, "eos_id", None)
+            self._eos_id = eos_id if isinstance(eos_id, int) and eos_id >= 0 else None
+            return
+        self.variables = dict(hf.special_tokens_map)
+        self.special = {*hf.get_added_vocab(), *hf.all_special_tokens}
+        self._eos_id, self._bos_id = hf.eos_token_id, hf.bos_token_id
+        if not getattr(hf, "is_fast", False):
+            self._encode = hf.encode
+            return
+        self._backend = type(hf.backend_tokenizer).from_str(hf.backend_tokenizer.to_str())
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = bool(getattr(hf, "split_special_tokens", False))
+
+    def __len__(self) -> int:
+        return 0 if self._backend is None else int(self._backend.get_vocab_size())
+
+    def encode(self, text: str, *, special: bool = False) -> tuple[Sequence[int], Any]:
+        """Ids of a text, and the characters [start, end) of each, None where not known."""
+        if self._backend is not None:
+            found = self._backend.encode(text, add_special_tokens=special)
+            return found.ids, found.offsets
+        options = {"add_special_tokens": special} if self._is_hf else {}
+        return self._encode(text, **options), None
+
+    def encode_document(self, text: str) -> list[int]:
+        """Ids with what the tokenizer adds by itself: one BOS at most, and one EOS."""
+        ids = list(self.encode(text, special=self._adds_special)[0])
+        if self._bos_id is not None and ids[:2] == [self._bos_id] * 2:
+            ids = ids[1:]  # one from the text, one from the tokenizer
+        if self._eos_id is not None and ids[-1:] != [self._eos_id]:
+            ids.append(self._eos_id)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> list[str]:
+        """Each token as text."""
+        if self._backend is None:
+            return [str(one) for one in ids]
+        return [self._backend.decode([one], skip_special_tokens=False) for one in ids]
+
+
+def _check_chat_format(library: Any, hf: Any) -> None:
     kind = type(library).__name__
-    if kind.startswith("Null"):
-        raise ValueError(f"{kind} only reads numbers, it cannot tokenize text; {_USE_HF}")
-    if kind.endswith("SFTTokenizer") or "Multimodal" in kind:
+    own = None
+    if hf is not None:
+        from transformers import PreTrainedTokenizerBase
+
+        own = getattr(type(hf), "apply_chat_template", None)
+        own = None if own is PreTrainedTokenizerBase.apply_chat_template else own
+    if own is not None or kind.endswith("SFTTokenizer") or "Multimodal" in kind:
         raise ValueError(
-            f"{kind} formats chats by a prompt format of its own, which --odb does not follow; "
-            f"{_USE_HF} (the same folder), whose chat_template is used"
+            f"{kind} formats chats by its own code, which does not tell where the assistant's text "
+            f"is; {_USE_HF}, whose chat_template is used"
         )
-    if not callable(getattr(library, "text_to_ids", None)):
-        raise ValueError(
-            f"{kind} has no text_to_ids, so it is no tokenizer of Megatron's; {_USE_HF}"
-        )
-    return MegatronTextTokenizer(tokenizer)
-
-
-def hf_tokenizer(tokenizer: object) -> PreTrainedTokenizerBase:
-    """The HF tokenizer inside Megatron's tokenizer object, or the argument if it is one.
-
-    Megatron keeps a chat template from its metadata file outside the HF tokenizer
-    (text_tokenizer.py 50-61, megatron-core 0.19.2); then a copy with that template is returned.
-
-    Raises:
-        ValueError: there is no HF tokenizer inside.
-    """
-    found = _find_hf(tokenizer)
-    if found is None:
-        library = getattr(tokenizer, "_tokenizer", tokenizer)
-        raise ValueError(f"there is no HF tokenizer inside {type(library).__name__}; {_USE_HF}")
-    template = None if found is tokenizer else getattr(tokenizer, "chat_template", None)
-    if template is not None and template != found.chat_template:
-        found = copy.copy(found)
-        found.chat_template = template
-    return found
-
-
-def adds_special_tokens(tokenizer: object) -> bool:
-    """Whether plain text gets the post-processor's tokens.
-
-    False only with Megatron's --tokenizer-hf-no-include-special-tokens.
-    """
-    library = getattr(tokenizer, "_tokenizer", tokenizer)
-    return bool(getattr(library, "include_special_tokens", True))
+    if hf is None and (kind.startswith("Null") or not hasattr(library, "text_to_ids")):
+        raise ValueError(f"a {kind} cannot tokenize text; {_USE_HF}")
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
@@ -143,74 +139,27 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             str(folder), trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # transformers and tokenizers raise what they like
-        raise ValueError(_not_loaded(Path(folder), error)) from error
+        if code := _named_code(Path(folder)):
+            raise ValueError(
+                f"{folder} names its own code ({code}), which is never run: save the tokenizer "
+                "with a class of transformers"
+            ) from error
+        raise ValueError(
+            f"{folder} holds no tokenizer that can be loaded ({str(error)[:500]}): name a folder "
+            "with a tokenizer.json and its tokenizer_config.json"
+        ) from error
     return tokenizer
-
-
-def _not_loaded(folder: Path, error: Exception) -> str:
-    code = _named_code(folder)
-    if code:
-        return (
-            f"{folder} names its own code ({code}), which is never run, and without it there is no "
-            f"tokenizer: name {folder / 'tokenizer.json'} itself, if there is one (its "
-            "chat_template is then ChatML), or save the tokenizer with a class of transformers"
-        )
-    return f"{folder} holds no tokenizer that can be loaded ({str(error)[:500]}): save it again"
 
 
 def _named_code(folder: Path) -> str:
     """Return the `auto_map` of a tokenizer's configuration as text; "" for none."""
     path = folder / "tokenizer_config.json"
-    if not path.is_file() or path.stat().st_size > _MAX_CONFIG_BYTES:
-        return ""
     try:
-        config = json.loads(path.read_bytes())
-        return str(config["auto_map"])[:200]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            return ""
+        return str(json.loads(path.read_bytes())["auto_map"])[:200]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
-
-
-def tokenizer_folder(path: str | os.PathLike[str], cache_dir: str | os.PathLike[str]) -> Path:
-    """A folder that `AutoTokenizer.from_pretrained` loads.
-
-    Args:
-        path: such a folder, or a bare `tokenizer.json` (any name that ends in `.json`).
-        cache_dir: where a bare file gets its folder, named by its content. EOS and padding are the
-            first of `END_NAMES` and `PAD_NAMES` that its vocabulary holds, else none.
-
-    Raises:
-        ValueError: there is no such path, or no tokenizer in it, or one that needs code of its own.
-    """
-    source = Path(path)
-    if source.is_dir():
-        if any((source / name).is_file() for name in _VOCABULARY_FILES):
-            if _named_code(source):
-                load_tokenizer(source)  # or say what is missing
-            return source
-        raise ValueError(
-            f"{source} holds no tokenizer; expected one of {', '.join(_VOCABULARY_FILES)}: "
-            "name the folder of the tokenizer itself"
-        )
-    if not source.is_file():
-        raise ValueError(
-            f"{source} does not exist; expected a tokenizer folder or a tokenizer.json on disk "
-            "(names of a model hub are not looked up: download the tokenizer first)"
-        )
-    if source.suffix.lower() != ".json":
-        raise ValueError(
-            f"{source} is not a tokenizer.json; name its folder, or for a SentencePiece model pass "
-            "--tokenizer-type SentencePieceTokenizer"
-        )
-    data = source.read_bytes()
-    config = _guessed_config(source, data)
-    digest = hashlib.sha256(data).hexdigest()
-    folder = Path(cache_dir) / f"tokenizer-{digest[:16]}"
-
-    def write(target: Path) -> None:
-        (target / "tokenizer.json").write_bytes(data)
-        _write_json(target / "tokenizer_config.json", config)
-
-    return _publish(folder, digest, write)
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int, folder: str | os.PathLike[str]) -> Path:
@@ -218,70 +167,9 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, folder: str | os.PathLik
 
     Its special tokens are <|endoftext|> (EOS), <|im_start|>, <|im_end|> and <|pad|>, ids 0 to 3;
     its chat template is ChatML with `{% generation %}` marks. The same texts give the same files.
-    A folder trained on the same texts is used again.
-
-    Args:
-        texts: what to train on, held in memory.
-        vocab_size: number of ids; fewer if the texts have too few pairs to merge.
-        folder: the new folder. It appears whole or not at all.
-
-    Raises:
-        ValueError: the vocabulary is too small, or the folder is something else.
     """
-    smallest = _NUM_BYTES + len(_SPECIAL_TOKENS)
-    if vocab_size < smallest:
-        raise ValueError(
-            f"vocab_size is {vocab_size}; expected at least {smallest} "
-            f"({_NUM_BYTES} bytes and {len(_SPECIAL_TOKENS)} special tokens)"
-        )
-    corpus = list(texts)
-    fingerprint = _fingerprint(corpus, vocab_size)
-
-    def write(target: Path) -> None:
-        _trained(corpus, vocab_size).save(str(target / "tokenizer.json"))
-        config = {**_config(_END, _PAD), "chat_template": CHATML_TEMPLATE}
-        _write_json(target / "tokenizer_config.json", config)
-
-    return _publish(Path(folder), fingerprint, write)
-
-
-def _find_hf(tokenizer: object) -> Any:
-    """The HF tokenizer: the object, or `.tokenizer` of Megatron's HF library class."""
-    library = getattr(tokenizer, "_tokenizer", None)
-    for candidate in (
-        tokenizer,
-        getattr(tokenizer, "tokenizer", None),
-        getattr(library, "tokenizer", None),
-    ):
-        if hasattr(candidate, "special_tokens_map") and hasattr(candidate, "get_added_vocab"):
-            return candidate
-    return None
-
-
-def _guessed_config(source: Path, data: bytes) -> dict[str, object]:
-    from tokenizers import Tokenizer
-
-    try:
-        vocabulary = Tokenizer.from_str(data.decode()).get_vocab()
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ValueError(
-            f"{source} is not a tokenizer.json ({error}); name one written by tokenizers' save()"
-        ) from error
-    end = next((name for name in END_NAMES if name in vocabulary), None)
-    return _config(end, next((name for name in PAD_NAMES if name in vocabulary), None))
-
-
-def _config(end: str | None, pad: str | None) -> dict[str, object]:
-    named = {"eos_token": end, "pad_token": pad}
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **{key: value for key, value in named.items() if value is not None},
-    }
-
-
-def _trained(corpus: list[str], vocab_size: int) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -292,53 +180,12 @@ def _trained(corpus: list[str], vocab_size: int) -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus, trainer=trainer)
-    return tokenizer
-
-
-def _fingerprint(corpus: list[str], vocab_size: int) -> str:
-    import tokenizers
-
-    settings = [tokenizers.__version__, vocab_size, _SPECIAL_TOKENS, CHATML_TEMPLATE]
-    digest = hashlib.sha256(json.dumps(settings).encode())
-    for text in corpus:
-        data = text.encode()
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-    return digest.hexdigest()
-
-
-def _publish(folder: Path, fingerprint: str, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a draft beside `folder`, then rename it; keep one of this fingerprint."""
-    if _is_published(folder, fingerprint):
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        write(draft)
-        (draft / "fingerprint.txt").write_text(fingerprint + "\n")
-        draft.chmod(0o755)
-        try:
-            draft.rename(folder)
-        except OSError:  # another process was first: its folder must be the same
-            if not _is_published(folder, fingerprint):
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return folder
-
-
-def _is_published(folder: Path, fingerprint: str) -> bool:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return False
-    mark = folder / "fingerprint.txt"
-    if mark.is_file() and mark.read_text().strip() == fingerprint:
-        return True
-    raise ValueError(
-        f"{folder} exists and was not made from these inputs (see fingerprint.txt in it); remove "
-        "it or name another folder"
-    )
-
-
-def _write_json(path: Path, value: dict[str, object]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    tokenizer.train_from_iterator(list(texts), trainer=trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=_SPECIAL_TOKENS[0],
+        pad_token=_SPECIAL_TOKENS[-1],
+        clean_up_tokenization_spaces=False,
+        chat_template=CHATML_TEMPLATE,
+    ).save_pretrained(str(folder))
+    return Path(folder)

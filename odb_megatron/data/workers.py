@@ -1,33 +1,42 @@
-"""How data-loader workers start, and what is sent to them.
+"""Processes that read: how they start, what is sent to them, how long a sample may take there.
 
-A process that holds process groups, threads or a CUDA context is never forked: workers come from a
-server that was started afresh (`forkserver`).
+A process that holds process groups, threads or a CUDA context is never forked: the step loop's
+process comes from a server that was started afresh (`forkserver`), and workers are its forks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
+import faulthandler
 import multiprocessing
 import multiprocessing.context
 import pickle
-import pickletools
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
+from types import FrameType
 from typing import Any
 
-__all__ = ["Packed", "Workers", "recorded", "starting"]
+__all__ = ["FetchTimeoutError", "WorkerError", "Workers", "fresh_context", "limited", "pickled"]
+__all__ += ["starting"]
 
-_PRELOADED = ("odb_megatron.data.replica_stream",)
 _starting = threading.Lock()
 
-_MAX_SEARCHED = 16 << 20
-"""Bytes in which names of modules are looked for, at most: it takes about a second per 16 MB."""
+_IN_C_S = 2.0
+"""Seconds after the limit in which an interruption has its effect."""
+
+
+class WorkerError(RuntimeError):
+    """A process that reads has died, or does not answer."""
+
+
+class FetchTimeoutError(Exception):
+    """A sample took too long; raised inside the code that makes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,50 +52,49 @@ class Workers:
     timeout_s: float = 0.0
 
 
-class Packed:
-    """An object as it is sent to workers: pickled once, unpickled by each when it is first used.
-
-    Args:
-        value: the object.
+def pickled(value: Any) -> bytes:
+    """Return an object as it is sent to a process.
 
     Raises:
         ValueError: it cannot be pickled.
     """
+    try:
+        return pickle.dumps(value, protocol=5)
+    except Exception as error:  # pickle raises what it likes
+        raise ValueError(
+            f"the data cannot be sent to worker processes ({type(error).__name__}: {error}): "
+            "define its classes and functions at the top level of a module and open files when "
+            "they are first read, or pass --num-workers 0"
+        ) from error
 
-    def __init__(self, value: Any) -> None:
-        try:
-            self._data = pickle.dumps(value, protocol=5)
-        except Exception as error:  # pickle raises what it likes
-            raise ValueError(
-                f"the data cannot be sent to worker processes ({type(error).__name__}: {error}): "
-                "define its classes and functions at the top level of a module and open files when "
-                "they are first read, or pass --num-workers 0"
-            ) from error
 
-    def unpack(self) -> Any:
-        """Return the object; made from this process's own data."""
-        return pickle.loads(self._data)
+def fresh_context(data: bytes) -> BaseContext:
+    """Return what starts processes afresh that unpickle `data`.
 
-    @property
-    def needs_main(self) -> bool:
-        """Whether the main script must be imported to unpack it."""
-        return b"__main__" in self._data
+    Python imports the main script in every process it starts afresh. A training script imports
+    Megatron, which takes each of them seconds and its memory: only classes of its own need it.
+    """
+    multiprocessing.set_forkserver_preload(["odb_megatron.data.step_loader"])
+    return multiprocessing.get_context("forkserver") if b"__main__" in data else _ForkServer()
 
-    def modules(self) -> list[str]:
-        """Return modules that unpacking it imports; those of a very large object are not known."""
-        if len(self._data) > _MAX_SEARCHED:
-            return []
-        texts = {text for _, text, _ in pickletools.genops(self._data) if isinstance(text, str)}
-        return sorted(name for name in texts if name in sys.modules and name != "__main__")
 
-    def context(self) -> BaseContext:
-        """Return what starts processes afresh that unpack this object, and imports no more.
+class _ForkServerProcess(multiprocessing.context.ForkServerProcess):
+    def start(self) -> None:
+        main: Any = sys.modules["__main__"]
+        with _starting:
+            # What `multiprocessing.spawn.get_preparation_data` finds the script by.
+            values = {
+                name: vars(main)[name] for name in ("__spec__", "__file__") if name in vars(main)
+            }
+            vars(main).update(dict.fromkeys(values))
+            try:
+                super().start()
+            finally:
+                vars(main).update(values)
 
-        Python imports the main script in every process it starts afresh. A training script imports
-        Megatron, which takes each of them seconds and its memory.
-        """
-        multiprocessing.set_forkserver_preload([*_PRELOADED, *self.modules()])
-        return multiprocessing.get_context("forkserver") if self.needs_main else _ForkServer()
+
+class _ForkServer(multiprocessing.context.ForkServerContext):
+    Process = _ForkServerProcess
 
 
 @contextlib.contextmanager
@@ -108,41 +116,35 @@ def starting() -> Iterator[None]:
         ) from error
 
 
-def recorded(context: BaseContext) -> tuple[BaseContext, Callable[[], list[int]]]:
-    """Return a context like this one, and what tells which of the processes it made are gone."""
-    made: list[Any] = []
-    own: Any = copy.copy(context)
-    make: Callable[..., Any] = own.Process
-
-    def process(*args: Any, **named: Any) -> Any:
-        made.append(make(*args, **named))
-        return made[-1]
-
-    own.Process = process
-    return own, lambda: [one.pid for one in made if one.pid is not None and not one.is_alive()]
-
-
 @contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Hide the main script's place from `multiprocessing.spawn.get_preparation_data`."""
-    main: Any = sys.modules["__main__"]
-    names = ("__spec__", "__file__")
-    with _starting:
-        values = {name: getattr(main, name) for name in names if hasattr(main, name)}
-        for name in values:
-            setattr(main, name, None)
-        try:
-            yield
-        finally:
-            for name, value in values.items():
-                setattr(main, name, value)
+def limited(limit_s: float, *, what: Callable[[], str]) -> Iterator[None]:
+    """Run what makes one sample, in the main thread of a worker process: SIGALRM is taken over.
 
+    What runs in Python, sleeps or waits for a file or socket is interrupted where it is; code in C
+    that never returns ends the worker.
 
-class _ForkServerProcess(multiprocessing.context.ForkServerProcess):
-    def start(self) -> None:
-        with _without_main():
-            super().start()
+    Args:
+        limit_s: seconds it may take; 0 for any time.
+        what: returns the sample in words.
+    """
+    if not limit_s:
+        yield
+        return
 
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise FetchTimeoutError(
+            f"{what()} took longer than {limit_s:g} s (0.8 times --odb-timeout-s): it hangs, or "
+            "reads too slowly"
+        )
 
-class _ForkServer(multiprocessing.context.ForkServerContext):
-    Process = _ForkServerProcess
+    before = signal.signal(signal.SIGALRM, interrupt)
+    stderr = sys.__stderr__
+    if stderr is not None:
+        faulthandler.dump_traceback_later(limit_s + _IN_C_S, exit=True, file=stderr)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        faulthandler.cancel_dump_traceback_later()
+        signal.signal(signal.SIGALRM, before)

@@ -1,6 +1,7 @@
-"""What the `--odb-*` flags say, defaults filled in.
+"""Everything that a user can set of ODB: one table, from which each host makes its own settings.
 
-Must not decide what works with what (that is `validation`) and must not import Megatron.
+Megatron's flags are made here (`add_odb_arguments`), Bridge's `dataset.odb.*` in `bridge.settings`,
+the table in README.md and `--help` from the same texts.
 """
 
 from __future__ import annotations
@@ -8,185 +9,318 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, NamedTuple
 
-from odb_megatron.comm.watchdog import OnPeerFailure
 from odb_megatron.data.chat_record import template_arguments
-from odb_megatron.data.preprocess import BadRecordPolicy, LossPer, SampleRules, count_scale
+from odb_megatron.data.sample import (
+    MAX_WEIGHT,
+    LossPer,
+    SampleRules,
+    count_scale,
+)
+from odb_megatron.errors import SettingError
 from odb_megatron.megatron.topology import sync_of
-from odb_megatron.plan.cost import CostPrices
+from odb_megatron.plan.cost import CostModel, CostPrices, ModelShape
 from odb_megatron.plan.padding import OverlongPolicy, SizeRule, budget_length, size_rule
 from odb_megatron.plan.record import Sync
 
-__all__ = ["STALL_WARN_S", "OdbConfig"]
+__all__ = ["SETTINGS", "OdbConfig", "Setting", "add_odb_arguments"]
 
-_PLANNING_FLAGS = {
-    "odb_token_budget": "--odb-token-budget",
-    "odb_pad_to_budget": "--odb-pad-to-budget",
-    "odb_shape_buckets": "--odb-shape-buckets",
-    "odb_epochs": "--odb-epochs",
-    "odb_cost": "--odb-cost",
-    "odb_max_patches": "--odb-max-patches",
-    "odb_max_bad_records": "--odb-max-bad-records",
-    "odb_resume_strict": "--odb-resume-strict",
-    "odb_plan_ahead": "--odb-plan-ahead",
-    "odb_warmup_worst_case": "--odb-warmup-worst-case",
-    "odb_dry_run": "--odb-dry-run",
-    "odb_timeout_s": "--odb-timeout-s",
-    "odb_stall_warn_s": "--odb-stall-warn-s",
-    "odb_on_peer_failure": "--odb-on-peer-failure",
-}
+_MAX_WARN_S = 60.0
+
+_OVERHEAD_SHARE = 0.05
+"""Overhead of a micro-batch as a share of a full one's linear cost, where nothing was measured."""
 
 
-STALL_WARN_S = 60.0
+class Kind(NamedTuple):
+    """What is given for a setting.
+
+    Attributes:
+        type: bool for a switch, an `Enum` for its values.
+        read: makes the field's value; a ValueError's text follows the setting's name. What Bridge
+            gives has any type that YAML has.
+        value: what holds where nothing is given.
+        metavar: what stands for it in help texts.
+        many: whether several are given.
+    """
+
+    type: type
+    read: Callable[[Any], Any]
+    value: Any = None
+    metavar: str | None = None
+    many: bool = False
+
+    @property
+    def choices(self) -> list[str] | None:
+        return [one.value for one in self.type] if issubclass(self.type, Enum) else None
+
+
+class Setting(NamedTuple):
+    """What a user is told of one field.
+
+    Attributes:
+        help: for `--help` and the documentation.
+        kind: what they give.
+        default: what holds where they give nothing.
+        baseline: whether it holds without `--odb` too.
+        in_bridge: whether Megatron-Bridge has it.
+        dest: name among Megatron's arguments, where it is not `odb_` and the field's.
+    """
+
+    help: str
+    kind: Kind
+    default: str = ""
+    baseline: bool = False
+    in_bridge: bool = True
+    dest: str = ""
+
+
+def _setting(*values: Any, **more: Any) -> Any:
+    return field(metadata={"setting": Setting(*values, **more)})
+
+
+def _count(least: int, value: int | None = None) -> Kind:
+    def read(given: Any) -> int:
+        if isinstance(given, bool) or not re.fullmatch(r" *-?\d+ *", str(given)):
+            raise ValueError(f"is {given!r}: expected a whole number")
+        if int(given) < least:
+            raise ValueError(f"must be at least {least}, got {given}")
+        return int(given)
+
+    return Kind(int, read, value, "N")
+
+
+def _seconds(given: Any) -> float:
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError):
+        raise ValueError(f"is {given!r}: expected a number of seconds") from None
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"must be above 0 seconds, got {seconds:g}")
+    return seconds
+
+
+def _switch(given: Any) -> bool:
+    if given is not True:
+        raise ValueError(f"is {given!r}: give true or false")
+    return True
+
+
+def _one_of(choices: type[Enum], value: Enum | None = None) -> Kind:
+    def read(given: Any) -> Enum:
+        values = [one.value for one in choices]
+        if given not in values:
+            raise ValueError(f"is {given!r}: expected {', '.join(values)}")
+        return choices(given)
+
+    return Kind(choices, read, value)
+
+
+def _sizes(given: Any) -> tuple[int, ...]:
+    words = given if isinstance(given, (list, tuple)) else [given]
+    try:
+        return tuple(0 if word == "budget" else _count(1).read(word) for word in words)
+    except ValueError:
+        text = " ".join(map(str, words))
+        raise ValueError(f"{text}: each must be a token count of at least 1, or budget") from None
+
+
+def _prices(given: Any) -> CostPrices:
+    return CostPrices.parse(str(given))
+
+
+def _template_args(given: Any) -> dict[str, Any]:
+    text = given if isinstance(given, str) else json.dumps(given)
+    try:
+        return template_arguments(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OdbConfig:
-    """Values of the `--odb-*` flags, defaults filled in.
+    """What holds in a run: the settings with defaults filled in, and what of Megatron's they need.
 
     Attributes:
-        enabled: `--odb`.
-        token_budget: most padded tokens of a micro-batch.
-        pad_to_budget: every micro-batch is padded to the budget.
-        shape_buckets: token counts to the nearest of which it is padded; empty for none.
-        cost: `--odb-cost`; None for what follows from the model's shape.
-        max_patches: most patches of a micro-batch, 0 for no cap.
-        sync: where replicas wait for each other.
-        template_args: further variables of the chat template.
-        overlong: see `plan.padding.OverlongPolicy`.
-        loss_per: see `data.preprocess.LossPer`; None for `TOKEN` with whole weights.
-        batch_size: `--global-batch-size`.
-        bad_record: see `data.preprocess.BadRecordPolicy`.
-        max_bad_records: see `data.bad_records.max_bad_records`.
-        resume_strict: whether a resume refuses data files that have changed.
-        epochs: passes over the data, or None when the run length is given in Megatron's terms.
-        attention: attention backend's name.
-        log_dir: folder of the step logs; None for none, and in a dry run.
-        log_ids: whether they name the samples.
-        context: `--seq-length`.
-        plan_ahead: most finished steps that wait for the trainer.
-        warmup_worst_case: whether the worst micro-batches are run before the first step.
+        pad_to: ascending, with the budget; empty where micro-batches are as long as their samples.
+        cost: None for what follows from the model's shape.
+        max_patches: 0 for no cap.
+        loss_per: None for `TOKEN` with whole weights.
+        epochs: None when the run length is given in Megatron's terms.
+        log_dir: None for none, and in a dry run.
         timeout_s: seconds that the trainer waits for an exchange, and a worker has for a fetch.
-        stall_warn_s: seconds before a peer that does not come is named in a warning.
-        dry_run: whether to end when the first steps were read and planned.
-        on_peer_failure: what becomes of this process when another rank is gone.
+        sync: where replicas wait for each other.
+        context: `--seq-length`.
+        batch_size: `--global-batch-size`.
     """
 
-    enabled: bool
-    token_budget: int
-    pad_to_budget: bool
-    shape_buckets: tuple[int, ...]
-    cost: CostPrices | None
-    max_patches: int
+    enabled: bool = _setting(
+        "Form variable-size packed micro-batches under a token budget, online, and even out "
+        "replicas' work. A step has exactly the samples that Megatron's own sampler gives it. What "
+        "it needs of Megatron's flags it sets, and prints. Without it the same data is trained in "
+        "Megatron's padded micro-batches.",
+        Kind(bool, _switch, False),
+        "off",
+        baseline=True,
+        in_bridge=False,
+        dest="odb",
+    )
+    token_budget: int = _setting(
+        "Most tokens of a micro-batch on one replica, padding included. Memory follows it.",
+        _count(1),
+        "the sequence length",
+    )
+    overlong: OverlongPolicy = _setting(
+        "What happens to a sample longer than the sequence length or the token budget: error names "
+        "it and stops; truncate cuts its end; drop leaves it out; solo gives it a micro-batch of "
+        "its own, over the budget but not over the sequence length. All are counted.",
+        _one_of(OverlongPolicy, OverlongPolicy.ERROR),
+        "error",
+        baseline=True,
+    )
+    max_bad_records: int = _setting(
+        "Most records of the training data that may be left out because they cannot become samples "
+        "(bad JSON, wrong types, empty, nothing to learn), over all replicas and resumes; one more "
+        "ends the run, naming file and line. Evaluations, and runs without --odb, leave out any "
+        "number unless it is 0. All are counted.",
+        _count(0, 0),
+        "0",
+        baseline=True,
+    )
+    epochs: int | None = _setting(
+        "Passes over the training data, in place of --train-samples or --train-iters.",
+        _count(1),
+        in_bridge=False,
+    )
+    pad_to: tuple[int, ...] = _setting(
+        "Pad every micro-batch to the nearest of these token counts, by segments without loss: a "
+        "few shapes, for compilers and allocators. The token budget is always one of them; budget "
+        "alone gives all one shape, as CUDA graphs need it. The metrics count the padding.",
+        Kind(str, _sizes, (), "TOKENS", many=True),
+        "as long as their samples",
+    )
+    cost: CostPrices | None = _setting(
+        "Predicted cost of a token, a token squared (summed over each sample's own length), a "
+        "micro-batch and an image patch, in one unit of your choice; what is left out is 0. "
+        "'odb-megatron trace LOGS --fit-cost' finds them from the times of a run.",
+        Kind(str, _prices, metavar="linear=X,quadratic=X,overhead=X,patch=X"),
+        "FLOPs of the model's shape, and 5 per cent of a full micro-batch as its overhead",
+    )
+    max_patches: int = _setting(
+        "Most image patches of a micro-batch. A sample with more gets one of its own, counted.",
+        _count(1, 0),
+        "no cap",
+    )
+    template_args: Mapping[str, Any] = _setting(
+        "Further variables of the tokenizer's chat template, as a JSON object, such as "
+        "'{\"enable_thinking\": false}'. A record's own chat_template_kwargs come before them.",
+        Kind(str, _template_args, {}, "JSON"),
+        baseline=True,
+    )
+    loss_per: LossPer | None = _setting(
+        "What counts once in a step's loss, sum(weight * loss) / sum(weight): token takes the "
+        f"data's weights (loss_mask, from 0 to {MAX_WEIGHT:g}) as they are; sample divides those "
+        "of each sample by their sum, so that long answers count no more than short ones.",
+        _one_of(LossPer),
+        "token, and weights that are no whole numbers are refused",
+        baseline=True,
+    )
+    log_dir: str | None = _setting(
+        "Write one JSON line per optimizer step and replica into this folder: ids and lengths of "
+        "samples by micro-batch, loss, gradient norm, cost, waits; and run.json, with the flags "
+        "and what the run chose for itself. A resumed run goes on in the same files. Shown by "
+        "'odb-megatron trace' and 'compare'.",
+        Kind(str, str, metavar="DIR"),
+        baseline=True,
+    )
+    dry_run: bool = _setting(
+        "Check the flags and this machine, read and plan three steps by the run's own loaders, "
+        "print what was found, and end with exit code 0, or 2 where something does not fit. "
+        "Nothing is trained, and no checkpoint, log or series written.",
+        Kind(bool, _switch, False),
+        "off",
+    )
+    timeout_s: float = _setting(
+        "Seconds that the trainer may wait for data that other ranks have to agree on, and that a "
+        "data-loader worker has to fetch a sample. Who is waited for is named after a quarter of "
+        "them, 60 at most. A rank that evaluates, saves or computes for longer trips nothing; the "
+        "loss of one is noticed at once, whatever this is.",
+        Kind(float, _seconds, metavar="SECONDS"),
+        "the timeout of Megatron's process groups",
+    )
     sync: Sync
-    template_args: Mapping[str, Any]
-    overlong: OverlongPolicy
-    loss_per: LossPer | None
-    batch_size: int
-    bad_record: BadRecordPolicy
-    max_bad_records: int
-    resume_strict: bool
-    epochs: int | None
-    attention: str
-    log_dir: str | None
-    log_ids: bool
     context: int
-    plan_ahead: int
-    warmup_worst_case: bool
-    timeout_s: float
-    stall_warn_s: float
-    dry_run: bool
-    on_peer_failure: OnPeerFailure
+    batch_size: int
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> OdbConfig:
         """Fill in defaults.
 
         Raises:
-            ValueError: flags that would do nothing, or values out of range: one line each.
+            ValueError: settings that would do nothing, or values out of range: one line each.
         """
-        if not args.odb:
-            given = [
-                flag for name, flag in _PLANNING_FLAGS.items() if getattr(args, name) is not None
-            ]
-            if given:
-                raise ValueError(
-                    f"{', '.join(given)} would do nothing without --odb: add --odb, or drop "
-                    f"{'it' if len(given) == 1 else 'them'}"
-                )
-        problems: list[str] = []
-        for name in (
-            *("odb_token_budget", "odb_epochs", "odb_max_patches"),
-            "odb_max_bad_records",
-        ):
-            value = getattr(args, name)
-            if value is not None and value < 1:
-                problems.append(f"{_PLANNING_FLAGS[name]} must be at least 1, got {value}")
-        for name in ("odb_timeout_s", "odb_stall_warn_s"):
-            value = getattr(args, name)
-            if value is not None and not 0 < value < math.inf:
-                problems.append(f"{_PLANNING_FLAGS[name]} must be above 0 seconds, got {value:g}")
-        bad_record = BadRecordPolicy(args.odb_bad_record)
-        if args.odb_max_bad_records and bad_record is BadRecordPolicy.ERROR:
-            problems.append(
-                "--odb-max-bad-records would do nothing with --odb-bad-record error, which ends "
-                "the run at the first one: use --odb-bad-record skip, or drop it"
+        given = {name: getattr(args, _dest(name), None) for name in SETTINGS}
+        given = {k: value for k, value in given.items() if value is not None and value is not False}
+        useless = [f"{{{_dest(name)}}}" for name in given if not SETTINGS[name].baseline]
+        if useless and not args.odb:
+            raise SettingError(
+                f"{', '.join(useless)} would do nothing without {{odb}}: add {{odb}}, or drop "
+                f"{'it' if len(useless) == 1 else 'them'}"
             )
-        plan_ahead = 2 if args.odb_plan_ahead is None else args.odb_plan_ahead
-        if plan_ahead < 0:
-            problems.append(f"--odb-plan-ahead must not be negative, got {plan_ahead}")
-        buckets = _taken(_buckets, args, problems)
-        cost = _taken(_cost, args, problems)
-        template_args = _taken(_template_args, args, problems)
-        logs_ids = _taken(_logs_ids, args, problems)
-        if problems or buckets is None:
-            raise ValueError("\n".join(problems))
         minutes = getattr(args, "distributed_timeout_minutes", 10)  # Megatron's own default
+        values = {name: setting.kind.value for name, setting in SETTINGS.items()}
+        values |= {"token_budget": args.seq_length, "timeout_s": 60.0 * minutes}
+        problems: list[SettingError] = []
+        for name, value in given.items():
+            try:
+                values[name] = SETTINGS[name].kind.read(value)
+            except ValueError as error:
+                problems.append(SettingError(f"{{{_dest(name)}}} {{error}}", error=error))
+        budget, sizes = values["token_budget"], values["pad_to"]
+        if max(sizes, default=0) > budget:
+            problems.append(
+                SettingError(
+                    "{odb_pad_to} {sizes} must not be above the token budget {budget}, which is "
+                    "one of them always: change them, or raise {odb_token_budget}",
+                    sizes=" ".join(map(str, sizes)),
+                    budget=budget,
+                )
+            )
+        if problems:
+            raise ValueError("\n".join(map(str, problems)))
+        values["pad_to"] = tuple(sorted({*sizes, budget} - {0})) if sizes else ()
+        if values["dry_run"]:
+            values["log_dir"] = None
         return cls(
-            enabled=args.odb,
-            token_budget=args.odb_token_budget or args.seq_length,
-            pad_to_budget=bool(args.odb_pad_to_budget),
-            shape_buckets=buckets,
-            cost=cost,
-            max_patches=args.odb_max_patches or 0,
+            **values,
             sync=sync_of(args)[0],
-            template_args=template_args or {},
-            overlong=OverlongPolicy(args.odb_overlong),
-            loss_per=None if args.odb_loss_per is None else LossPer(args.odb_loss_per),
-            batch_size=getattr(args, "global_batch_size", None) or 1,
-            bad_record=bad_record,
-            max_bad_records=args.odb_max_bad_records or 0,
-            resume_strict=args.odb_resume_strict is not False,
-            epochs=args.odb_epochs,
-            attention=args.odb_attention,
-            log_dir=None if args.odb_dry_run else args.odb_log_dir,
-            log_ids=bool(logs_ids),
             context=args.seq_length,
-            plan_ahead=plan_ahead,
-            warmup_worst_case=bool(args.odb_warmup_worst_case),
-            timeout_s=args.odb_timeout_s or 60.0 * minutes,
-            stall_warn_s=args.odb_stall_warn_s or STALL_WARN_S,
-            dry_run=bool(args.odb_dry_run),
-            on_peer_failure=OnPeerFailure(args.odb_on_peer_failure or OnPeerFailure.EXIT.value),
+            batch_size=getattr(args, "global_batch_size", None) or 1,
         )
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Token counts to the nearest of which micro-batches are padded; empty for none."""
-        return self.shape_buckets or ((self.token_budget,) if self.pad_to_budget else ())
+    def pads_to_budget(self) -> bool:
+        """Whether all micro-batches have one length."""
+        return self.pad_to == (self.token_budget,)
+
+    @property
+    def warn_s(self) -> float:
+        """Seconds after which a rank that does not answer is named in a warning."""
+        return min(_MAX_WARN_S, self.timeout_s / 4)
 
     def micro_batch_length(self, multiple: int) -> int:
         """Return the tokens that every micro-batch is padded to; 0 for none."""
-        return budget_length(self.token_budget, multiple) if self.pad_to_budget else 0
+        return budget_length(self.token_budget, multiple) if self.pads_to_budget else 0
 
     def size_rule(self, multiple: int) -> SizeRule:
         """Return what samples and micro-batches are padded to."""
         return size_rule(
-            self.sizes,
+            self.pad_to,
             token_budget=self.token_budget,
             context=self.context,
             multiple=multiple,
@@ -206,98 +340,89 @@ class OdbConfig:
             token_budget=self.token_budget if self.enabled else self.context,
             multiple=multiple,
             overlong=self.overlong,
-            bad_record=self.bad_record,
+            skip_bad=self.max_bad_records > 0,
             loss_per=self.loss_per or LossPer.TOKEN,
             count_scale=self.count_scale,
             whole_weights=self.loss_per is None,
         )
 
+    def cost_model(self, args: argparse.Namespace) -> CostModel:
+        """Return the cost model.
+
+        Args:
+            args: Megatron's, the padded vocabulary's size among them; a script whose model has a
+                vision tower sets `odb_patch_tokens`, what a patch costs beside a token.
+        """
+        if self.cost is not None:
+            return self.cost.model()
+        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        shape = ModelShape(
+            num_layers=args.num_layers,
+            hidden=args.hidden_size,
+            ffn_hidden=args.ffn_hidden_size,
+            query=args.num_attention_heads * args.kv_channels,
+            key_value=groups * args.kv_channels,
+            vocab=args.padded_vocab_size,
+            gated_mlp=args.swiglu,
+        )
+        return CostModel.from_ratios(
+            quadratic=shape.quadratic_ratio,
+            fixed_tokens=_OVERHEAD_SHARE * self.token_budget,
+            patch_tokens=getattr(args, "odb_patch_tokens", 0.0),
+        )
+
     def describe(self) -> str:
         """Return the flags that reproduce this configuration, defaults included."""
-        flags = [
-            f"--odb-token-budget {self.token_budget}",
-            f"--odb-overlong {self.overlong.value}",
-            f"--odb-bad-record {self.bad_record.value}",
-            f"--odb-attention {self.attention}",
-        ]
-        if self.template_args:
-            text = json.dumps(self.template_args, sort_keys=True)
-            flags += [f"--odb-template-args {shlex.quote(text)}"]
-        if self.loss_per is not None:
-            flags += [f"--odb-loss-per {self.loss_per.value}"]
-        if self.max_bad_records:
-            flags += [f"--odb-max-bad-records {self.max_bad_records}"]
-        if self.pad_to_budget:
-            flags += ["--odb-pad-to-budget"]
-        if self.shape_buckets:
-            flags += [f"--odb-shape-buckets {' '.join(map(str, self.shape_buckets))}"]
-        if self.cost is not None:
-            flags += [f"--odb-cost {self.cost}"]
-        if self.max_patches:
-            flags += [f"--odb-max-patches {self.max_patches}"]
-        if not self.resume_strict:
-            flags += ["--no-odb-resume-strict"]
-        if self.epochs is not None:
-            flags += [f"--odb-epochs {self.epochs}"]
-        flags += [f"--odb-plan-ahead {self.plan_ahead}"]
-        if self.warmup_worst_case:
-            flags += ["--odb-warmup-worst-case"]
-        flags += [f"--odb-timeout-s {self.timeout_s:g}"]
-        flags += [f"--odb-stall-warn-s {self.stall_warn_s:g}"]
-        flags += [f"--odb-on-peer-failure {self.on_peer_failure.value}"]
-        return " ".join(["--odb", *flags])
+        flags = ["--odb"]
+        for name, setting in SETTINGS.items():
+            value = getattr(self, name)
+            if not value or setting.kind.type is bool or name == "log_dir":
+                continue
+            words = ["budget"] if name == "pad_to" and self.pads_to_budget else _words(value)
+            flags += ["--" + _dest(name).replace("_", "-"), *words]
+        return " ".join(flags)
 
 
-_Taken = TypeVar("_Taken")
+SETTINGS: Mapping[str, Setting] = {
+    one.name: one.metadata["setting"] for one in fields(OdbConfig) if one.metadata
+}
+"""The settings by their fields' names, in the order in which they are shown."""
 
 
-def _taken(
-    take: Callable[[argparse.Namespace], _Taken], args: argparse.Namespace, problems: list[str]
-) -> _Taken | None:
-    """Return what a part of the flags gives; None where it is refused, which is noted."""
-    try:
-        return take(args)
-    except ValueError as error:
-        problems.append(str(error))
-        return None
+def _dest(name: str) -> str:
+    return SETTINGS[name].dest or f"odb_{name}"
 
 
-def _buckets(args: argparse.Namespace) -> tuple[int, ...]:
-    sizes = tuple(getattr(args, "odb_shape_buckets", None) or ())
-    budget = args.odb_token_budget or args.seq_length
-    if not sizes:
-        return ()
-    if args.odb_pad_to_budget:
-        raise ValueError("--odb-pad-to-budget has one size and --odb-shape-buckets a few: keep one")
-    if min(sizes) < 1 or max(sizes) > budget:
-        raise ValueError(
-            f"--odb-shape-buckets {' '.join(map(str, sizes))} must be between 1 and the token "
-            f"budget {budget}, which is one of them always: change them, or raise "
-            "--odb-token-budget"
+def _words(value: Any) -> list[str]:
+    if isinstance(value, tuple):
+        return [str(one) for one in value]
+    if isinstance(value, Enum):
+        return [str(value.value)]
+    if isinstance(value, Mapping):
+        return [shlex.quote(json.dumps(dict(value), sort_keys=True))]
+    return [f"{value:g}" if isinstance(value, float) else str(value)]
+
+
+def add_odb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the `--odb*` flags; pass as Megatron's `extra_args_provider`."""
+    group = parser.add_argument_group(title="online dynamic batching")
+    for name, setting in SETTINGS.items():
+        flag = "--" + _dest(name).replace("_", "-")
+        text = setting.help
+        if setting.baseline and not setting.dest:
+            text += " Holds without --odb too."
+        if setting.default:
+            text += f" Default: {setting.default}."
+        kind = setting.kind
+        if kind.type is bool:
+            group.add_argument(flag, action="store_true", help=text)
+            continue
+        group.add_argument(
+            flag,
+            type=str if kind.choices else kind.type,
+            choices=kind.choices,
+            nargs="+" if kind.many else None,
+            metavar=kind.metavar,
+            help=text,
         )
-    return tuple(sorted({*sizes, budget}))
-
-
-def _logs_ids(args: argparse.Namespace) -> bool:
-    if args.odb_log_ids and args.odb_log_dir is None:
-        raise ValueError(
-            "--odb-log-ids would do nothing without --odb-log-dir: add --odb-log-dir DIR, or drop "
-            "it"
-        )
-    return bool(args.odb_log_ids)
-
-
-def _template_args(args: argparse.Namespace) -> dict[str, Any]:
-    try:
-        return template_arguments(args.odb_template_args or "{}")
-    except ValueError as error:
-        raise ValueError(f"--odb-template-args {args.odb_template_args!r}: {error}") from error
-
-
-def _cost(args: argparse.Namespace) -> CostPrices | None:
-    if args.odb_cost is None:
-        return None
-    try:
-        return CostPrices.parse(args.odb_cost)
-    except ValueError as error:
-        raise ValueError(f"--odb-cost {error}") from error
+    return parser

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["MemoryUse", "gibibytes", "memory_use", "reset_peak"]
+__all__ = ["MemoryUse", "memory_use"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +18,9 @@ class MemoryUse:
     """Memory of one rank, in bytes.
 
     Attributes:
-        peak: most that tensors have taken on the device since `reset_peak`; without a device the
+        peak: most that tensors have taken on the device; without a device the
             most that the process ever had resident.
-        reserved: most that torch's allocator held on the device since then, fragments included;
+        reserved: most that torch's allocator held on the device, fragments included;
             0 without a device.
         total: what the device, or the machine, has.
     """
@@ -28,15 +28,6 @@ class MemoryUse:
     peak: int
     reserved: int
     total: int
-
-    def __str__(self) -> str:
-        """For a message."""
-        if not self.reserved:
-            return f"process peak {gibibytes(self.peak)} of {gibibytes(self.total)}"
-        return (
-            f"peak {gibibytes(self.peak)}, reserved {gibibytes(self.reserved)} of "
-            f"{gibibytes(self.total)}"
-        )
 
 
 def memory_use() -> MemoryUse:
@@ -50,17 +41,6 @@ def memory_use() -> MemoryUse:
         )
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return MemoryUse(peak=_peak_resident(), reserved=0, total=total)
-
-
-def reset_peak() -> None:
-    """Measure the device's peak anew from here on; a process's cannot be."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-
-
-def gibibytes(num_bytes: int) -> str:
-    """Return bytes for a reader."""
-    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def _peak_resident() -> int:

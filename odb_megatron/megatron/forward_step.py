@@ -1,23 +1,20 @@
 """Batch, loss and forward step for `megatron.training.pretrain()`, packed and padded.
 
-Must not plan: what a micro-batch holds was decided by the data loader. Follows pretrain_gpt.py of
-Megatron-LM core_v0.19 (`get_batch`, `loss_func`, `forward_step`).
+Follows pretrain_gpt.py of Megatron-LM core_v0.19 (`get_batch`, `loss_func`, `forward_step`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from odb_megatron.data.context_parallel import padding_mask
-from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, sample_index
-from odb_megatron.megatron.compat import packed_seq_params
-from odb_megatron.megatron.compat_metrics import seqlen_stats_updater
+from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, padding_mask, sample_index
 from odb_megatron.plan.padding import padded_length
 
 __all__ = [
@@ -88,39 +85,68 @@ class RouterMask:
         return mask.chunk(self.sequence_size, dim=1)[self.sequence_rank].contiguous()
 
 
-def packed_batch(item: MicroBatchLayout, *, has_state_layers: bool = False) -> Batch:
+def packed_batch(
+    item: MicroBatchLayout, *, has_state_layers: bool = False, context_size: int = 1
+) -> Batch:
     """Move a packed micro-batch to the device and describe its layout to Megatron.
 
     Args:
         item: the micro-batch, or its layout.
         has_state_layers: whether the model has state-space layers (`--hybrid-layer-pattern`), which
             go by `seq_idx`: without it their state runs on into the next sample.
+        context_size: context-parallel size.
     """
     device = torch.cuda.current_device()
-    cu_seqlens = item.cu_seqlens.to(device, non_blocking=True)
-    cu_seqlens_padded = item.cu_seqlens_padded.to(device, non_blocking=True)
     names = ("tokens", "labels", "loss_mask", "position_ids")
     used = names if isinstance(item, MicroBatch) else ()
-    state = {}
-    if has_state_layers:  # of the whole pack, also under context parallelism: it is gathered there
-        state["seq_idx"] = sample_index(item).to(device, non_blocking=True)
     tensors: dict[str, Any] = {
         name: getattr(item, name).to(device, non_blocking=True) for name in used
     }
     return Batch(
         **tensors,
-        cu_seqlens=cu_seqlens,
-        packed_seq_params=packed_seq_params(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            cu_seqlens_q_padded=cu_seqlens_padded,
-            cu_seqlens_kv_padded=cu_seqlens_padded,
-            max_seqlen_q=item.max_seqlen,
-            max_seqlen_kv=item.max_seqlen,
-            **state,
-        ),
+        cu_seqlens=item.cu_seqlens.to(device, non_blocking=True),
+        packed_seq_params=_layout_of(item, device, has_state_layers, context_size),
     )
+
+
+def _layout_of(
+    item: MicroBatchLayout, device: Any, has_state_layers: bool, context_size: int
+) -> Any:
+    """Name each sample's padding as tokens of its own; it lies behind those that attention sees.
+
+    Told of padding between samples, Transformer Engine leaves out FlashAttention and, from 2.4 to
+    2.16, waits for the device in every layer to find out whether there is any. Its context
+    parallelism asks for padded offsets all the same: then they are the very same tensor.
+    """
+    offsets = item.cu_seqlens_padded
+    if isinstance(item, MicroBatch):
+        whole = item.tokens.size(1) * context_size
+        assert offsets[0] == 0 and offsets[-1] == whole and (offsets.diff() >= 0).all()  # noqa: PT018
+    cu_seqlens = offsets.to(device, non_blocking=True)
+    padded = cu_seqlens if context_size > 1 else None
+    # Rotary tables are kept for 32 different lengths (`RotaryEmbedding.forward`), and cuDNN plans
+    # by length: a power of two makes few of them, and no kernel computes more by it.
+    longest = 1 << (item.max_seqlen - 1).bit_length()
+    state = {}
+    if has_state_layers:  # of the whole pack, also under context parallelism: it is gathered there
+        state["seq_idx"] = sample_index(item).to(device, non_blocking=True)
+    return packed_seq_params(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        **state,
+    )
+
+
+def packed_seq_params(**values: Any) -> PackedSeqParams:
+    """Build PackedSeqParams of samples without padding between them."""
+    if "pad_between_seqs" in {field.name for field in fields(PackedSeqParams)}:
+        values["pad_between_seqs"] = False  # from 0.19 on: Transformer Engine then does not look
+    return PackedSeqParams(**values)
 
 
 def padded_batch(item: dict[str, Tensor], *, multiple: int = 1) -> Batch:
@@ -184,8 +210,8 @@ def make_forward_step(
     """
     from megatron.core.utils import StragglerDetector
     from megatron.training import get_timers
+    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
-    update_seqlen_stats = seqlen_stats_updater()
     stimer = StragglerDetector()
 
     def forward_step(
@@ -204,7 +230,7 @@ def make_forward_step(
         if _is_first_chunk(model):
             on_batch(item)
             if batch.cu_seqlens is not None and torch.is_grad_enabled():
-                update_seqlen_stats(batch.cu_seqlens)
+                update_seqlen_stats_from_cu_seqlens(batch.cu_seqlens)
         options = dict(batch.model_inputs)
         if router_mask is not None:
             mask = router_mask.build(item, is_first_stage=_attribute(model, "pre_process"))

@@ -1,83 +1,102 @@
-"""The names of `megatron.training.training` that ODB replaces during a run, and nothing else.
+"""What a run replaces of Megatron: all of it is in `REPLACED` and `CORRECTED`.
 
-Each replacement wraps the original and is undone by `Hooks.remove`. Must not plan or print.
-
-| name | why |
-|---|---|
-| `get_forward_backward_func` | the schedule runs the plan's M, taken from the step's header |
-| `config.finalize_model_grads_func`, within a schedule | ends the last micro-batch's time |
-| `training_log` | tells a listener what Megatron logs; router losses per micro-batch |
-| `save_checkpoint` | the data's state goes into the arguments that are saved |
-| `compute_throughputs_and_append_to_progress_log` | counts real tokens |
-| `num_floating_point_operations` | in a log line, those of the mean step of its interval |
-| the same, where it knows one length for all (0.17) | counts real tokens |
-| three functions of `moe.router` | what they do with a padding mask, and with weights (`routers`) |
-| `train_step`, with `--odb-warmup-worst-case` | tells a listener of the first one |
-| `evaluate_and_print_results` | fails on `--full-validation` (training.py 4382, 0.19.2) |
-| `compile_helpers` of `core.datasets.utils` | ends the run with a wheel (`compat_helpers`) |
+Each replacement wraps the original and is undone when the run ends. A name that an installed
+Megatron does not have is an error as the run starts.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.machinery
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from fractions import Fraction
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from odb_megatron.data.feed import ChunkIterator, StepHeader
-from odb_megatron.megatron.compat_helpers import compiled_once
-from odb_megatron.megatron.compat_metrics import (
-    LoggedFlops,
-    counts_real_flops,
-    flops_of_real_tokens,
-    logged_per_micro_batch,
-)
-from odb_megatron.megatron.routers import RouterFixes
+from odb_megatron.data.feed import StepHeader
+from odb_megatron.megatron.versions import SUPPORTED, megatron_version
 from odb_megatron.plan.record import StepTotals
 
-__all__ = ["Hooks", "RunListener", "is_within_step"]
+if TYPE_CHECKING:
+    from odb_megatron.megatron.run import OdbRun
 
+__all__ = ["CORRECTED", "REPLACED", "Hooks", "Replacements", "StepCalculator", "is_within_step"]
+
+
+class Name(NamedTuple):
+    """A name of Megatron's that is replaced; of a class attribute the class is in the name."""
+
+    module: str
+    name: str
+    reason: str
+    versions: str = SUPPORTED
+
+
+_TRAINING = "megatron.training.training"
+_ROUTER = "megatron.core.transformer.moe.router"
+
+REPLACED = {
+    one.name: one
+    for one in (
+        Name(_TRAINING, "get_forward_backward_func", "a schedule runs the plan's M and shapes"),
+        Name(_TRAINING, "training_log", "the step log; FLOPs of the mean step of a log line"),
+        Name(_TRAINING, "save_checkpoint", "the data's state is saved, a step's data is not"),
+        Name(
+            "megatron.core.num_microbatches_calculator",
+            "_GLOBAL_NUM_MICROBATCHES_CALCULATOR",
+            "exact sample counts in a step that is smaller than the others",
+        ),
+        Name(
+            "megatron.core.models.backends",
+            "LocalSpecProvider.core_attention",
+            "local layers alone (--transformer-impl local): their attention refuses packed samples",
+        ),
+        Name(_TRAINING, "pretrain", "python -m odb_megatron.run alone: data and forward step"),
+        Name(
+            "megatron.training.arguments",
+            "parse_and_validate_args",
+            "python -m odb_megatron.run alone: ODB's flags",
+        ),
+    )
+}
+
+CORRECTED = {
+    one.name: one
+    for one in (
+        Name(
+            _ROUTER,
+            "TopKRouter._apply_expert_bias",
+            "combines a mask of tokens with a map of tokens and experts as if they had one shape "
+            "(router.py 738, 0.19.2)",
+            "0.18 and 0.19; harmless where it is mended (main, dev)",
+        ),
+        Name(
+            _ROUTER,
+            "get_tokens_per_expert_and_token_count",
+            "counts the tokens of this rank after the sum over the ranks was written over them "
+            "(moe_utils.py 270 to 277, 0.19.2), so that a load-balancing loss weighs as many times "
+            "too much as it has ranks",
+        ),
+        Name(
+            _ROUTER,
+            "MoEAuxLossAutoScaler.set_loss_scale",
+            "divides routers' losses, which weigh tokens, by a step's loss weights, which need not "
+            "be numbers of tokens",
+        ),
+        Name(
+            "megatron.core.datasets.utils",
+            "compile_helpers",
+            "runs make, and ends the run, in wheels that have the compiled helpers and no Makefile",
+        ),
+    )
+}
+"""Defects of Megatron's own; each goes once no supported version has it."""
 
 _SCHEDULE = "forward_backward_by_plan"
-
-
-class RunListener(Protocol):
-    """What the hooks tell a run."""
-
-    def on_schedule(self, *, training: bool) -> None:
-        """A schedule is about to fetch its first item."""
-
-    def on_header(self, header: StepHeader, *, training: bool) -> None:
-        """A step is about to run its schedule (again, when Megatron replays it)."""
-
-    def on_first_step(self, train_step: Mapping[str, Any]) -> None:
-        """The first step is about to be trained; `train_step` are its arguments by name.
-
-        Schedules that run in here are not told of and take micro-batches without a header.
-        """
-
-    def wants_backward(self) -> bool:
-        """Whether `on_backward` should be told in the schedule that is about to run."""
-
-    def on_backward(self) -> None:
-        """The step's last backward pass was launched; its gradients are about to be reduced."""
-
-    def on_logged(self, values: dict[str, Any]) -> None:
-        """Megatron has logged an iteration; `values` are `training_log`'s arguments by name."""
-
-    def saving(self) -> AbstractContextManager[None]:
-        """A checkpoint is written, or given up, within."""
-
-    def on_saving(self) -> None:
-        """A checkpoint is about to be written."""
-
-    def on_loaded(self, checkpoint_args: Any) -> None:
-        """A checkpoint was read that the run goes on from; its Megatron arguments."""
-
-    def tokens_so_far(self) -> int | None:
-        """Real tokens trained since the start of the run; None leaves Megatron's estimate."""
 
 
 def is_within_step(trace: TracebackType | None) -> bool:
@@ -86,73 +105,87 @@ def is_within_step(trace: TracebackType | None) -> bool:
     return _SCHEDULE in names
 
 
-class Hooks:
-    """Installs and removes the replacements.
+class Replacements:
+    """Replaced names, and their originals."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def replace(self, what: Name, wrap: Callable[[Any], Any]) -> None:
+        """Put what `wrap` makes of the original in its place.
+
+        Raises:
+            ValueError: this Megatron has no such name.
+        """
+        owner: Any = importlib.import_module(what.module)
+        *classes, name = what.name.split(".")
+        try:
+            for part in classes:
+                owner = getattr(owner, part)
+            original = inspect.getattr_static(owner, name) if classes else getattr(owner, name)
+        except AttributeError:
+            version = ".".join(map(str, megatron_version()))
+            raise ValueError(
+                f"megatron-core {version} has no {what.module}.{what.name}, which odb_megatron "
+                f"replaces ({what.reason}; {what.versions}): use megatron-core {SUPPORTED}"
+            ) from None
+        self.replace_in(owner, name, wrap, original=original)
+
+    def replace_in(
+        self, owner: Any, name: str, wrap: Callable[[Any], Any], *, original: Any = None
+    ) -> None:
+        """The same of an object's attribute."""
+        original = getattr(owner, name) if original is None else original
+        self._originals.append((owner, name, original))
+        setattr(owner, name, wrap(original))
+
+    def undo(self) -> None:
+        """Put the originals back; harmless when called twice."""
+        for owner, name, original in reversed(self._originals):
+            setattr(owner, name, original)
+        self._originals = []
+
+
+class Hooks(Replacements):
+    """Installs and removes a run's replacements.
 
     Args:
-        listener: the run.
+        run: is told of schedules, logged iterations and saves.
         packed: whether iterators carry step headers (ODB on).
         has_experts: whether the model is a mixture of experts.
-        micro_batch_length: tokens of every micro-batch; 0 where they differ.
-        tells_first_step: whether the listener has something to do before the first step.
+        plans_shapes: whether pipeline stages take each other's shapes from step headers.
     """
 
     def __init__(
         self,
-        listener: RunListener,
+        run: OdbRun,
         *,
         packed: bool,
         has_experts: bool = False,
-        micro_batch_length: int = 0,
-        tells_first_step: bool = False,
+        plans_shapes: bool = False,
     ) -> None:
-        self._listener = listener
-        self._packed = packed
-        self._length = micro_batch_length
-        self._count = 1
+        super().__init__()
+        self._run = run
+        self._packed, self._has_experts = packed, has_experts
+        self._plans_shapes = plans_shapes
         self._totals: StepTotals | None = None
-        self._logged = LoggedFlops()
-        self._tells_first_step = tells_first_step
-        self._is_before_steps = False
-        self._router_fixes = RouterFixes() if packed and has_experts else None
-        self._originals: list[tuple[Any, str, Any]] = []
+        self._lengths: list[tuple[int, int]] = []  # of the steps since the last log line
 
     def install(self) -> None:
         """Replace the names."""
-        wrappers = {
-            "get_forward_backward_func": self._wrap_get_forward_backward_func,
-            "training_log": self._wrap_training_log,
-            "evaluate_and_print_results": self._wrap_evaluate_and_print_results,
-        }
-        if self._packed:
-            wrappers |= {
-                "save_checkpoint": self._wrap_save_checkpoint,
-                "compute_throughputs_and_append_to_progress_log": self._wrap_progress_log,
-            }
-            wrappers["num_floating_point_operations"] = self._wrap_flops
-        if self._tells_first_step:
-            wrappers["train_step"] = self._wrap_train_step
-        for name, wrap in wrappers.items():
-            self._replace(_training_module(), name, wrap)
-        self._replace(_dataset_utils_module(), "compile_helpers", compiled_once)
-        if self._packed:
-            wrap = self._wrap_check_checkpoint_args
-            self._replace(_checkpointing_module(), "check_checkpoint_args", wrap)
-        if self._router_fixes is not None:
-            self._router_fixes.install()
+        self._replace("get_forward_backward_func", self._wrap_get_forward_backward_func)
+        self._replace("training_log", self._wrap_training_log)
+        self.replace(CORRECTED["compile_helpers"], _compiled_once)
+        if not self._packed:
+            return
+        self._replace("save_checkpoint", self._wrap_save_checkpoint)
+        if self._has_experts:
+            for name, wrap in _ROUTERS.items():
+                self.replace(CORRECTED[name], wrap)
+            self.replace(CORRECTED["MoEAuxLossAutoScaler.set_loss_scale"], self._wrap_loss_scale)
 
-    def remove(self) -> None:
-        """Put the originals back; harmless when called twice."""
-        for module, name, original in self._originals:
-            setattr(module, name, original)
-        self._originals = []
-        if self._router_fixes is not None:
-            self._router_fixes.remove()
-
-    def _replace(self, module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        original = getattr(module, name)
-        self._originals.append((module, name, original))
-        setattr(module, name, wrap(original))
+    def _replace(self, name: str, wrap: Callable[[Any], Any]) -> None:
+        self.replace(REPLACED[name], wrap)
 
     def _wrap_get_forward_backward_func(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -160,9 +193,7 @@ class Hooks:
 
             def forward_backward_by_plan(**arguments: Any) -> Any:
                 training = not arguments.get("forward_only", False)
-                if self._is_before_steps:
-                    return schedule(**arguments)
-                self._listener.on_schedule(training=training)
+                self._run.on_schedule(training=training)
                 if not self._packed:
                     return schedule(**arguments)
                 if arguments.get("collect_non_loss_data"):
@@ -175,186 +206,190 @@ class Hooks:
                 chunks = iterators if isinstance(iterators, list) else [iterators]
                 header, *_ = [next(chunk) for chunk in chunks]
                 assert isinstance(header, StepHeader), f"expected a step header, got {header!r}"
-                self._listener.on_header(header, training=training)
+                self._run.on_header(header, training=training)
                 arguments["num_microbatches"] = header.totals.num_micro_batches
-                if self._length:  # what pipeline stages send each other
-                    arguments["seq_length"] = self._length
                 if training:
-                    self._count, self._totals = header.totals.num_micro_batches, header.totals
-                    self._logged.add(header.totals)
-                    if self._router_fixes is not None:
-                        self._router_fixes.begin_step(header.totals)
-                if not training or not self._listener.wants_backward():
-                    return schedule(**arguments)
-                with self._told_of_backward(arguments["model"]):
-                    return schedule(**arguments)
+                    self._totals = header.totals
+                with self._shapes(arguments, header):
+                    result = schedule(**arguments)
+                if training:
+                    self._run.on_trained()
+                return result
 
             return forward_backward_by_plan
 
         return get_forward_backward_func
 
-    def _wrap_train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    def _shapes(
+        self, arguments: dict[str, Any], header: StepHeader
+    ) -> AbstractContextManager[None]:
+        if not self._plans_shapes:
+            return nullcontext()
+        from odb_megatron.megatron.pipeline import planned_shapes
 
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            if self._tells_first_step:
-                self._tells_first_step = False
-                self._is_before_steps = True
-                try:
-                    self._listener.on_first_step(signature.bind(*args, **kwargs).arguments)
-                finally:
-                    self._is_before_steps = False
-            return original(*args, **kwargs)
-
-        return train_step
-
-    @contextmanager
-    def _told_of_backward(self, model: Any) -> Iterator[None]:
-        """Put `on_backward` before the schedule's call that reduces gradients.
-
-        Without pipelining it comes right after the last backward pass (schedules.py
-        `forward_backward_no_pipelining`, 0.19.2).
-        """
-        from megatron.core.utils import get_model_config
-
-        config = get_model_config(model[0] if isinstance(model, list) else model)
-        original = config.finalize_model_grads_func
-        if original is None:  # nobody reduces them
-            yield
-            return
-
-        def finalize_model_grads(*args: Any, **kwargs: Any) -> Any:
-            self._listener.on_backward()
-            return original(*args, **kwargs)
-
-        config.finalize_model_grads_func = finalize_model_grads
-        try:
-            yield
-        finally:
-            config.finalize_model_grads_func = original
+        return planned_shapes(arguments, header.lengths)
 
     def _wrap_training_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
         def training_log(*args: Any, **kwargs: Any) -> Any:
-            values = signature.bind(*args, **kwargs).arguments
-            if self._packed:
-                with (
-                    logged_per_micro_batch(_training_module(), self._count),
-                    self._logged.line(values["iteration"], _megatron_args().log_interval),
-                ):
-                    result = original(*args, **kwargs)
-            else:
-                result = original(*args, **kwargs)
-            self._listener.on_logged(values)
+            bound = signature.bind(*args, **kwargs)
+            if self._packed and self._totals is not None:
+                self._take_mean_step(bound.arguments)
+            result = original(*bound.args, **bound.kwargs)
+            self._run.on_logged(bound.arguments)
             return result
 
         return training_log
 
-    def _wrap_evaluate_and_print_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    def _take_mean_step(self, values: dict[str, Any]) -> None:
+        """A line's throughput is one step's FLOPs over the mean time of its interval's steps."""
+        from megatron.training import get_args
 
-        def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
-            megatron_args = _megatron_args()
-            steps = megatron_args.eval_iters
-            if not megatron_args.full_validation or isinstance(steps, list):
-                return original(*args, **kwargs)
-            iterator = signature.bind(*args, **kwargs).arguments["data_iterator"]
-            first = iterator[0] if isinstance(iterator, list) else iterator
-            loader = getattr(first, "iterable", None)
-            # The count is the validation set's; only that one is wrapped to start again by itself,
-            # and not before 0.18.
-            one_pass = steps
-            if isinstance(loader, ChunkIterator):
-                one_pass = len(loader)
-                for part in iterator if isinstance(iterator, list) else [iterator]:
-                    iter(part.iterable)
-            megatron_args.eval_iters = [one_pass]
-            try:
-                return original(*args, **kwargs)
-            finally:
-                megatron_args.eval_iters = steps
-
-        return evaluate_and_print_results
-
-    def _wrap_flops(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def num_floating_point_operations(args: Any, batch_size: Any, **options: Any) -> Any:
-            totals = self._totals
-            if totals is None:
-                return original(args, batch_size, **options)
-            mean = self._logged.mean()
-            if not counts_real_flops(_training_module()):
-                num_tokens, num_squared = mean or (totals.num_tokens, totals.num_squared_tokens)
-                return flops_of_real_tokens(
-                    original, args, num_tokens=num_tokens, num_squared=num_squared
-                )
-            if mean is not None:
-                options["total_real_tokens_in_batch"] = mean[0]
-                options["seqlen_squared_sum_in_batch"] = mean[1]
-            return original(args, batch_size, **options)
-
-        return num_floating_point_operations
+        assert self._totals is not None
+        self._lengths.append((self._totals.num_tokens, self._totals.num_squared_tokens))
+        tokens, squared = (sum(values) for values in zip(*self._lengths, strict=True))
+        values["total_real_tokens_in_batch"] = tokens / len(self._lengths)
+        values["seqlen_squared_sum_in_batch"] = squared / len(self._lengths)
+        if not values["iteration"] % get_args().log_interval:
+            self._lengths.clear()
 
     def _wrap_save_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
         def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
-            if "train_data_iterator" in bound.arguments:
-                # Else the rerun machine pickles the step it will rerun, which the resumed run plans
-                # again (rerun_state_machine.py `state_dict`, 0.19.2).
-                bound.arguments["train_data_iterator"] = None
-            with self._listener.saving():
-                self._listener.on_saving()
+            # Else the rerun machine pickles the step it will rerun, which the resumed run plans
+            # again (rerun_state_machine.py `state_dict`, 0.19.2).
+            bound.arguments["train_data_iterator"] = None
+            with self._run.saving():
                 return original(*bound.args, **bound.kwargs)
 
         return save_checkpoint
 
-    def _wrap_check_checkpoint_args(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Look at a checkpoint's arguments (checkpointing.py `load_checkpoint`, 0.19.2)."""
+    def _wrap_loss_scale(self, original: staticmethod[Any, Any]) -> staticmethod[[Any], None]:
+        def set_loss_scale(scale: Any) -> None:
+            totals = self._totals
+            weight = 1.0  # that Megatron counts for a loss token
+            if totals is not None and totals.num_loss_tokens:
+                weight = totals.loss_weight / totals.num_loss_tokens
+            original.__func__(scale if weight == 1 else scale * weight)
 
-        def check_checkpoint_args(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
-            self._listener.on_loaded(checkpoint_args)
-            return original(checkpoint_args, *args, **kwargs)
-
-        return check_checkpoint_args
-
-    def _wrap_progress_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_throughputs_and_append_to_progress_log(*args: Any, **kwargs: Any) -> Any:
-            tokens = self._listener.tokens_so_far()
-            if tokens is None:
-                return original(*args, **kwargs)
-            megatron_args = _megatron_args()
-            samples, length = megatron_args.consumed_train_samples, megatron_args.seq_length
-            megatron_args.consumed_train_samples, megatron_args.seq_length = tokens, 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                megatron_args.consumed_train_samples = samples
-                megatron_args.seq_length = length
-
-        return compute_throughputs_and_append_to_progress_log
+        return staticmethod(set_loss_scale)
 
 
-def _training_module() -> Any:
-    from megatron.training import training
+def _apply_expert_bias(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_expert_bias(router: Any, routing_map: Any, padding_mask: Any = None) -> Any:
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask.reshape(-1, 1)
+        return original(router, routing_map)
 
-    return training
-
-
-def _dataset_utils_module() -> Any:
-    from megatron.core.datasets import utils
-
-    return utils
+    return apply_expert_bias
 
 
-def _checkpointing_module() -> Any:
-    from megatron.training import checkpointing
+def _count_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The weight of a loss becomes the mean over its ranks, whichever of them have the padding.
 
-    return checkpointing
+    Without padding that is what Megatron gives with no mask.
+    """
+
+    def count(*, reduce_group: Any, with_padding_mask: bool = False, **options: Any) -> Any:
+        found = original(reduce_group=reduce_group, with_padding_mask=with_padding_mask, **options)
+        if not with_padding_mask:
+            return found
+        per_expert, _, total = found
+        size = 1
+        for group in options.get("reduce_groups") or [reduce_group]:  # several in dev
+            size *= group.size()
+        return per_expert, total / size, total
+
+    return count
 
 
-def _megatron_args() -> Any:
-    from megatron.training import get_args
+_ROUTERS = {
+    "TopKRouter._apply_expert_bias": _apply_expert_bias,
+    "get_tokens_per_expert_and_token_count": _count_tokens,
+}
 
-    return get_args()
+
+def _compiled_once(original: Callable[[], Any]) -> Callable[[], Any]:
+    folder = Path(inspect.getfile(inspect.unwrap(original))).parent
+
+    def compile_helpers() -> Any:
+        endings = importlib.machinery.EXTENSION_SUFFIXES
+        if (
+            any((folder / f"helpers_cpp{end}").is_file() for end in endings)
+            and not (folder / "Makefile").is_file()
+        ):
+            return None
+        return original()
+
+    return compile_helpers
+
+
+class _StepCount(Fraction):
+    """Samples per replica of a step; times the data-parallel size it is an integer again.
+
+    `1 / count` is 1 / M: Megatron divides by it what it has added up over micro-batches to log it,
+    the losses of routers and of multi-token prediction (training.py 2760 to 2806, 0.19.2).
+    """
+
+    num_micro_batches: int
+
+    def __mul__(self, other: Any) -> Any:
+        return self._scaled(Fraction.__mul__(self, other))
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._scaled(Fraction.__rmul__(self, other))
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self.num_micro_batches
+
+    def _scaled(self, value: Any) -> Any:
+        if not isinstance(value, Fraction) or value.denominator == 1:
+            return value if not isinstance(value, Fraction) else value.numerator
+        return _step_count(value, self.num_micro_batches)
+
+
+def _step_count(value: Fraction, num_micro_batches: int) -> _StepCount:
+    count = _StepCount(value)
+    count.num_micro_batches = num_micro_batches
+    return count
+
+
+class StepCalculator:
+    """Stands in for Megatron's global micro-batch calculator during a run.
+
+    Megatron multiplies `get_num_microbatches()` by micro-batch size and data-parallel size wherever
+    it counts samples (train_step 2523, training_log 2661, train 3937; 0.19.2). With micro-batches
+    of 1 its count is "samples per replica", and that is what it gets here. Between `begin_step` and
+    the loop's next `update` it is the step's own; otherwise the base calculator's, so the loop's
+    check that the count never decreases (training.py 3766) and its save on an increase see a
+    constant.
+    """
+
+    def __init__(self, base: Any, *, num_replicas: int) -> None:
+        self._base = base
+        self._num_replicas = num_replicas
+        self._totals: StepTotals | None = None
+
+    def begin_step(self, totals: StepTotals) -> None:
+        """The trainer is about to run this step."""
+        self._totals = totals
+
+    def get(self) -> int | _StepCount:
+        """Samples per replica of the step in progress."""
+        totals = self._totals
+        if totals is None:
+            count: int = self._base.get()
+            return count
+        samples = Fraction(totals.num_consumed, self._num_replicas)
+        return _step_count(samples, totals.num_micro_batches)
+
+    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
+        """The loop is between steps."""
+        self._totals = None
+        self._base.update(consumed_samples, consistency_check, verbose)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)

@@ -1,7 +1,4 @@
-"""Streams and step loaders built from Megatron's arguments; the padded baseline's datasets.
-
-Must not plan, print or keep global state.
-"""
+"""Streams and step loaders built from Megatron's arguments; the padded baseline's datasets."""
 
 from __future__ import annotations
 
@@ -13,25 +10,18 @@ from typing import Any
 from megatron.core import parallel_state as mpu
 from megatron.core.datasets.utils import Split
 
-from odb_megatron.comm.blocks import SourceGroup
-from odb_megatron.comm.deadline import Deadline
-from odb_megatron.comm.gloo_group import ranks_of
+from odb_megatron.comm.groups import SourceGroup, ranks_of
+from odb_megatron.comm.heartbeat import Deadline
 from odb_megatron.data.chat import ChatRenderer
-from odb_megatron.data.item_stream import ItemStream
-from odb_megatron.data.iterable import as_shards, is_iterable
+from odb_megatron.data.iterable import ItemStream, as_shards, is_iterable
 from odb_megatron.data.megatron_dataset import build_datasets, stream_from_dataset
 from odb_megatron.data.order import Order, PassOrder, build_order
-from odb_megatron.data.padded import PaddedDataset
-from odb_megatron.data.preprocess import SampleRules
-from odb_megatron.data.sample import Sample
-from odb_megatron.data.show import as_lines, as_object
+from odb_megatron.data.sample import Sample, SampleRules, as_lines, as_object
 from odb_megatron.data.sources import MapSource
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.stream import SampleStream, SourcePart
-from odb_megatron.data.tokenizer import adds_special_tokens, usable_tokenizer
+from odb_megatron.data.stream import PaddedDataset, SampleStream, SourcePart
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.cost_model import cost_model
-from odb_megatron.megatron.multimodal.arguments import image_rules
+from odb_megatron.megatron.images import image_rules
 from odb_megatron.megatron.setup import dataset_config, total_samples
 from odb_megatron.megatron.topology import count_multiple, padding_multiple
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig
@@ -129,9 +119,8 @@ def build_loader(
         consumed = 0  # its state says where
     elif not training:
         batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
-        whole = getattr(args, "full_validation", False)
-        total = stream.epoch_size if whole else ENDLESS
-        goes_on = split is Split.valid and not whole and not args.skip_train
+        total = ENDLESS
+        goes_on = split is Split.valid and not args.skip_train
         consumed = args.consumed_valid_samples if goes_on else 0
     plan = PlanConfig(
         total=total,
@@ -139,10 +128,10 @@ def build_loader(
         num_replicas=group.num_replicas,
         token_budget=config.token_budget,
         multiple=padding_multiple(args),
-        sizes=config.sizes,
-        context=config.context if config.sizes else 0,
+        sizes=config.pad_to,
+        context=config.context if config.pad_to else 0,
         count_multiple=count_multiple(args),
-        cost=cost_model(args, config),
+        cost=config.cost_model(args),
         sync=config.sync,
         max_patches=config.max_patches,
         has_iterators=isinstance(stream, ItemStream),
@@ -207,11 +196,7 @@ def _renderer(
         tokenizer = get_tokenizer()
     if args.tokenizer_type == "NullTokenizer":
         return None, tokenizer  # token data (.bin/.idx) needs no text
-    renderer = ChatRenderer(
-        usable_tokenizer(tokenizer),
-        template_arguments=config.template_args,
-        add_special_tokens=adds_special_tokens(tokenizer),
-    )
+    renderer = ChatRenderer(tokenizer, template_arguments=config.template_args)
     args.odb_templates = renderer.digest()  # for `data_identity`
     return renderer, tokenizer
 
@@ -223,7 +208,7 @@ def _show_first(stream: SampleStream, renderer: ChatRenderer) -> None:
     except ValueError:
         return  # the loader comes to it, and says what becomes of it
     if isinstance(sample, Sample):
-        shown = as_object(sample, renderer.decode)
+        shown = as_object(sample, renderer.tokenizer.decode)
         print(
             f"odb: the first record, {stream.describe(0)}; + is learnt; "
             f"chat template: {renderer.template().origin}",
@@ -239,7 +224,7 @@ def _order(
     """Return the order that Megatron's sampler of the split has; None for the stream's own."""
     if not config.enabled:
         return None  # the padded baseline has that sampler itself
-    if not length or (split is not Split.train and args.full_validation):
+    if not length:
         return None
     return build_order(
         args.dataloader_type,

@@ -1,8 +1,4 @@
-"""A run under Megatron: what a pretrain script passes to `pretrain()`, and what its hooks do.
-
-Holds no policy: planning is in `plan`, flags in `arguments`, refusals in `validation`. Prints
-nothing: that is `run_report`.
-"""
+"""A run under Megatron: what a pretrain script passes to `pretrain()`, and what its hooks do."""
 
 from __future__ import annotations
 
@@ -10,27 +6,35 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
+from megatron.core.datasets.utils import Split
 
 from odb_megatron import doctor
-from odb_megatron.comm.blocks import SourceGroup
+from odb_megatron.comm.groups import SourceGroup
+from odb_megatron.comm.heartbeat import Deadline
 from odb_megatron.data.feed import StepFeed, StepHeader
-from odb_megatron.data.item_stream import ItemStream
+from odb_megatron.data.iterable import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.elastic import USAGE_ERROR, leave_reason
-from odb_megatron.megatron.attention.registry import AttentionBackend
-from odb_megatron.megatron.attention.spec import PredictionLayers, layer_spec
-from odb_megatron.megatron.counters import StepCalculator
-from odb_megatron.megatron.data_checkpoint import DataCheckpoint, restore
-from odb_megatron.megatron.data_identity import data_identity
+from odb_megatron.errors import SettingError, usage_errors
+from odb_megatron.megatron.attention import Attention
+from odb_megatron.megatron.checkpoint import (
+    DataCheckpoint,
+    data_identity,
+    gather_counts,
+    restore,
+    saved_text,
+)
+from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.device_memory import MemoryUse, memory_use
 from odb_megatron.megatron.forward_step import (
     LossOf,
@@ -39,35 +43,29 @@ from odb_megatron.megatron.forward_step import (
     packed_batch,
     padded_batch,
 )
-from odb_megatron.megatron.hooks import Hooks, is_within_step
-from odb_megatron.megatron.peer_watch import PeerWatch
-from odb_megatron.megatron.providers import (
-    build_loader,
-    build_padded,
-    build_streams,
-    source_group,
+from odb_megatron.megatron.hooks import REPLACED, Hooks, StepCalculator, is_within_step
+from odb_megatron.megatron.providers import build_loader, build_padded, build_streams, source_group
+from odb_megatron.megatron.replica import (
+    PeerWatch,
+    ReplicaData,
+    replica_ranks,
+    require_agreement,
 )
-from odb_megatron.megatron.recorder import gather_counts, logged_loss
-from odb_megatron.megatron.replica_data import ReplicaData, require_agreement
-from odb_megatron.megatron.replica_ranks import replica_ranks
-from odb_megatron.megatron.run_report import Evaluated, RunReport
-from odb_megatron.megatron.series_writers import megatron_writers
-from odb_megatron.megatron.setup import choose_backend, odb_config, total_samples
+from odb_megatron.megatron.run_report import RunReport, logged_loss, megatron_writers
+from odb_megatron.megatron.setup import choose_backend, total_samples
 from odb_megatron.megatron.topology import has_state_layers, padding_multiple
-from odb_megatron.megatron.usage import usage_errors
-from odb_megatron.megatron.warmup import warm_up
 from odb_megatron.plan.record import ReplicaFailedError
 
 __all__ = ["OdbRun"]
-
-_CLEAN_CLOSE_S = 60.0
-"""Seconds to wait for other replicas at the end of a run that all of them have reached."""
 
 INTERRUPTED = 130
 """Exit code after SIGINT, as shells have it."""
 
 _DRY_STEPS = 3
 """Steps that `--odb-dry-run` reads."""
+
+_CLEAN_CLOSE_S = 60.0
+"""Seconds to wait for other replicas at the end of a run that all of them have reached."""
 
 _CLOSE_S = 2.0
 """The same after an error, which others may not know of: this process must end for them to."""
@@ -97,13 +95,15 @@ class OdbRun:
         *,
         datasets: Callable[[Sequence[int | None]], Sequence[Any]] | None = None,
     ) -> None:
-        self.config = odb_config(args)
+        self.config = OdbConfig.from_args(args)
         self._args = args
         self._datasets = datasets
         self._total = total_samples(args)
         self._backend = self._choose_backend()
         self._hooks = self._make_hooks()
-        self._prediction = PredictionLayers(self._backend) if args.mtp_num_layers else None
+        self._model_class: Callable[..., Any] | None = None
+        self._undo_attention: Callable[[], None] = lambda: None
+        self._saved: str | None = None  # data state of the loaded checkpoint
         self._calculator: StepCalculator | None = None
         self._loader: StepLoader | None = None
         self._replica: ReplicaData | None = None
@@ -112,9 +112,6 @@ class OdbRun:
         self._report = self._make_report()
         self._peers: PeerWatch | None = None
         self._checkpoint: DataCheckpoint | None = None
-        self._saved: str | None = None  # data state of the loaded checkpoint
-        self._tokens_before = 0
-        self._is_warming_up = False
         self._unfit = ""  # what of this machine fails, in a dry run
         self._place = replica_ranks(args, rank=args.rank)
         self.forward_step = self._make_forward_step()
@@ -122,7 +119,7 @@ class OdbRun:
 
     # --- what another host than Megatron's own `pretrain()` has otherwise -----------------------
 
-    def _choose_backend(self) -> AttentionBackend:
+    def _choose_backend(self) -> Attention:
         return choose_backend(self._args)
 
     def _make_hooks(self) -> Hooks:
@@ -130,9 +127,13 @@ class OdbRun:
             self,
             packed=self.config.enabled,
             has_experts=self._args.num_experts is not None,
-            micro_batch_length=self.config.micro_batch_length(padding_multiple(self._args)),
-            tells_first_step=self.config.warmup_worst_case,
+            plans_shapes=self._plans_shapes,
         )
+
+    @property
+    def _plans_shapes(self) -> bool:
+        """Whether pipeline stages take each other's shapes from step headers."""
+        return self.config.enabled and self._args.pipeline_model_parallel_size > 1
 
     def _make_report(self) -> RunReport:
         return RunReport(
@@ -145,7 +146,11 @@ class OdbRun:
     def _make_forward_step(self) -> Callable[..., Any]:
         args = self._args
         padded = partial(padded_batch, multiple=padding_multiple(args))
-        packed = partial(packed_batch, has_state_layers=has_state_layers(args))
+        packed = partial(
+            packed_batch,
+            has_state_layers=has_state_layers(args),
+            context_size=self._place.context_size,
+        )
         return make_forward_step(
             packed if self.config.enabled else padded,
             on_batch=self._on_batch,
@@ -158,12 +163,12 @@ class OdbRun:
         return None
 
     def _make_replica(self) -> ReplicaData:
-        return ReplicaData(
-            self._args,
-            self._place,
-            plan_ahead=self.config.plan_ahead,
-            deadlines=self._peers.deadlines if self._peers else None,
-        )
+        return ReplicaData(self._args, self._place, deadlines=self._deadlines)
+
+    @property
+    def _deadlines(self) -> dict[str, Deadline]:
+        """Of each split's loader."""
+        return {} if self._peers is None else self._peers.deadlines
 
     def _tokenizer(self) -> Any:
         """Return the tokenizer; None for Megatron's global one."""
@@ -174,36 +179,90 @@ class OdbRun:
         args = self._args
         if self._loader is None or not args.iteration or args.finetune or args.skip_train:
             return
-        group = self._groups[0]
-        found = restore(args, self.config, self._loader, group=group, text=self._saved)
-        if found is not None:
-            self._tokens_before = found.tokens_so_far
+        if restore(args, self._loader, group=self._groups[0], text=self._saved):
             self._report.goes_on()
+
+    def _saved_text(self) -> str | None:
+        args = self._args
+        return None if not args.iteration or args.finetune or args.skip_train else saved_text(args)
 
     # --- the host's calls -----------------------------------------------------------------------
 
-    def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
-        """Layer spec with the chosen attention backend; set as the model's layer spec."""
-        return layer_spec(config.transformer, backend=self._backend, vp_stage=vp_stage)
-
-    def prepare_model(self, model_config: Any) -> None:
-        """Put the layer spec, and what micro-batches of varied size need, into the configuration.
-
-        Padded ones are cut to their longest sample. Pipeline stages learn the length of each
-        micro-batch from each other (`variable_seq_lengths`), for which Megatron demands the
-        alltoall token dispatcher, also of dense models (transformer_config.py, 0.16.1 to 0.19.2).
-        With `--odb-pad-to-budget` all have one length.
+    def pretrain(
+        self,
+        *,
+        forward_step: Callable[..., Any] | None = None,
+        model_class: Callable[..., Any] | None = None,
+    ) -> None:
+        """Call Megatron's `pretrain()`; within the run's context.
 
         Args:
-            model_config: from `megatron.training.argument_utils.gpt_config_from_args`.
+            forward_step: None for `self.forward_step`.
+            model_class: takes the keyword arguments of `GPTModel`, which it stands for.
         """
-        model_config.transformer_layer_spec = self.layer_spec
-        if self._args.pipeline_model_parallel_size > 1 and not self.config.pad_to_budget:
-            transformer = model_config.transformer
-            transformer.variable_seq_lengths = self._args.variable_seq_lengths = True
-            if transformer.num_moe_experts is None:  # in args as well: scripts build more from them
-                transformer.moe_token_dispatcher_type = "alltoall"
-                self._args.moe_token_dispatcher_type = "alltoall"
+        self._model_class = model_class
+        from megatron.core.enums import ModelType
+        from megatron.training import argument_utils, training
+
+        with warnings.catch_warnings():  # it recommends a model configuration to a model provider
+            warnings.simplefilter("ignore", UserWarning)
+            container = argument_utils.pretrain_cfg_container_from_args(self._args)
+        training.pretrain(
+            cfg_container=container,
+            train_valid_test_dataset_provider=self.datasets_provider,
+            model_provider=self.model_provider,
+            model_type=ModelType.encoder_or_decoder,
+            forward_step_func=forward_step or self.forward_step,
+        )
+
+    def model_provider(
+        self,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: Any = None,
+        pg_collection: Any = None,
+    ) -> Any:
+        """Build a chunk of a GPT, as gpt_builders.py does (0.18.2, dev)."""
+        assert config is None, "given where a second model is built, which is refused"
+        place = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
+        return self.build_model(self._args, **place, pg_collection=pg_collection)
+
+    def build_model(
+        self, args: argparse.Namespace, *, vp_stage: int | None = None, **place: Any
+    ) -> Any:
+        """Build a chunk of a GPT of these arguments' shape."""
+        from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        config = core_transformer_config_from_args(args)
+        options = {
+            "use_transformer_engine": config.transformer_impl == "transformer_engine",
+            "vp_stage": vp_stage,
+        }
+        norms = {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm}
+        specs = gpt_layer_specs
+        prediction = None
+        if config.mtp_num_layers is not None:
+            layer = specs.get_gpt_decoder_layer_specs(config, **options, **norms)[-1]
+            prediction = specs.get_gpt_mtp_block_spec(config, layer, **options)
+        return (self._model_class or GPTModel)(
+            config=config,
+            transformer_layer_spec=specs.get_gpt_decoder_block_spec(config, **options, **norms),
+            mtp_block_spec=prediction,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+            parallel_output=True,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+            vp_stage=vp_stage,
+            **place,
+        )
 
     def _router_mask(self) -> RouterMask | None:
         args = self._args
@@ -218,8 +277,7 @@ class OdbRun:
 
     def __enter__(self) -> OdbRun:
         self._hooks.install()
-        if self._prediction is not None:
-            self._prediction.install()
+        self._undo_attention = self._backend.install()
         return self
 
     def __exit__(
@@ -237,14 +295,15 @@ class OdbRun:
             leave_reason(str(error))
         elif not clean and error is not None:
             self._tell_failure(error)
-        self._hooks.remove()
-        if self._prediction is not None:
-            self._prediction.remove()
-        if self._calculator is not None:
-            self._calculator.remove()
-        ended = self._close_data(clean=clean)
+        self._hooks.undo()
+        self._undo_attention()
+        ended = True
+        if self._replica is not None:  # stop the threads that make steps, here and everywhere
+            ended = self._replica.close(timeout_s=_CLEAN_CLOSE_S if clean else _CLOSE_S)
+        # Where this rank leads its replica: it knows the planner's progress.
+        feed = None if self._loader is None else self._train_feed
         with usage_errors() if self.config.dry_run else nullcontext():
-            self._report.finish(self._own_feed, together=clean and ended)
+            self._report.finish(feed, together=clean and ended)
         if self._peers is not None:
             self._peers.close(clean=clean)
         if self.config.dry_run:
@@ -273,8 +332,8 @@ class OdbRun:
     def on_schedule(self, *, training: bool) -> None:
         if self._peers is not None:
             self._peers.begin_step()
-        if training and self._report.recorder is not None:
-            self._report.recorder.start_clock()
+        if training:
+            self._report.start_clock()
         if training and self._checkpoint is not None:
             self._checkpoint.note_trained()
 
@@ -283,12 +342,10 @@ class OdbRun:
         if not training:
             totals = header.totals
             self._report.evaluated(
-                Evaluated(
-                    samples=totals.num_samples,
-                    loss_tokens=totals.num_loss_tokens,
-                    left_out=totals.num_left_out,
-                    truncated=totals.num_truncated,
-                )
+                samples=totals.num_samples,
+                loss_tokens=totals.num_loss_tokens,
+                left_out=totals.num_left_out,
+                truncated=totals.num_truncated,
             )
             return
         assert self._calculator is not None
@@ -300,27 +357,8 @@ class OdbRun:
         elif done >= self._args.train_iters:
             self._args.train_iters = done + 1
 
-    def on_first_step(self, train_step: Mapping[str, Any]) -> None:
-        """Run the worst micro-batches."""
-        self._is_warming_up = True
-        try:
-            took = warm_up(train_step, self._args, self.config, self._place)
-        except RuntimeError as error:  # of a collective, where another rank is out of memory
-            loss = "" if self._peers is None else self._peers.loss_behind(error)
-            if not loss:
-                raise
-            raise RuntimeError(f"the worst case could not be run to its end: {loss}") from error
-        finally:
-            self._is_warming_up = False
-        assert self._replica is not None, "it gives the data that is about to be trained on"
-        group = self._groups[-1] if self._groups else None  # on source ranks
-        self._report.warmed_up(took, replica=self._replica, group=group)
-
-    def wants_backward(self) -> bool:
-        return self._report.times_backward
-
-    def on_backward(self) -> None:
-        self._report.end_backward()
+    def on_trained(self) -> None:
+        self._report.on_trained()
 
     def on_logged(self, values: dict[str, Any]) -> None:
         """Record the step and show it."""
@@ -334,22 +372,13 @@ class OdbRun:
             reports=0 if self._replica is None else self._replica.num_reported(),
         )
 
-    def on_loaded(self, checkpoint_args: Any) -> None:
-        self._saved = getattr(checkpoint_args, "odb_data_state", None)
-
-    def saving(self) -> AbstractContextManager[None]:
-        """No watchdog ends the process within."""
-        return nullcontext() if self._peers is None else self._peers.saving()
-
-    def on_saving(self) -> None:
-        """Put the data's state into the arguments that are saved."""
-        if self._checkpoint is not None:
-            self._checkpoint.save(tokens_so_far=self.tokens_so_far() or 0)
-
-    def tokens_so_far(self) -> int | None:
-        if self._report.recorder is None or not self._report.is_open:
-            return None
-        return self._tokens_before + self._report.recorder.num_tokens
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Save the data's state as well; no watchdog ends the process within."""
+        with nullcontext() if self._peers is None else self._peers.saving():
+            if self._checkpoint is not None:
+                self._checkpoint.save()
+            yield
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -396,19 +425,17 @@ class OdbRun:
         if not reads_data:
             return streams
         if streams[0] is None and not args.skip_train:
-            raise ValueError(
-                "there is nothing to train on: the train split is empty; change --split or "
-                "--data-path"
+            raise SettingError(
+                "there is nothing to train on: the train split is empty; change {split} or "
+                "{data_path}"
             )
-        if streams[1] is None and (args.full_validation or args.eval_iters):
-            raise ValueError(
+        if streams[1] is None and args.eval_iters:
+            raise SettingError(
                 "there is nothing to evaluate on: the validation split is empty; change "
-                "--split, give --valid-data-path, or pass --eval-iters 0"
+                "{split}, give {valid_data_path}, or pass {eval_iters} 0"
             )
         self._groups = [
-            source_group(
-                args, name=name, deadline=self._peers.deadlines.get(name) if self._peers else None
-            )
+            source_group(args, name=name, deadline=self._deadlines.get(name))
             for name in ("train", "valid", "test", "checkpoint")
         ]
         if streams[0] is not None and self._place.is_source:  # padded, every rank has its data
@@ -417,6 +444,7 @@ class OdbRun:
 
     def _build_packed(self, replica: ReplicaData, sizes: Sequence[int | None]) -> None:
         args = self._args
+        self._saved = self._saved_text()
         with replica.error_broadcast():
             streams = self._build_streams(sizes, reads_data=replica.place.is_source)
         replica.build(lambda: self._build_loaders(streams))
@@ -428,7 +456,8 @@ class OdbRun:
                 identity = data_identity(args, self._loader.stream)
                 assert replica.train is not None, "built with the loader"
                 self._checkpoint.watch(replica.train, identity=identity)
-        self._calculator = StepCalculator.install(num_replicas=args.data_parallel_size)
+        name = REPLACED["_GLOBAL_NUM_MICROBATCHES_CALCULATOR"]
+        self._hooks.replace(name, self._make_calculator)
         args.dataloader_type = "external"
         remaining = max(0, self._total - args.consumed_train_samples)
         steps = -(-remaining // args.global_batch_size)
@@ -436,12 +465,15 @@ class OdbRun:
             steps = 0  # the end of iterables shows only in their state
         args.train_iters = args.iteration + steps
 
+    def _make_calculator(self, base: Any) -> StepCalculator:
+        self._calculator = StepCalculator(base, num_replicas=self._args.data_parallel_size)
+        return self._calculator
+
     def _read_first_steps(self, replica: ReplicaData) -> None:
         """Read and plan the first steps, and look at the machine; every rank calls it."""
         args, (train, *_), longest = self._args, replica.iterators(0), 0
         for number in range(_DRY_STEPS):
-            if self._report.recorder is not None:
-                self._report.recorder.start_clock()
+            self._report.start_clock()
             header = None if train is None else next(train, None)
             if train is None or not isinstance(header, StepHeader):
                 break
@@ -498,22 +530,9 @@ class OdbRun:
     def _train_feed(self) -> StepFeed | None:
         return None if self._replica is None else self._replica.train
 
-    @property
-    def _own_feed(self) -> StepFeed | None:
-        """The training feed where this rank leads its replica: it knows the planner's progress."""
-        return None if self._loader is None else self._train_feed
-
-    def _close_data(self, *, clean: bool) -> bool:
-        """Stop the threads that make steps, here and on all replicas; return whether all have."""
-        if self._replica is None:
-            return True
-        return self._replica.close(timeout_s=_CLEAN_CLOSE_S if clean else _CLOSE_S)
-
     def _build_loaders(
         self, streams: Sequence[SampleStream | ItemStream | None]
     ) -> list[StepLoader | None]:
-        from megatron.core.datasets.utils import Split
-
         loaders = [
             None
             if stream is None
@@ -523,7 +542,7 @@ class OdbRun:
                 stream,
                 split=split,
                 group=group,
-                deadline=self._peers.deadlines.get(split.name) if self._peers else None,
+                deadline=self._deadlines.get(split.name),
             )
             for split, stream, group in zip(Split, streams, self._groups, strict=False)
         ]
@@ -548,17 +567,13 @@ class OdbRun:
         return {**values, "loss_dict": {**values["loss_dict"], "lm loss": found}}, own
 
     def _on_batch(self, item: Any) -> None:
-        if self._is_warming_up:
-            return
         if torch.is_grad_enabled():
             self._report.on_batch(item)
         elif not self.config.enabled:
             left_out = int((item["skipped"] > 0).sum())
             self._report.evaluated(
-                Evaluated(
-                    samples=len(item["skipped"]) - left_out,
-                    loss_tokens=int((item["loss_mask"] > 0).sum()),
-                    left_out=left_out,
-                    truncated=int(item["truncated"].sum()),
-                )
+                samples=len(item["skipped"]) - left_out,
+                loss_tokens=int((item["loss_mask"] > 0).sum()),
+                left_out=left_out,
+                truncated=int(item["truncated"].sum()),
             )

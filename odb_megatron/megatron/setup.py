@@ -8,34 +8,32 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
-from pathlib import Path
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from odb_megatron.data.image_chat import ImageRules
 from odb_megatron.data.megatron_dataset import SampleDatasetConfig, count_epoch
-from odb_megatron.data.preprocess import SampleRules
-from odb_megatron.data.tokenizer import tokenizer_folder
-from odb_megatron.megatron.arguments import add_odb_arguments
-from odb_megatron.megatron.attention import registry
-from odb_megatron.megatron.attention.needs import need_of
-from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.data.pictures import ImageRules
+from odb_megatron.data.records import require_data
+from odb_megatron.data.sample import SampleRules
+from odb_megatron.errors import raise_usage_errors, usage_errors
+from odb_megatron.megatron.attention import Attention, select
+from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.modelopt.checkpoint import refuse_converted
-from odb_megatron.megatron.usage import raise_usage_errors, usage_errors
-from odb_megatron.megatron.validation import refuse_flags, refuse_unsupported
+from odb_megatron.megatron.replica import replica_ranks
+from odb_megatron.megatron.validation import NEEDS, refuse_flags, refuse_unsupported, set_needs
 from odb_megatron.plan.record import OPEN_TOTAL
 
 __all__ = [
     "choose_backend",
-    "complete_args",
     "dataset_config",
     "device_type",
-    "odb_config",
+    "exchange_shapes",
     "parse_and_validate_args",
-    "parse_flags",
     "read_args",
+    "require_paths",
     "total_samples",
 ]
 
@@ -69,9 +67,8 @@ def read_args(
 ) -> argparse.Namespace:
     """Parse `sys.argv`, validate, and set Megatron's global variables.
 
-    Follows `megatron.training.arguments.parse_and_validate_args` (0.19.2), with three steps of its
-    own in between: `--odb-epochs` becomes `--train-samples`, a bare `tokenizer.json` becomes a
-    folder that Megatron's HuggingFaceTokenizer opens, and what cannot work is refused.
+    Follows `megatron.training.arguments.parse_and_validate_args` (0.19.2), with two steps of its
+    own in between: `--odb-epochs` becomes `--train-samples`, and what cannot work is refused.
 
     Args:
         args_defaults: as upstream.
@@ -80,45 +77,27 @@ def read_args(
     Raises:
         ValueError: flags that are not known or do not fit together, each named.
     """
+    from megatron.training.arguments import parse_args
     from megatron.training.global_vars import set_global_variables
 
-    args = parse_flags(extra_args)
-    complete_args(args, args_defaults)
-    choose_backend(args)
-    set_global_variables(args)
-    return args
-
-
-def parse_flags(
-    extra_args: ExtraArgs | None = None, *, ignores_unknown: bool = False
-) -> argparse.Namespace:
-    """Parse `sys.argv` by Megatron's parser, ODB's flags among its own; nothing is checked yet.
-
-    Args:
-        extra_args: see `read_args`.
-        ignores_unknown: as upstream's `ignore_unknown_args`.
-
-    Raises:
-        ValueError: flags that are not known, or values that are none.
-    """
-    from megatron.training import arguments as megatron_arguments
-
-    args: argparse.Namespace = megatron_arguments.parse_args(
-        lambda parser: _add_arguments(parser if extra_args is None else extra_args(parser)),
-        ignores_unknown,
+    args: argparse.Namespace = parse_args(
+        lambda parser: _add_arguments(parser if extra_args is None else extra_args(parser))
     )
     if getattr(args, "yaml_cfg", None) is not None:
         raise ValueError(
             "--yaml-cfg replaces the command line that --odb reads: give flags instead"
         )
+    _complete_args(args, args_defaults)
+    choose_backend(args)
+    set_global_variables(args)
     return args
 
 
-def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None = None) -> None:
+def _complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None = None) -> None:
     """Validate parsed arguments and fill in what follows from them; no global variable is set.
 
     Args:
-        args: from `parse_flags`; changed as far as the checks come.
+        args: parsed; changed as far as the checks come.
         args_defaults: as upstream; `train_samples` is for a run whose length no flag gives.
 
     Raises:
@@ -129,6 +108,7 @@ def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None
 
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args)
+    set_of_needs = set_needs(args, vars(args).pop("odb_unset", {}))
     defaults = dict(args_defaults or {})
     length = defaults.pop("train_samples", None)
     if args.odb_epochs is args.train_samples is args.train_iters is None:
@@ -143,14 +123,29 @@ def complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None
         raise
     if args.eval_interval is None:  # 0.19.2 divides by it all the same (training.py 4481)
         args.eval_interval = _NEVER
-    _raise(_messages(lambda: odb_config(args)), args)
-    config = odb_config(args)
+    _raise(_messages(lambda: OdbConfig.from_args(args)), args)
+    config = OdbConfig.from_args(args)
     messages = _messages(lambda: refuse_unsupported(args, config), lambda: refuse_converted(args))
     if messages:
         raise ValueError("\n".join(messages))
+    if args.pipeline_model_parallel_size > 1 and not config.enabled:
+        exchange_shapes(args)  # the baseline's batches are as long as their longest sample
+    if set_of_needs and args.rank == 0:
+        print(f"odb: set {set_of_needs}", flush=True)
     if config.dry_run:
         args.tensorboard_dir = args.wandb_project = None
         args.log_progress = False
+
+
+def exchange_shapes(args: argparse.Namespace) -> None:
+    """Have pipeline stages learn shapes from each other, where no step header has them.
+
+    Megatron demands the alltoall dispatcher for it, also of dense models (transformer_config.py,
+    0.18.2, 0.19.2).
+    """
+    args.variable_seq_lengths = True
+    if args.num_experts is None:
+        args.moe_token_dispatcher_type = "alltoall"
 
 
 def _messages(*checks: Callable[[], object]) -> list[str]:
@@ -177,21 +172,15 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def choose_backend(args: argparse.Namespace) -> registry.AttentionBackend:
-    """Return the attention backend of validated arguments.
+def choose_backend(args: argparse.Namespace) -> Attention:
+    """Return the attention of validated arguments.
 
     Raises:
-        ValueError: see `registry.select`.
+        ValueError: see `attention.select`.
     """
     device = device_type()
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    need = need_of(args, capability=capability)
-    return registry.select(args.odb_attention, device_type=device, need=need)
-
-
-def odb_config(args: argparse.Namespace) -> OdbConfig:
-    """Return the configuration of validated arguments."""
-    return OdbConfig.from_args(args)
+    return select(args, device_type=device, capability=capability)
 
 
 def total_samples(args: argparse.Namespace) -> int:
@@ -230,7 +219,6 @@ def dataset_config(
         blend=blend,
         blend_per_split=blend_per_split,
         split=args.split if blend is not None else None,
-        full_validation=getattr(args, "full_validation", False),
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,
@@ -256,6 +244,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     if device_type() == "cpu":
         parser.set_defaults(distributed_backend="gloo")
     raise_usage_errors(parser)
+    unset = {need.name: parser.get_default(need.name) for need in NEEDS if need.is_set}
+    parser.set_defaults(**dict.fromkeys(unset), odb_unset=unset)
     return add_odb_arguments(parser)
 
 
@@ -280,12 +270,13 @@ def _resolve_tokenizer(args: argparse.Namespace) -> None:
         return
     if model.startswith((".", "/", "~")) and not os.path.exists(model):
         raise ValueError(
-            f"--tokenizer-model {model} does not exist: give a Hugging Face tokenizer folder or a "
-            "tokenizer.json"
+            f"--tokenizer-model {model} does not exist: give a Hugging Face tokenizer folder"
         )
     if os.path.isfile(model):
-        cache = args.data_cache_path or Path(model).resolve().parent
-        args.tokenizer_model = str(tokenizer_folder(model, Path(cache)))
+        raise ValueError(
+            f"--tokenizer-model {model} is a file: give its folder, which has a "
+            "tokenizer_config.json too"
+        )
 
 
 def _resolve_epochs(args: argparse.Namespace) -> None:
@@ -333,3 +324,44 @@ def _leave_length_open(args: argparse.Namespace) -> None:
             "--train-samples N instead of --odb-epochs"
         )
     args.train_samples = OPEN_TOTAL
+
+
+def require_paths(args: argparse.Namespace, *, has_datasets: bool = False) -> None:
+    """Check the paths that this rank reads and writes; called by a script that is about to train.
+
+    Args:
+        args: from `setup.parse_and_validate_args`.
+        has_datasets: the script gives datasets of its own, so that no data flags are read.
+
+    Raises:
+        SystemExit: no data flags, or a path that cannot be used (2).
+    """
+    config = OdbConfig.from_args(args)
+    is_source = replica_ranks(args, rank=args.rank).is_source
+    with usage_errors():
+        if not has_datasets:
+            for path in _data_paths(args):
+                if is_source or not config.enabled:  # the padded baseline reads on every rank
+                    require_data(path)
+        if args.odb_log_dir is not None and is_source:
+            _require_folder(args.odb_log_dir)
+
+
+def _data_paths(args: argparse.Namespace) -> Iterator[str]:
+    rules = SampleRules(context=args.seq_length, token_budget=args.seq_length)
+    data = dataset_config(args, rules=rules)
+    for blend in (data.blend, *(data.blend_per_split or ())):
+        if blend is not None:
+            yield from blend[0]
+
+
+def _require_folder(folder: str) -> None:
+    """Make the folder of the step logs, and write to it: permissions do not tell all."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--odb-log-dir {folder} cannot be written ({error}): give a folder that can"
+        ) from error

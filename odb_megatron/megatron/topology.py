@@ -10,7 +10,8 @@ import argparse
 from odb_megatron.plan.padding import Quantization, length_multiple
 from odb_megatron.plan.record import Sync
 
-__all__ = ["count_multiple", "has_state_layers", "padding_multiple", "sync_of"]
+__all__ = ["count_multiple", "has_state_layers", "padding_multiple", "routers"]
+__all__ += ["sync_of"]
 
 
 def sync_of(args: argparse.Namespace) -> tuple[Sync, str]:
@@ -26,7 +27,7 @@ def sync_of(args: argparse.Namespace) -> tuple[Sync, str]:
     reasons = (
         (_size(args, "expert_model_parallel_size") > 1, "expert parallelism"),
         (_shards_parameters(args), "parameters are sharded over replicas"),
-        (_has_global_aux_loss(args), "global auxiliary loss"),
+        ("global_aux_loss" in routers(args), "global auxiliary loss"),
         (_size(args, "pipeline_model_parallel_size") > 1, "pipeline parallelism"),
     )
     found = [reason for applies, reason in reasons if applies]
@@ -38,7 +39,7 @@ def sync_of(args: argparse.Namespace) -> tuple[Sync, str]:
 def padding_multiple(args: argparse.Namespace) -> int:
     """Return the multiple that every sample's length is padded to.
 
-    FP8 takes the token counts of mcore's `get_fp8_align_size` (fp8_utils.py, 0.16.1 to 0.19.2).
+    FP8 takes the token counts of mcore's `get_fp8_align_size` (fp8_utils.py, 0.18.2, 0.19.2).
     """
     sequence_parallel = getattr(args, "sequence_parallel", False)
     quantization = Quantization.NONE
@@ -55,7 +56,7 @@ def padding_multiple(args: argparse.Namespace) -> int:
 
 
 def has_state_layers(args: argparse.Namespace) -> bool:
-    """Whether the model has state-space layers; 0.17 and later name their pattern differently."""
+    """Whether the model has state-space layers."""
     names = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern")
     return any(bool(getattr(args, name, None)) for name in names)
 
@@ -79,7 +80,9 @@ def _shards_parameters(args: argparse.Namespace) -> bool:
     return bool(getattr(args, "use_megatron_fsdp", False)) and strategy == "optim_grads_params"
 
 
-def _has_global_aux_loss(args: argparse.Namespace) -> bool:
+def routers(args: argparse.Namespace) -> set[str]:
+    """Return the load-balancing types in use; Megatron takes one or a list."""
     kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    return getattr(args, "num_experts", None) is not None and "global_aux_loss" in kinds
+    if getattr(args, "num_experts", None) is None:
+        return set()
+    return {kinds} if isinstance(kinds, str) else set(kinds)

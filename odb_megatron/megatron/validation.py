@@ -1,6 +1,6 @@
-"""Refuses what cannot work with ODB, at start-up and by name.
+"""What ODB needs of its host: it is set where nothing else was asked for, and refused by name else.
 
-Must not change a value; every message names the flag to change.
+`{name}` in a text is an argument of Megatron's, or of ODB's, in the host's words (`errors`).
 """
 
 from __future__ import annotations
@@ -8,241 +8,119 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from odb_megatron.megatron.compat import repeats_full_validation
+from odb_megatron.errors import SettingError
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.kernel_rules import kernel_messages
-from odb_megatron.megatron.topology import count_multiple, padding_multiple
-from odb_megatron.plan.padding import OverlongPolicy
+from odb_megatron.megatron.topology import count_multiple, padding_multiple, routers
+from odb_megatron.plan.padding import OverlongPolicy, budget_length
 
-__all__ = ["refuse_flags", "refuse_unsupported"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    applies: Callable[[argparse.Namespace], bool]
-    message: str
+__all__ = ["NEEDS", "refuse_flags", "refuse_unsupported", "set_needs"]
 
 
-def _is_on(name: str) -> Callable[[argparse.Namespace], bool]:
-    return lambda args: bool(getattr(args, name, None))
-
-
-def _above_one(name: str) -> Callable[[argparse.Namespace], bool]:
-    return lambda args: (getattr(args, name, None) or 1) > 1
+def _always(_args: argparse.Namespace) -> bool:
+    return True
 
 
 def _has_experts(args: argparse.Namespace) -> bool:
     return getattr(args, "num_experts", None) is not None
 
 
-def _routers(args: argparse.Namespace) -> set[str]:
-    """Load-balancing types in use; Megatron takes one or a list."""
-    kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
-    if not _has_experts(args):
-        return set()
-    return {kinds} if isinstance(kinds, str) else set(kinds)
+def _moves_micro_batches(args: argparse.Namespace) -> bool:
+    """Whether experts meet in micro-batches of different sizes, those of several replicas."""
+    return _has_experts(args) and (getattr(args, "expert_model_parallel_size", None) or 1) > 1
 
 
-_REFUSALS = (
-    _Refusal(
-        lambda args: not args.calculate_per_token_loss,
-        "--odb needs --calculate-per-token-loss: without it Megatron averages the loss per "
-        "micro-batch first, so it would depend on how samples are packed",
-    ),
-    _Refusal(
-        lambda args: args.micro_batch_size != 1,
-        "--odb needs --micro-batch-size 1: a packed micro-batch is one row of many samples",
-    ),
-    _Refusal(
-        lambda args: (
-            (getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size)
-            != args.micro_batch_size
-        ),
-        "--odb packs evaluation too: drop --eval-micro-batch-size",
-    ),
-    _Refusal(
-        _is_on("sft"),
-        "--odb and --sft are two packings of the same data, and --sft evaluates a mean of means: "
-        "drop --sft (chat files are read by --odb itself)",
-    ),
-    _Refusal(
-        lambda args: args.dataloader_type not in (None, "single", "cyclic"),
-        "--odb brings its own data loader: use --dataloader-type single or cyclic to choose the "
-        "order of the samples",
-    ),
-    _Refusal(
-        _is_on("trust_remote_code"),
-        "--odb runs no code that comes with a tokenizer: drop --trust-remote-code (name the "
-        "folder's tokenizer.json where the folder cannot be loaded without)",
-    ),
-    _Refusal(
-        _is_on("mock_data"), "--odb trains on real samples: drop --mock-data, give --data-path"
-    ),
-    _Refusal(
-        _is_on("fim_data"), "--odb does not cut samples for fill-in-the-middle: drop --fim-data"
-    ),
-    _Refusal(
-        lambda args: any(
-            getattr(args, name, False)
-            for name in (
-                *("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
-                "dataloader_inter_document_masking",
-            )
-        ),
-        "--reset-position-ids, --reset-attention-mask, --eod-mask-loss and "
-        "--dataloader-inter-document-masking do nothing with --odb (samples never share positions "
-        "or attention, and loss follows the data): drop them",
-    ),
-    _Refusal(
-        lambda args: (
-            getattr(args, "rampup_batch_size", None) is not None
-            or getattr(args, "step_batch_size_schedule", None) is not None
-        ),
-        "--odb needs a constant batch size in this version: drop --rampup-batch-size and "
-        "--step-batch-size-schedule",
-    ),
-    _Refusal(
-        _is_on("decrease_batch_size_if_needed"),
-        "--odb keeps the batch size: drop --decrease-batch-size-if-needed",
-    ),
-    _Refusal(
-        _is_on("iterations_to_skip"),
-        "--odb does not skip iterations in this version: drop --iterations-to-skip",
-    ),
-    _Refusal(
-        lambda args: getattr(args, "override_ckpt_iteration", None) is not None,
-        "--odb goes on with the samples of the checkpoint's own iteration, and "
-        "--override-ckpt-iteration would count others: drop it, or load the checkpoint of that "
-        "iteration with --ckpt-step",
-    ),
-    _Refusal(
-        lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
-        "--odb keeps its data state beside checkpoints that every node can read: use "
-        "--non-persistent-ckpt-type global, or none",
-    ),
-    _Refusal(
-        _is_on("phase_transition_iterations"),
-        "--odb has one phase in this version: drop --phase-transition-iterations",
-    ),
-    _Refusal(
-        _is_on("multiple_validation_sets"),
-        "--odb evaluates one validation set in this version: drop --multiple-validation-sets",
-    ),
-    _Refusal(_is_on("perform_rl_step"), "--odb does not batch rollouts: drop --perform-rl-step"),
-    _Refusal(
-        _is_on("hybrid_context_parallel"),
-        "--odb and --hybrid-context-parallel both form the micro-batches: drop one",
-    ),
-    _Refusal(
-        lambda args: getattr(args, "sequence_packing_scheduler", None) is not None,
-        "--odb and --sequence-packing-scheduler both form the micro-batches: drop one",
-    ),
-    _Refusal(
-        _is_on("use_varlen_dataset"),
-        "--odb and --use-varlen-dataset (which switches --sequence-packing-scheduler on) both read "
-        "the data and form the micro-batches: drop one",
-    ),
-    _Refusal(
-        _is_on("inprocess_restart"),
-        "--odb keeps groups and threads that an in-process restart does not take down: drop "
-        "--inprocess-restart (a restarted job goes on from its checkpoint)",
-    ),
-    _Refusal(
-        lambda args: getattr(args, "logits_load_dir", None) is not None,
-        "--odb does not read a teacher's saved logits: drop --logits-load-dir",
-    ),
-    _Refusal(
-        lambda args: (
-            bool(getattr(args, "use_megatron_fsdp", False))
-            or bool(getattr(args, "use_torch_fsdp2", False))
-        ),
-        "--odb does not run on FSDP in this version: use --use-distributed-optimizer",
-    ),
-    _Refusal(
-        lambda args: bool({"quantile_balancing", "sinkhorn"} & _routers(args)),
-        "--moe-router-load-balancing-type quantile_balancing and sinkhorn take no padding mask, "
-        "and --odb has padding and idle micro-batches: use aux_loss, seq_aux_loss, "
-        "global_aux_loss or none",
-    ),
-    _Refusal(
-        lambda args: (
-            _has_experts(args) and getattr(args, "moe_expert_capacity_factor", None) is not None
-        ),
-        "--moe-expert-capacity-factor drops tokens by what else is in a micro-batch, so with --odb "
-        "the loss would depend on how samples are packed: drop it",
-    ),
-    _Refusal(
-        lambda args: (
-            _has_experts(args)
-            and getattr(args, "moe_token_dispatcher_type", "alltoall") != "alltoall"
-            and (
-                _above_one("expert_model_parallel_size")(args)
-                or _above_one("pipeline_model_parallel_size")(args)
-            )
-        ),
-        "--odb makes micro-batches of different sizes on different replicas and stages, for which "
-        "this version has only --moe-token-dispatcher-type alltoall",
-    ),
-    _Refusal(
-        _is_on("overlap_moe_expert_parallel_comm"),
-        "--odb does not build schedule plans in this version: drop "
-        "--overlap-moe-expert-parallel-comm",
-    ),
-    _Refusal(
-        lambda args: _is_on("mtp_num_layers")(args) and padding_multiple(args) > 1,
-        "multi-token prediction shifts tokens by the samples' lengths before padding "
-        "(multi_token_prediction.py 249, 0.19.2), and --odb pads samples under context and "
-        "sequence parallelism: drop --mtp-num-layers, or both of those",
-    ),
-    _Refusal(
-        lambda args: _is_on("mtp_num_layers")(args) and _has_experts(args),
-        "multi-token prediction shifts the routers' padding mask, so that padding counts in their "
-        "losses: with --odb drop --mtp-num-layers or --num-experts",
-    ),
-    _Refusal(
-        lambda args: (getattr(args, "gtp_weight_remat_size", None) or 1) > 1,
-        "--odb does not know the weight-rematerialisation axis: use --gtp-weight-remat-size 1",
-    ),
+class Need(NamedTuple):
+    """An argument that must have one of some values; the first is set where none was given."""
+
+    name: str
+    values: tuple[Any, ...]
+    why: str
+    applies: Callable[[argparse.Namespace], bool] = _always
+    is_set: bool = True
+
+
+_LOSS = "without it the loss is averaged per micro-batch first: it depends on the packing"
+_SIZES = "micro-batches have different sizes on different replicas"
+_ORDER = "the data loader is its own, and takes the order of the samples from this"
+
+NEEDS = (
+    Need("calculate_per_token_loss", (True,), _LOSS),
+    Need("micro_batch_size", (1,), "a packed micro-batch is one row of many samples"),
+    Need("eval_micro_batch_size", (1,), "evaluations are packed too"),
+    Need("moe_token_dispatcher_type", ("alltoall",), _SIZES, _moves_micro_batches),
+    Need("dataloader_type", ("single", "cyclic"), _ORDER, is_set=False),
+    Need("non_persistent_ckpt_type", ("global",), "all nodes read its data state", is_set=False),
+    Need("gtp_weight_remat_size", (1,), "it does not know this axis", is_set=False),
 )
 
+_OFF = {
+    "sft": "two packings of the same data; chat files are read without it",
+    "trust_remote_code": "no code is run that comes with a tokenizer",
+    "mock_data": "real samples are trained: give {data_path}",
+    "fim_data": "samples are not cut for fill-in-the-middle",
+    **dict.fromkeys(
+        (
+            *("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+            "dataloader_inter_document_masking",
+        ),
+        "it does nothing: samples never share positions or attention; loss follows the data",
+    ),
+    **dict.fromkeys(
+        (
+            *("rampup_batch_size", "step_batch_size_schedule", "iterations_to_skip"),
+            *("phase_transition_iterations", "multiple_validation_sets"),
+        ),
+        "not in this version",
+    ),
+    **dict.fromkeys(
+        ("hybrid_context_parallel", "sequence_packing_scheduler", "use_varlen_dataset"),
+        "both form the micro-batches",
+    ),
+    **dict.fromkeys(
+        ("use_megatron_fsdp", "use_torch_fsdp2"),
+        "FSDP is not in this version; use {use_distributed_optimizer}",
+    ),
+    "decrease_batch_size_if_needed": "the batch size stays",
+    "override_ckpt_iteration": "it would count other samples than the checkpoint's own iteration; "
+    "{ckpt_step} loads the checkpoint of that iteration",
+    "full_validation": "Megatron's own fails with one validation set (training.py 4382, 0.19.2); "
+    "{eval_iters} gives the steps of an evaluation",
+    "perform_rl_step": "rollouts are not batched",
+    "inprocess_restart": "it leaves groups and threads; a restarted job goes on from a checkpoint",
+    "logits_load_dir": "a teacher's saved logits are not read",
+    "overlap_moe_expert_parallel_comm": "it needs schedule plans",
+    "ddp_average_in_collective": "gradients are divided by the loss tokens of all replicas",
+    "fp4": "not in this version; use {fp8} or {bf16}",
+}
+"""Arguments that must not be given with `--odb`, and why."""
 
-_REFUSALS_ALWAYS = (
-    _Refusal(
-        lambda args: (
-            bool(getattr(args, "full_validation", False))
-            and not args.odb
-            and not repeats_full_validation()
-        ),
-        "without --odb Megatron 0.17 evaluates the whole of a validation set once, and fails the "
-        "second time: use --odb, drop --full-validation, or use megatron-core 0.18",
-    ),
-    _Refusal(
-        lambda args: (
-            getattr(args, "transformer_impl", "local") not in ("local", "transformer_engine")
-        ),
-        "the kernels of --odb-attention work in Megatron's local layers and in Transformer "
-        "Engine's: use --transformer-impl local or transformer_engine",
-    ),
-    _Refusal(
-        lambda args: (
-            getattr(getattr(args, "attention_backend", None), "name", "auto") != "auto"
-            or bool(getattr(args, "use_flash_attn", False))
-        ),
-        "--odb-attention chooses the attention kernel: drop --attention-backend and "
-        "--use-flash-attn",
-    ),
-    _Refusal(
-        lambda args: getattr(args, "spec", None) is not None,
-        "--odb-attention needs layers of its own choice: drop --spec",
-    ),
-)
-"""What the script cannot do with or without `--odb`: its layers and data are the same."""
+
+def set_needs(args: argparse.Namespace, unset: Mapping[str, Any]) -> str:
+    """Set what was not given: to what ODB needs, or without `--odb` to Megatron's default.
+
+    Args:
+        args: parsed, with None for what was not given; changed.
+        unset: defaults by name.
+
+    Returns:
+        What was set for ODB, for the user; empty for nothing.
+    """
+    said = []
+    for name, default in unset.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+            need = next(need for need in NEEDS if need.name == name)
+            if args.odb and default not in need.values and need.applies(args):
+                setattr(args, name, need.values[0])
+                value = "" if need.values[0] is True else f" {need.values[0]}"
+                said.append(f"{{{name}}}{value}")
+    return str(SettingError(" ".join(said)))
 
 
 def refuse_flags(args: argparse.Namespace) -> None:
@@ -251,118 +129,238 @@ def refuse_flags(args: argparse.Namespace) -> None:
     Raises:
         ValueError: every refusal of a flag that applies, one line each.
     """
-    messages = _flag_messages(args, enabled=args.odb)
-    if messages:
-        raise ValueError("\n".join(messages))
+    _raise(_flag_texts(args, enabled=args.odb), {})
 
 
 def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
-    """Check parsed and validated Megatron arguments.
+    """Check parsed and validated arguments.
 
     Raises:
         ValueError: every refusal that applies, one line each.
     """
-    messages = _flag_messages(args, enabled=config.enabled)
-    messages += _weight_messages(args, config)
+    multiple = padding_multiple(args)
+    values = {
+        "budget": config.token_budget,
+        "length": args.seq_length,
+        "multiple": multiple,
+        "captured": budget_length(config.token_budget, multiple),
+        "stages": getattr(args, "pipeline_model_parallel_size", None) or 1,
+        "group": count_multiple(args),
+        "cost": _cost_error(config),
+        "loss_per": config.loss_per and config.loss_per.value,
+        "scale": config.count_scale,
+        "folder": getattr(args, "save", None),
+        "unsaved": _save_error(args) if config.enabled else "",
+    }
+    texts = [*_flag_texts(args, enabled=config.enabled), *_weight_texts(args, config)]
     if config.enabled:
-        messages += kernel_messages(args, config)
-        messages += _planning_messages(args, config)
-        messages += _topology_messages(args, config)
-        messages += _save_messages(args)
+        texts += [*_graph_texts(args, config, values), *_planning_texts(args, config, values)]
+    _raise(texts, values)
+
+
+def _raise(texts: Iterable[str], values: Mapping[str, Any]) -> None:
+    messages = [str(SettingError(text, values)) for text in texts]
     if messages:
         raise ValueError("\n".join(messages))
 
 
-def _flag_messages(args: argparse.Namespace, *, enabled: bool) -> list[str]:
-    refusals = (*_REFUSALS_ALWAYS, *(_REFUSALS if enabled else ()))
-    return [refusal.message for refusal in refusals if refusal.applies(args)]
+def _flag_texts(args: argparse.Namespace, *, enabled: bool) -> Iterator[str]:
+    """Yield what is refused of single flags; layers and kernels are the baseline's, too."""
+    if getattr(args, "transformer_impl", "local") not in ("local", "transformer_engine"):
+        yield (
+            "{odb} packs samples in Megatron's local layers and in Transformer Engine's: use "
+            "{transformer_impl} local or transformer_engine"
+        )
+    if getattr(args, "spec", None) and getattr(args, "transformer_impl", "local") == "local":
+        yield (
+            "local layers of {spec} may not take packed samples of {odb}: drop it, or use "
+            "{transformer_impl} transformer_engine"
+        )
+    if not enabled:
+        return
+    for name, values, why, applies, _ in NEEDS:
+        value = getattr(args, name, None)
+        if value is not None and value not in values and applies(args):
+            wanted = "" if values[0] is True else f" {' or '.join(map(str, values))}"
+            yield f"{{odb}} needs {{{name}}}{wanted}: {why}"
+    for name, why in _OFF.items():
+        if getattr(args, name, None):
+            yield f"{{odb}} and {{{name}}}: {why}: drop {{{name}}}"
+    yield from _layer_texts(args)
 
 
-def _weight_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:
-    """Say what does not know that weights are scaled; see `data.preprocess.count_scale`."""
+def _layer_texts(args: argparse.Namespace) -> Iterator[str]:
+    has_experts, predicts = _has_experts(args), bool(getattr(args, "mtp_num_layers", None))
+    if {"quantile_balancing", "sinkhorn"} & routers(args):
+        yield (
+            "{moe_router_load_balancing_type} quantile_balancing and sinkhorn take no padding "
+            "mask, and {odb} has padding and idle micro-batches: use aux_loss, seq_aux_loss, "
+            "global_aux_loss or none"
+        )
+    if has_experts and getattr(args, "moe_expert_capacity_factor", None) is not None:
+        yield (
+            "{moe_expert_capacity_factor} drops tokens by what else is in a micro-batch, so with "
+            "{odb} the loss would depend on how samples are packed: drop it"
+        )
+    if predicts and (getattr(args, "context_parallel_size", None) or 1) > 1:
+        yield (
+            "multi-token prediction of packed samples is not exact under context parallelism "
+            "(multi_token_prediction.py 270, 0.19.2): with {odb} drop {mtp_num_layers} or "
+            "{context_parallel_size}"
+        )
+    if predicts and has_experts:
+        yield (
+            "multi-token prediction shifts the routers' padding mask, so that padding counts in "
+            "their losses: with {odb} drop {mtp_num_layers} or {num_experts}"
+        )
+    if getattr(args, "fp8", None) and getattr(args, "transformer_impl", "local") == "local":
+        yield (
+            "{fp8} is of Transformer Engine's layers: use {transformer_impl} transformer_engine, "
+            "or {bf16} alone"
+        )
+    if getattr(args, "fp8", None) and getattr(args, "fp8_recipe", "delayed") == "custom":
+        yield (
+            "{fp8_recipe} custom does not say which token counts it takes: use delayed, "
+            "tensorwise, blockwise or mxfp8"
+        )
+
+
+def _weight_texts(args: argparse.Namespace, config: OdbConfig) -> Iterator[str]:
+    """Yield what does not know that weights are scaled; see `data.preprocess.count_scale`."""
     if config.loss_per is None:
-        return []
-    flag = f"--odb-loss-per {config.loss_per.value}"
-    messages = []
+        return
     if getattr(args, "fp16", False):
-        messages.append(
-            f"{flag} scales the loss by {config.count_scale}, so that weights can be counted in "
-            "whole numbers, and --fp16 has no room for that: use --bf16, or drop one of them"
+        yield (
+            "{odb_loss_per} {loss_per} scales the loss by {scale}, so that weights can be counted "
+            "in whole numbers, and {fp16} has no room for that: use {bf16}, or drop one of them"
         )
     if _has_experts(args) and not config.enabled:
-        messages.append(
-            f"{flag} weighs the routers' losses by what --odb knows of a step: add --odb, or drop "
-            "--num-experts"
+        yield (
+            "{odb_loss_per} {loss_per} weighs the routers' losses by what {odb} knows of a step: "
+            "add {odb}, or drop {num_experts}"
         )
     if getattr(args, "experimental_attention_variant", None) is not None:
-        messages.append(
-            f"{flag} and --experimental-attention-variant, whose own loss would not be weighed: "
-            "drop one of them"
+        yield (
+            "{odb_loss_per} {loss_per} and {experimental_attention_variant}, whose own loss would "
+            "not be weighed: drop one of them"
         )
-    return messages
 
 
-def _save_messages(args: argparse.Namespace) -> list[str]:
-    """Say what would show at the first save only, with all steps until then lost."""
-    save = getattr(args, "save", None)
-    if not save or "://" in str(save):
-        return []
+def _graphed_modules(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the parts of a layer that are put into CUDA graphs; empty for whole layers."""
+    found = getattr(args, "cuda_graph_modules", None) or ()  # enums or names
+    found = found.split(",") if isinstance(found, str) else found
+    names = [getattr(each, "name", each) for each in found]
+    return tuple(name for name in names if name != "full")
+
+
+def _graph_texts(
+    args: argparse.Namespace, config: OdbConfig, values: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield which CUDA graphs do not fit packed micro-batches."""
+    kind, modules = getattr(args, "cuda_graph_impl", None) or "none", _graphed_modules(args)
+    has_attention = not modules or "attn" in modules
+    rope = getattr(args, "position_embedding_type", "rope") in ("rope", "yarn")
+    if kind == "none":
+        return
+    if kind == "full_iteration" or any(one.startswith("full_iteration") for one in modules):
+        yield (
+            "{cuda_graph_impl} full_iteration replays a whole step, and {odb} makes steps of "
+            "varying micro-batch counts: use local or none"
+        )
+    elif not config.pads_to_budget:
+        yield (
+            "{odb} makes micro-batches of varying size, which CUDA graphs cannot replay: add "
+            "{odb_pad_to} budget, or use {cuda_graph_impl} none"
+        )
+    elif kind == "local":
+        if has_attention and rope and not getattr(args, "apply_rope_fusion", False):
+            yield (
+                "{cuda_graph_impl} local captures attention, and without fusion rotary embeddings "
+                "of packed samples wait for the device (rope_utils.py 219, 0.19.2): drop "
+                "{no_rope_fusion}, or leave attention out with {cuda_graph_modules} mlp"
+            )
+    else:
+        use_local = "or use {cuda_graph_impl} local"
+        if has_attention:
+            yield (
+                "{cuda_graph_impl} transformer_engine takes tensors only, not the layout of packed "
+                "samples (transformer_layer.py `_te_cuda_graph_replay`, 0.18.2, 0.19.2): leave "
+                f"attention out with {{cuda_graph_modules}} mlp, {use_local}"
+            )
+        if values["captured"] != values["length"]:
+            yield (
+                "{cuda_graph_impl} transformer_engine captures {seq_length} {length} tokens, and "
+                "micro-batches are padded to {captured}: make them equal (multiples of "
+                f"{{multiple}}), {use_local}"
+            )
+        if values["stages"] > 1:
+            yield (
+                "{cuda_graph_impl} transformer_engine captures one graph for each micro-batch of a "
+                "fixed count under pipeline parallelism, and {odb} varies it: use "
+                "{cuda_graph_impl} local"
+            )
+
+
+def _planning_texts(
+    args: argparse.Namespace, config: OdbConfig, values: Mapping[str, Any]
+) -> Iterator[str]:
+    if min(config.token_budget, args.seq_length) < values["multiple"]:
+        yield (
+            "every sample is padded to a multiple of {multiple} (context parallelism, tensor "
+            "parallelism with sequence parallelism, FP8): {odb_token_budget} {budget} and "
+            "{seq_length} {length} must not be below it"
+        )
+    if config.token_budget < args.seq_length and config.overlong is OverlongPolicy.ERROR:
+        yield (
+            "{odb_token_budget} {budget} is below {seq_length} {length}: samples in between could "
+            "not be placed; raise the budget, or say what happens to them with {odb_overlong} "
+            "truncate, drop or solo"
+        )
+    if values["cost"]:
+        yield "{odb_cost} {cost}"
+    has_chunks = getattr(args, "virtual_pipeline_model_parallel_size", None)
+    if has_chunks and values["group"] < values["stages"]:
+        yield (
+            "{odb} makes a multiple of {microbatch_group_size_per_vp_stage} micro-batches: {group} "
+            "is below the {stages} pipeline stages, which the interleaved schedule refuses; raise "
+            "it, or drop it"
+        )
+    if config.pad_to and config.overlong is OverlongPolicy.SOLO:
+        yield (
+            "{odb_overlong} solo makes micro-batches above the budget, which {odb_pad_to} cannot "
+            "pad to one of its shapes: use error, truncate or drop, or drop {odb_pad_to}"
+        )
+    if values["unsaved"]:
+        yield "{save} {folder}: {unsaved}"
+
+
+def _cost_error(config: OdbConfig) -> str:
+    if config.cost is not None:
+        try:
+            longest = np.array([max(config.context, config.token_budget)])
+            config.cost.model().samples(longest, longest * 0)
+        except ValueError as error:
+            return f"{config.cost}: {error}"
+    return ""
+
+
+def _save_error(args: argparse.Namespace) -> str:
+    """Return what would show at the first save only, with all steps until then lost."""
+    save = str(getattr(args, "save", None) or "")
+    if not save or "://" in save:
+        return ""
     found = Path(save).absolute()
     while not found.exists() and found != found.parent:
         found = found.parent
     if not found.is_dir():
-        return [f"--save {save}: {found} is no folder"]
+        return f"{found} is no folder"
     if not os.access(found, os.W_OK | os.X_OK):
-        return [f"--save {save}: no permission to write to {found}"]
+        return f"no permission to write to {found}"
     if getattr(args, "rank", 0) == 0:
         try:
             with tempfile.TemporaryDirectory(prefix=".odb-", dir=found):
                 pass
         except OSError as error:
-            return [f"--save {save}: {found} cannot be written ({error.strerror})"]
-    return []
-
-
-def _topology_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:
-    messages = []
-    multiple = padding_multiple(args)
-    sequence = " with sequence parallelism" if getattr(args, "sequence_parallel", False) else ""
-    if config.token_budget < multiple or args.seq_length < multiple:
-        messages.append(
-            f"every sample is padded to a multiple of {multiple} (context parallelism "
-            f"{args.context_parallel_size}, tensor parallelism {args.tensor_model_parallel_size}"
-            f"{sequence}{', FP8' if getattr(args, 'fp8', None) else ''}): "
-            f"--odb-token-budget {config.token_budget} and --seq-length {args.seq_length} must not "
-            "be below it"
-        )
-    return messages
-
-
-def _planning_messages(args: argparse.Namespace, config: OdbConfig) -> list[str]:
-    messages = []
-    if config.cost is not None:
-        try:
-            longest = np.array([max(args.seq_length, config.token_budget)])
-            config.cost.model().samples(longest, longest * 0)
-        except ValueError as error:
-            messages.append(f"--odb-cost {config.cost}: {error}")
-    stages, group = getattr(args, "pipeline_model_parallel_size", 1), count_multiple(args)
-    if getattr(args, "virtual_pipeline_model_parallel_size", None) and group < stages:
-        messages.append(
-            "--odb makes a multiple of --microbatch-group-size-per-virtual-pipeline-stage "
-            f"micro-batches: {group} is below the {stages} pipeline stages, which the interleaved "
-            "schedule refuses; raise it, or drop it"
-        )
-    fixed = "--odb-pad-to-budget" if config.pad_to_budget else "--odb-shape-buckets"
-    if (config.pad_to_budget or config.shape_buckets) and config.overlong is OverlongPolicy.SOLO:
-        messages.append(
-            f"--odb-overlong solo makes micro-batches above the budget, which {fixed} "
-            f"cannot pad to one shape: use error, truncate or drop, or drop {fixed}"
-        )
-    if config.token_budget < args.seq_length and config.overlong is OverlongPolicy.ERROR:
-        messages.append(
-            f"--odb-token-budget {config.token_budget} is below --seq-length {args.seq_length}: "
-            "samples in between could not be placed; raise the budget, or say what happens to "
-            "them with --odb-overlong truncate, drop or solo"
-        )
-    return messages
+            return f"{found} cannot be written ({error.strerror})"
+    return ""

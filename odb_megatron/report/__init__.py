@@ -1,4 +1,1 @@
-"""What a run tells: step records, live lines, the final summary.
-
-Pure presentation: takes values, touches no process group and no Megatron global.
-"""
+"""What is told of lengths, plans and runs: inspect, simulate, trace, compare, live lines, pages."""

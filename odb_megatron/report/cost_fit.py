@@ -6,7 +6,7 @@ keeps the ratio that the run planned with, which is said; a fit that says nothin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from odb_megatron.plan.cost import CostPrices
 from odb_megatron.report.steps import RunLog
 
-__all__ = ["CostFit", "fit_cost", "fit_times"]
+__all__ = ["CostFit", "fit_cost"]
 
 Values = npt.NDArray[np.float64]
 
@@ -72,25 +72,7 @@ def fit_cost(run: RunLog) -> CostFit:
     columns, seconds = _rows(run)
     if len(seconds) < _MIN_ROWS:
         raise ValueError(f"no cost model: {_why_few(run, len(seconds))}")
-    fit = fit_times(columns, seconds, prior=CostPrices.parse(run.headers[-1].cost))
-    if run.headers[-1].sizes.get("ep", 1) == 1:
-        return fit
-    note = "with expert parallelism times have waits for other replicas in them"
-    return replace(fit, notes=(*fit.notes, note))
-
-
-def fit_times(columns: Values, seconds: Values, *, prior: CostPrices) -> CostFit:
-    """Fit a cost model.
-
-    Args:
-        columns: of each micro-batch its tokens, sum of squared lengths, patches, 1, and whether it
-            is the first of a step, whose time has waits in it; float64 [n, 5].
-        seconds: its time [n].
-        prior: whose ratios are kept where the times do not tell them.
-
-    Raises:
-        ValueError: see `fit_cost`.
-    """
+    prior = CostPrices.parse(run.headers[-1].cost)
     scale = np.maximum(columns.max(axis=0), 1.0)
     kept, fitted = _trimmed(columns / scale, seconds)
     columns, seconds = columns[kept], seconds[kept]
@@ -104,6 +86,8 @@ def fit_times(columns: Values, seconds: Values, *, prior: CostPrices) -> CostFit
         )
     rest, spread = seconds - expected, seconds - seconds.mean()
     linear, quadratic, patch, overhead, _ = (float(f"{price * 1e6:.5g}") for price in found)
+    if run.headers[-1].sizes.get("ep", 1) > 1:
+        notes += ("with expert parallelism times have waits for other replicas in them",)
     return CostFit(
         prices=CostPrices(linear=linear, quadratic=quadratic, overhead=overhead, patch=patch),
         num_rows=len(seconds),
@@ -115,7 +99,11 @@ def fit_times(columns: Values, seconds: Values, *, prior: CostPrices) -> CostFit
 
 
 def _rows(run: RunLog) -> tuple[Values, Values]:
-    """Return the columns and seconds of `fit_times`."""
+    """Return what the times of micro-batches are made of, and the times [n].
+
+    The columns are tokens, sum of squared lengths, patches, 1, and whether it is the first of a
+    step, whose time has waits in it; float64 [n, 5].
+    """
     columns, seconds = [], []
     for step in run.steps:
         header = run.headers[step.part]
@@ -123,7 +111,8 @@ def _rows(run: RunLog) -> tuple[Values, Values]:
             continue
         for record in step.records.values():
             patches = record.patches or (0,) * len(record.lengths)
-            for at, time in enumerate(record.micro_batch_s):
+            times = record.micro_batch_s
+            for at, time in enumerate(times[:-1] or times):  # the last has the gradients' reduction
                 if not record.lengths[at] or time <= 0:
                     continue  # idle
                 lengths = np.array(record.lengths[at], dtype=np.float64)

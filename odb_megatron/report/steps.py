@@ -66,7 +66,7 @@ class StepRecord:
         costs: their predicted cost, in that of one token that attends to nothing; empty for the
             padded baseline.
         micro_batch_s: seconds from one micro-batch's arrival to the next one's, of the last one to
-            the end of its backward pass; empty where that is not known (pipelining, padded
+            the end of the gradients' reduction; empty where that is not known (pipelining, padded
             baseline).
         plan_s: seconds that making the step took this replica, in the background: the waits for
             samples and for other replicas are in it.

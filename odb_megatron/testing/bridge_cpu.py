@@ -52,14 +52,21 @@ def local_layers(config: Any) -> Any:
 
     Bridge's own needs Transformer Engine.
     """
-    from odb_megatron.megatron.attention import registry
-    from odb_megatron.megatron.attention.spec import layer_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    return layer_spec(config, backend=registry.select("cpu", device_type="cpu"))
+    from odb_megatron.megatron.attention import Attention
+
+    undo = Attention(name="torch", reason="the only one for a CPU").install()
+    try:
+        return get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        )
+    finally:
+        undo()
 
 
 def _mend_initialisation() -> None:
-    """See `cpu_replacements` for the reasons: Bridge has functions of its own with these names."""
+    """For the reasons of `cpu_device.REPLACEMENTS`: Bridge has functions of its own."""
     from megatron.bridge.training import initialize, setup
 
     original = initialize.initialize_megatron
@@ -82,7 +89,7 @@ def _partitioned_indices(cu_seqlens: Any, total: int, size: int, rank: int) -> A
     """As Transformer Engine's `thd_get_partitioned_indices`."""
     import torch
 
-    from odb_megatron.data.context_parallel import chunk_indices
+    from odb_megatron.data.thd import chunk_indices
 
     assert int(cu_seqlens[-1]) == total
     return torch.from_numpy(chunk_indices(cu_seqlens.numpy(), size=size, rank=rank))

@@ -11,16 +11,24 @@ more, a case never occurred. A world is a function of the seed and its number al
 
 from __future__ import annotations
 
+import argparse
+import json
+import multiprocessing
+import os
 import random
 import sys
 import traceback
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from odb_megatron.output_files import check_output
 from odb_megatron.plan.record import LoaderClosedError, ReplicaFailedError
-from odb_megatron.testing.fuzz_command import Failures, fuzz_command, run_parts
-from odb_megatron.testing.lockstep import Lockstep
+from odb_megatron.testing.replicas import Lockstep
 from odb_megatron.testing.worlds import (
+    Counts,
     Fault,
     InjectedError,
     Tally,
@@ -30,10 +38,9 @@ from odb_megatron.testing.worlds import (
     random_world,
 )
 
-__all__ = ["main", "run_world"]
+__all__ = ["fuzz_command", "main", "run_world"]
 
-_BATCH = 25  # worlds per task of a worker process
-_VIOLATIONS = {"lost", "duplicated", "over_budget", "misaligned"}
+_ENOUGH = 100  # fewer need not have had every case
 
 
 def run_world(
@@ -68,6 +75,82 @@ def run_world(
     return tally
 
 
+def fuzz_command(
+    argv: Sequence[str] | None,
+    *,
+    name: str,
+    description: str,
+    unit: str,
+    run: Callable[[int, int], Counts],
+    empty: Counts,
+) -> int:
+    """Run what is asked for in processes, print and write the tally; return the exit status.
+
+    Args:
+        argv: the arguments; None for the process's own.
+        name: the module.
+        description: for the help.
+        unit: what is numbered, "world" or "trial"; names the flag and the key of a failure.
+        run: importable; returns the tally of a number under a seed.
+        empty: a tally.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
+    parser.add_argument(f"--{unit}s", dest="count", type=int, default=1000, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="number of the first one")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    args = parser.parse_args(argv)
+    if args.count < 1 or args.first < 0 or args.processes < 1:
+        parser.error(f"--{unit}s and --processes must be at least 1, --first at least 0")
+    if args.json:
+        try:
+            check_output("--json", str(args.json))
+        except ValueError as error:
+            parser.error(str(error))
+
+    failures: list[dict[str, Any]] = []
+    one = partial(_run, run, type(empty), args.seed)
+    numbers = range(args.first, args.first + args.count)
+    with multiprocessing.get_context("spawn").Pool(min(args.processes, args.count)) as pool:
+        found = pool.imap_unordered(one, numbers, chunksize=max(1, min(20, args.count // 50)))
+        for done, (number, tally, what) in enumerate(found, start=1):
+            empty.add(tally)
+            failures += [{unit: number, "what": what}] if what else []
+            if done % max(100, args.count // 10) == 0:
+                print(f"{done} {unit}s", file=sys.stderr, flush=True)
+    result: dict[str, object] = {f"{unit}s": args.count, "seed": args.seed, **asdict(empty)}
+    print(json.dumps(result))
+    for failure in failures[:10]:
+        again = f"--seed {args.seed} --first {failure[unit]} --{unit}s 1"
+        print(f"{unit} {failure[unit]} ({again}): {failure['what']}", file=sys.stderr)
+    cases = [case for case in asdict(empty) if case not in empty.VIOLATIONS]
+    missing = [case for case in cases if not getattr(empty, case) and args.count >= _ENOUGH]
+    if missing:
+        text = f"never occurred in {args.count} {unit}s: {', '.join(missing)}; run more of them"
+        print(text, file=sys.stderr)
+    if args.json:
+        result["failures"] = failures
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 1 if failures or missing else 0
+
+
+def _run(
+    run: Callable[[int, int], Counts], kind: type[Counts], seed: int, number: int
+) -> tuple[int, Counts, str]:
+    try:
+        tally = run(number, seed)
+        return number, tally, str(asdict(tally)) if tally.num_violations else ""
+    except Exception:  # the fuzzer goes on; the case is named and its error shown
+        broken = kind(**{kind.VIOLATIONS[-1]: 1})
+        return number, broken, traceback.format_exc(limit=-3)
+
+
+def _world(number: int, seed: int) -> Tally:
+    rng = random.Random(f"{seed} {number}")
+    return run_world(*random_world(rng), rng=rng)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the worlds asked for, print and write the tally; return the exit status."""
     return fuzz_command(
@@ -75,32 +158,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         name="odb_megatron.testing.fuzz",
         description=__doc__.split("\n", 1)[0],
         unit="world",
-        run_all=_run_all,
-        cases=[one.name for one in fields(Tally) if one.name not in _VIOLATIONS],
+        run=_world,
+        empty=Tally(),
     )
-
-
-def _run_all(numbers: range, *, seed: int, processes: int) -> tuple[Tally, Failures]:
-    parts = [(numbers[at : at + _BATCH], seed) for at in range(0, len(numbers), _BATCH)]
-    return run_parts(_run_part, parts, total=Tally(), processes=processes, unit="world")
-
-
-def _run_part(part: tuple[range, int]) -> tuple[Tally, Failures]:
-    numbers, seed = part
-    total, failures = Tally(), []
-    for number in numbers:
-        rng = random.Random(f"{seed} {number}")
-        try:
-            tally = run_world(*random_world(rng), rng=rng)
-        except Exception:  # the fuzzer goes on; the world is named and its error shown
-            what = traceback.format_exc(limit=-3)
-            tally = Tally(misaligned=1)
-        else:
-            what = str(asdict(tally)) if tally.num_violations else ""
-        total.add(tally)
-        if what:
-            failures.append({"world": number, "what": what})
-    return total, failures
 
 
 if __name__ == "__main__":

@@ -1,17 +1,25 @@
 """Runs a function in N gloo processes and brings back results, or the first failure.
 
-Must not leave a process behind, whatever ends the run, and must not be used by the product's
-layers. Replicas are threads by default in tests; use this where torch's or Megatron's own process
-groups are the subject, with many cases in one start. Processes are forked from one that has
-imported torch and Megatron (`nursery`).
+No process is left behind, whatever ends the run. Replicas are threads by default in tests; use this
+where torch's or Megatron's own process groups are the subject, with many cases in one start.
+
+Processes are forked from one of this process's, the nursery, which has imported torch and, on
+request, Megatron on CPU: importing takes 5 s of CPU in a process started anew, forking .1 s. That
+is safe because the nursery has no threads, no process groups and no CUDA.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
+import functools
+import gc
+import multiprocessing
 import os
 import signal
+import socket
+import sys
 import tempfile
 import threading
 import time
@@ -20,12 +28,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from odb_megatron.testing.nursery import Child, nursery
-
-__all__ = ["ReplicaError", "run_replicas"]
+__all__ = ["Child", "ReplicaError", "nursery", "run_replicas"]
 
 _GRACE_S = 0.5
 """How long to look for a dead process behind the first error: its peers may report first."""
@@ -56,12 +63,12 @@ class _Job:
     model_parallel: Mapping[str, Any] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Report:
-    """What one process sends back."""
+    """What one process sends back: a result, or its error as text."""
 
-    kind: Literal["result", "error"]
     value: Any
+    is_error: bool = False
 
 
 def run_replicas(
@@ -136,7 +143,7 @@ def _collect(
             assert isinstance(connection, Connection)
             rank = pending[connection]
             report = _receive(connection)
-            if report is None or report.kind == "error":
+            if report is None or report.is_error:
                 raise _failure(rank, report, processes, connections, reports)
             reports[rank] = report
     return [reports[rank].value for rank in range(len(processes))]
@@ -238,10 +245,10 @@ def _run(job: _Job, connection: Connection) -> None:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         try:
             _set_up(job)
-            report = _Report(kind="result", value=job.fn(job.rank, *job.args))
+            report = _Report(job.fn(job.rank, *job.args))
             connection.send(report)
         except BaseException:
-            connection.send(_Report(kind="error", value=traceback.format_exc()))
+            connection.send(_Report(traceback.format_exc(), is_error=True))
         released.wait()
         faulthandler.unregister(signal.SIGUSR1)
         _tear_down(job)
@@ -286,3 +293,149 @@ def _tear_down(job: _Job) -> None:
     distributed = torch.distributed
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+# --- the nursery -------------------------------------------------------------------------------
+
+
+class Child:
+    """A process of the nursery's; not a child of this process, so the nursery reports its end.
+
+    Attributes:
+        pid: its process id.
+    """
+
+    def __init__(self, status: Connection) -> None:
+        self._status = status
+        self._exitcode: int | None = None
+        self.pid: int = status.recv()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, at most `timeout` seconds."""
+        if self._exitcode is None and self._status.poll(timeout):
+            try:
+                self._exitcode = self._status.recv()
+            except EOFError:  # the nursery has gone, and what it started with it
+                self._exitcode = -signal.SIGKILL
+
+    @property
+    def exitcode(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        self.join(0)
+        return self._exitcode
+
+    def kill(self) -> None:
+        """End it at once; does nothing where it has ended."""
+        if self.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Forget it."""
+        self._status.close()
+
+
+class Nursery:
+    """The process that imports and forks; may be used by several threads.
+
+    Args:
+        device_layer: activate the CPU device layer of Megatron.
+    """
+
+    def __init__(self, *, device_layer: bool) -> None:
+        self._control, theirs = socket.socketpair()
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(
+            target=_serve_nursery, args=(theirs, device_layer), name="nursery"
+        )
+        self._lock = threading.Lock()
+        self._process.start()
+        theirs.close()
+        atexit.register(self._control.close)  # before multiprocessing waits for its processes
+
+    @property
+    def pid(self) -> int | None:
+        """The nursery's own process id."""
+        return self._process.pid
+
+    def start(self, run: Callable[[Any, Connection], None], job: Any) -> tuple[Child, Connection]:
+        """Call `run(job, connection)` in a process with this one's environment and import path.
+
+        Args:
+            run: a module-level function.
+            job: pickled.
+
+        Returns:
+            The process, and the other end of its connection.
+
+        Raises:
+            RuntimeError: the nursery has ended.
+        """
+        mine, theirs = multiprocessing.Pipe()
+        status, report = multiprocessing.Pipe(duplex=False)
+        try:
+            with self._lock:
+                socket.send_fds(self._control, [b"\0"], [theirs.fileno(), report.fileno()])
+            theirs.close()
+            report.close()
+            child = Child(status)
+        except (EOFError, OSError) as error:
+            self._process.join(1)
+            code = self._process.exitcode
+            raise RuntimeError(f"the nursery has ended, exit code {code}: see above") from error
+        mine.send((dict(os.environ), sys.path))
+        mine.send((run, job))  # read when modules can be imported as here
+        return child, mine
+
+
+@functools.cache
+def nursery(*, device_layer: bool) -> Nursery:
+    """Return this process's nursery of a kind, which is started when first asked for."""
+    return Nursery(device_layer=device_layer)
+
+
+def _serve_nursery(control: socket.socket, device_layer: bool) -> None:
+    """Fork what is asked for until the other end of `control` is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the tests' process decides
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported; no threads to fork
+    import torch  # noqa: F401
+
+    if device_layer:
+        from odb_megatron.testing import cpu_device
+
+        os.environ["RANK"] = "nursery"  # the notice is for users
+        cpu_device.activate()
+    gc.collect()
+    gc.freeze()  # collections in the processes leave the shared pages alone
+    context = multiprocessing.get_context("fork")
+    living: dict[int, tuple[BaseProcess, Connection[Any, Any]]] = {}
+    while True:
+        for ready in wait([control, *living]):
+            if isinstance(ready, int):
+                process, status = living.pop(ready)
+                process.join()
+                with contextlib.suppress(OSError):
+                    status.send(process.exitcode)
+                status.close()
+                continue
+            told, handles, _, _ = socket.recv_fds(control, 1, 2)
+            if not told:
+                return
+            connection, status = (Connection(handle) for handle in handles)
+            process = context.Process(target=_forked, args=(connection, control))
+            process.start()
+            connection.close()
+            status.send(process.pid)
+            living[process.sentinel] = process, status
+
+
+def _forked(connection: Connection, control: socket.socket) -> None:
+    """The body of a forked process."""
+    control.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    environment, path = connection.recv()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = path
+    run, job = connection.recv()
+    run(job, connection)

@@ -15,19 +15,17 @@ from __future__ import annotations
 import json
 import random
 import sys
-import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from odb_megatron.data.loop import PackedStep, Progress
-from odb_megatron.data.step_wire import encode_header
-from odb_megatron.testing.fuzz_command import Failures, fuzz_command, run_parts
-from odb_megatron.testing.lockstep import Lockstep
-from odb_megatron.testing.worlds import World, check_run, decoded, random_world
+from odb_megatron.data.wire import encode_header
+from odb_megatron.testing.fuzz import fuzz_command
+from odb_megatron.testing.replicas import Lockstep
+from odb_megatron.testing.worlds import Counts, World, check_run, decoded, random_world
 
 __all__ = ["Kill", "ResumeTally", "main", "run_trial"]
-
-_BATCH = 20  # trials per task of a worker process
 
 Steps = list[list[PackedStep]]
 
@@ -47,8 +45,8 @@ class Kill:
     ahead: int = 0
 
 
-@dataclass(slots=True, kw_only=True)
-class ResumeTally:
+@dataclass(kw_only=True)
+class ResumeTally(Counts):
     """What was found (`differences` must be 0), and cases that occurred.
 
     Attributes:
@@ -61,6 +59,8 @@ class ResumeTally:
         skipped: resumed runs with skipped samples.
     """
 
+    VIOLATIONS: ClassVar[tuple[str, ...]] = ("differences",)
+
     differences: int = 0
     same_replicas: int = 0
     other_replicas: int = 0
@@ -68,11 +68,6 @@ class ResumeTally:
     made_ahead: int = 0
     resumed_twice: int = 0
     skipped: int = 0
-
-    def add(self, other: ResumeTally) -> None:
-        """Add another tally to this one."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 def random_trial(rng: random.Random) -> tuple[World, tuple[Kill, ...]]:
@@ -166,6 +161,10 @@ def _compare(step: list[PackedStep], expected: list[PackedStep], *, is_same: boo
         assert seen == wanted_value, f"step {number}: {name} {seen} instead of {wanted_value}"
 
 
+def _trial(number: int, seed: int) -> ResumeTally:
+    return run_trial(*random_trial(random.Random(f"resume {seed} {number}")))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trials asked for, print and write the tally; return the exit status."""
     return fuzz_command(
@@ -173,26 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         name="odb_megatron.testing.resume_fuzz",
         description=__doc__.split("\n", 1)[0],
         unit="trial",
-        run_all=_run_all,
-        cases=[one.name for one in fields(ResumeTally) if one.name != "differences"],
+        run=_trial,
+        empty=ResumeTally(),
     )
-
-
-def _run_all(numbers: range, *, seed: int, processes: int) -> tuple[ResumeTally, Failures]:
-    parts = [(numbers[at : at + _BATCH], seed) for at in range(0, len(numbers), _BATCH)]
-    return run_parts(_run_part, parts, total=ResumeTally(), processes=processes, unit="trial")
-
-
-def _run_part(part: tuple[range, int]) -> tuple[ResumeTally, Failures]:
-    numbers, seed = part
-    total, failures = ResumeTally(), []
-    for number in numbers:
-        try:
-            total.add(run_trial(*random_trial(random.Random(f"resume {seed} {number}"))))
-        except Exception:  # the fuzzer goes on; the trial is named and its error shown
-            total.differences += 1
-            failures.append({"trial": number, "what": traceback.format_exc(limit=-3)})
-    return total, failures
 
 
 if __name__ == "__main__":

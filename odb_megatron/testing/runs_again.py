@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from odb_megatron.megatron.compat_metrics import forget_metrics
-
 __all__ = ["forget_run", "keep_imports"]
 
 _caches: list[Any] = []
@@ -49,7 +47,7 @@ def forget_run() -> None:
     rerun_state_machine.destroy_rerun_state_machine()
     parallel_state.destroy_model_parallel()
     training.num_checkpoints_memory_reported = 0
-    forget_metrics()
+    training._seqlen_stats_in_iteration, training._seqlen_stats_active = None, False
     checkpointing._LOADED_ITERATION = None
     _drop_holders()
     gc.collect()

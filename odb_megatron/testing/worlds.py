@@ -11,19 +11,28 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from odb_megatron.data.loop import PackedStep, Progress, StepLoop
-from odb_megatron.data.replica_stream import own_positions
 from odb_megatron.data.sample import Sample, Skipped, SkipReason
-from odb_megatron.data.step_wire import StepMetadata, decode_header, decode_payload
+from odb_megatron.data.stream import own_positions
+from odb_megatron.data.wire import StepMetadata, decode_header, decode_step
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig, Sync
-from odb_megatron.testing.lockstep import Lockstep
+from odb_megatron.testing.replicas import Lockstep
 
-__all__ = ["FAULTS", "Fault", "InjectedError", "SyntheticReader", "Tally", "World", "check_run"]
+__all__ = [
+    "FAULTS",
+    "Counts",
+    "Fault",
+    "InjectedError",
+    "SyntheticReader",
+    "Tally",
+    "World",
+    "check_run",
+]
 __all__ += ["decoded", "random_world"]
 
 _VOCAB = 1 << 20
@@ -186,8 +195,25 @@ class _FaultyLoop(StepLoop):
         return super()._pack(*args)
 
 
-@dataclass(slots=True, kw_only=True)
-class Tally:
+@dataclass(kw_only=True)
+class Counts:
+    """Violations found, named by `VIOLATIONS`, and cases that occurred."""
+
+    VIOLATIONS: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def num_violations(self) -> int:
+        """Sum of the violations."""
+        return sum(getattr(self, name) for name in self.VIOLATIONS)
+
+    def add(self, other: Counts) -> None:
+        """Add another tally to this one."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+
+@dataclass(kw_only=True)
+class Tally(Counts):
     """Violations found (all must be 0), and cases that occurred (none should be 0 in many runs).
 
     Attributes:
@@ -207,6 +233,8 @@ class Tally:
         failed: runs in which a replica raised, which then ended on all.
     """
 
+    VIOLATIONS: ClassVar[tuple[str, ...]] = ("lost", "duplicated", "over_budget", "misaligned")
+
     lost: int = 0
     duplicated: int = 0
     over_budget: int = 0
@@ -219,16 +247,6 @@ class Tally:
     quota: int = 0
     closed_early: int = 0
     failed: int = 0
-
-    @property
-    def num_violations(self) -> int:
-        """Sum of the violations."""
-        return self.lost + self.duplicated + self.over_budget + self.misaligned
-
-    def add(self, other: Tally) -> None:
-        """Add another tally to this one."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 def decoded(step: PackedStep) -> StepMetadata:
@@ -301,7 +319,7 @@ def _over_budget(config: PlanConfig, step: StepMetadata) -> int:
 
 
 def _has_other_tokens(metadata: StepMetadata, step: PackedStep) -> bool:
-    items = decode_payload(metadata, step.payload)
+    items = decode_step(metadata, step.payload)
     for item in items:
         starts = item.cu_seqlens_padded.tolist()
         for number, start in zip(item.positions, starts, strict=False):

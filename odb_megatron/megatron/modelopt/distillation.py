@@ -1,18 +1,15 @@
 """Distillation of a teacher's logits and hidden states on the same packed micro-batches.
 
-ModelOpt's own criteria, in a form that is a sum over tokens: what a step's gradient is does not
-depend on how its samples are packed. Must not build or load the teacher (`teacher` does).
-
-ModelOpt's own balancer (`LogitsAndIntermediatesLossBalancer`, 0.47.0) scales the losses by their
-ratio in each micro-batch, which a sum of micro-batches does not commute with; here weights are
-fixed. `distillation_loss` follows `megatron/post_training/loss_func.py` (Megatron-LM core_v0.19.0),
-to which `--modelopt-enabled` leads there.
+ModelOpt's own criteria, as a sum over tokens: a step's gradient does not depend on how its samples
+are packed. ModelOpt's own balancer (`LogitsAndIntermediatesLossBalancer`, 0.47.0) scales the losses
+by their ratio in each micro-batch, which a sum of micro-batches does not commute with; here weights
+are fixed. `distillation_loss` follows `megatron/post_training/loss_func.py` (core_v0.19.0).
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,41 +25,26 @@ from torch import Tensor
 
 from odb_megatron.megatron.forward_step import Loss, reported, validate_loss
 
-__all__ = ["PerTokenBalancer", "Weights", "convert", "distillation_config", "distillation_loss"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """Of the parts of a loss.
-
-    Attributes:
-        lm: of the labels' cross entropy; 0 leaves it out of training.
-        logits: of the divergence from the teacher's logits.
-        intermediate: of the mean over the pairs of hidden states.
-    """
-
-    lm: float = 0.0
-    logits: float = 1.0
-    intermediate: float = 1.0
-
-    def __post_init__(self) -> None:
-        if min(self.lm, self.logits, self.intermediate) < 0 or self.logits <= 0:
-            raise ValueError(
-                "weights of a distillation must not be negative, and that of the logits must be "
-                f"above 0; got {self}"
-            )
+__all__ = ["PerTokenBalancer", "distillation_config", "distillation_loss", "taught"]
 
 
 class PerTokenBalancer(distill.DistillationLossBalancer):
     """Adds sums over tokens with fixed weights, so that micro-batches add up to the step.
 
     Args:
-        weights: of the parts.
+        lm: weight of the labels' cross entropy; 0 leaves it out of training.
+        logits: of the divergence from the teacher's logits.
+        intermediate: of the mean over the pairs of hidden states.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, *, lm: float = 0.0, logits: float = 1.0, intermediate: float = 1.0) -> None:
         super().__init__()
-        self._weights = weights
+        if min(lm, logits, intermediate) < 0 or logits <= 0:
+            raise ValueError(
+                "weights of a distillation must not be negative, and that of the logits must be "
+                f"above 0; got lm {lm}, logits {logits}, intermediate {intermediate}"
+            )
+        self.lm, self._logits, self._intermediate = lm, logits, intermediate
 
     def forward(self, loss_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weighted sum as `kd_loss`, and its parts, under the names of ModelOpt's own.
@@ -75,10 +57,9 @@ class PerTokenBalancer(distill.DistillationLossBalancer):
         others = [loss for name, loss in criteria.items() if "Logits" not in name]
         assert len(logits) == 1, f"expected one criterion on logits, got {list(criteria)}"
         intermediate = torch.stack(others).mean() if others else torch.zeros_like(logits[0])
-        weights = self._weights
-        total = weights.logits * logits[0] + weights.intermediate * intermediate
-        if weights.lm:
-            total = total + weights.lm * loss_dict[STUDENT_LOSS_KEY]
+        total = self._logits * logits[0] + self._intermediate * intermediate
+        if self.lm:
+            total = total + self.lm * loss_dict[STUDENT_LOSS_KEY]
         return {"kd_loss": total, "logits_loss": logits[0], "intermediate_loss": intermediate}
 
 
@@ -92,42 +73,45 @@ def distillation_config(
             alone. `skip_lm_loss` and `kd_loss_scale` become fixed weights.
         student: transformer configuration.
         teacher: the teacher's.
-        intermediate_weight: see `Weights`.
+        intermediate_weight: see `PerTokenBalancer`.
 
     Raises:
         ValueError: a file that is not one.
     """
-    fields = {} if path is None else _read(path)
+    import yaml
+
     try:
+        fields = {} if path is None else yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         config = host.DistillationConfig(**fields)
-    except (TypeError, AssertionError) as error:
+    except (OSError, yaml.YAMLError, TypeError, AssertionError) as error:
         raise ValueError(
-            f"{path}: {error}: give the fields of ModelOpt's DistillationConfig "
+            f"--modelopt-kd-cfg {path}: {error}: give the fields of ModelOpt's DistillationConfig "
             "(logit_layers, intermediate_layer_pairs, skip_lm_loss, kd_loss_scale, "
             "logit_kl_temperature, logit_kl_topk)"
         ) from error
     scale = 1.0 if config.skip_lm_loss else config.kd_loss_scale
-    weights = Weights(
+    config.loss_balancer = PerTokenBalancer(
         lm=0.0 if config.skip_lm_loss else 1.0,
         logits=scale,
         intermediate=scale * intermediate_weight,
     )
-    config.loss_balancer = PerTokenBalancer(weights)
     return host.setup_distillation_config(config, student_cfg=student, teacher_cfg=teacher)
 
 
-def convert(model: Any, teacher: Any, config: Any) -> Any:
-    """Make a student of a model, in place; return it.
-
-    Pipeline stages send the student's and the teacher's hidden states as one tensor. Where
-    micro-batches differ in length the stages tell each other its shape, and only where to cut it
-    has to be known: at the student's hidden size.
+def taught(model: Any, teacher: Any, args: argparse.Namespace) -> Any:
+    """Make a student of a model, in place, before DDP; return it.
 
     Args:
-        model: before DDP; this stage of it.
+        model: this pipeline stage of it.
         teacher: the same stage of the teacher, which is frozen.
-        config: from `distillation_config`.
+        args: with `add_modelopt_arguments`.
     """
+    config = distillation_config(
+        args.modelopt_kd_cfg,
+        student=model.config,
+        teacher=teacher.config,
+        intermediate_weight=args.modelopt_intermediate_weight,
+    )
     mode = {
         "teacher_model": teacher,
         "criterion": config.criterion,
@@ -135,6 +119,8 @@ def convert(model: Any, teacher: Any, config: Any) -> Any:
     }
     student = distill.convert(model, mode=[("kd_loss", mode)])
     host.adjust_distillation_model_for_mcore(student, config)
+    # Stages send both hidden states as one tensor and tell each other its shape, so only where to
+    # cut it has to be known: at the student's hidden size.
     student.set_student_input_tensor_shape([(student.config.hidden_size,)])
     return student
 
@@ -164,7 +150,7 @@ def distillation_loss(model: Any, loss_mask: Tensor | None, output: Tensor) -> L
         "logits distillation loss": reported(losses["logits_loss"], count),
         "intermediate distillation loss": reported(losses["intermediate_loss"], count),
     }
-    if not student.training or student.loss_balancer._weights.lm:
+    if not student.training or student.loss_balancer.lm:
         report = {"lm loss": reported(lm, count), **report}
     return loss, count.round().to(torch.int), report
 
@@ -190,15 +176,3 @@ def _masked_sum(loss_mask: Tensor, output: Any) -> Tensor:
     if has_parts or has_some_tokens:
         total = reduce_from_tensor_model_parallel_region(total)
     return total
-
-
-def _read(path: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        fields = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"cannot read the distillation's configuration {path}: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds {type(fields).__name__}, expected a mapping of fields")
-    return fields

@@ -1,95 +1,175 @@
 """A run under Megatron's `pretrain()` of a model that ModelOpt has converted, or that is taught.
 
-What differs from `OdbRun`: the model is converted as it is built, ModelOpt's state goes into the
-checkpoints, and a student has its own loss. Must not calibrate: that is a stage before.
+The model is converted as it is built, ModelOpt's state goes into the checkpoints, and a student has
+its own loss. Quantizing and building a teacher are the script's (examples/modelopt).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from odb_megatron.megatron.compat_pretrain import PretrainForm, pretrain_form
+from odb_megatron.errors import usage_errors
 from odb_megatron.megatron.forward_step import LossOf
-from odb_megatron.megatron.modelopt.arguments import refuse_unsupported
 from odb_megatron.megatron.modelopt.checkpoint import (
     checkpoint_folder,
-    has_state,
-    refuse_other_layout,
+    is_converted,
     require_checkpoint,
     restore_state,
     saving_state,
 )
 from odb_megatron.megatron.run import OdbRun
-from odb_megatron.megatron.run_report import RunReport
-from odb_megatron.megatron.usage import usage_errors
+from odb_megatron.megatron.setup import exchange_shapes
 
-__all__ = ["CalibrationRun", "ModelOptRun"]
+__all__ = ["ModelOptRun", "add_modelopt_arguments", "refuse_unsupported"]
 
 _ADJUST = "get_tensor_shapes_adjust_fn_for_distillation"
 
 
-class ModelOptRun(OdbRun):
-    """A run whose `--load` can hold ModelOpt's state, and `--modelopt-teacher` names a teacher.
+def add_modelopt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add what `ModelOptRun` reads; Megatron-LM's own flags are `--export-*`."""
+    group = parser.add_argument_group(title="ModelOpt")
+    group.add_argument(
+        "--modelopt-kd-cfg",
+        default=None,
+        metavar="FILE.yaml",
+        help="Fields of ModelOpt's DistillationConfig. Default: the logits alone.",
+    )
+    group.add_argument(
+        "--modelopt-intermediate-weight",
+        type=float,
+        default=1.0,
+        help="Weight of hidden states beside the logits' 1 (ModelOpt's own balancer scales them "
+        "by ratios of each micro-batch). Default 1.",
+    )
+    return parser
 
-    Args:
-        args: from `setup.parse_and_validate_args` with `add_distillation_arguments`.
-        datasets: see `OdbRun`.
-        needs_conversion: whether a run with neither is refused.
+
+def refuse_unsupported(args: argparse.Namespace, *, is_taught: bool = False) -> None:
+    """Check validated arguments.
 
     Raises:
-        ValueError: flags that ModelOpt does not work with, folders without the checkpoint that
-            they should hold, or nothing for ModelOpt to do.
+        ValueError: every refusal that applies, one line each.
+    """
+    if importlib.util.find_spec("modelopt") is None:
+        raise ValueError(
+            "nvidia-modelopt is not installed: pip install '.[megatron,modelopt]' in a checkout of "
+            "this repository (or make venv-modelopt there)"
+        )
+    refusals = [
+        (
+            args.virtual_pipeline_model_parallel_size is not None,
+            "ModelOpt's state does not know virtual pipeline stages: drop "
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank",
+        ),
+        (
+            args.ckpt_format != "torch_dist",
+            f"--ckpt-format {args.ckpt_format} does not keep ModelOpt's state here: use torch_dist",
+        ),
+        (
+            getattr(args, "num_experts", None) is not None,
+            "ModelOpt with mixtures of experts is not in this version: idle micro-batches would "
+            "count in the experts' ranges: drop --num-experts",
+        ),
+        (
+            bool(getattr(args, "mtp_num_layers", None)),
+            "ModelOpt with multi-token prediction is not in this version: drop --mtp-num-layers",
+        ),
+        (
+            not is_taught and getattr(args, "modelopt_kd_cfg", None) is not None,
+            "--modelopt-kd-cfg would do nothing without a teacher: name one, or drop this",
+        ),
+        (
+            is_taught and bool(getattr(args, "manual_gc", False)),
+            "a teacher and --manual-gc run out of memory (megatron/post_training/"
+            "model_builder.py, core_v0.19.0): drop --manual-gc",
+        ),
+        (
+            is_taught and bool(getattr(args, "tp_comm_overlap", False)),
+            "ModelOpt's distillation does not work with --tp-comm-overlap: drop it",
+        ),
+    ]
+    messages = [text for applies, text in refusals if applies]
+    if messages:
+        raise ValueError("\n".join(messages))
+
+
+class ModelOptRun(OdbRun):
+    """A run whose `--load` can hold ModelOpt's state, and that can have a teacher.
+
+    Args:
+        args: from `setup.parse_and_validate_args` with `add_modelopt_arguments`.
+        teacher: returns the teacher's part of this pipeline stage, its weights loaded, for the
+            student's; called by every rank.
+        datasets: see `OdbRun`.
+
+    Raises:
+        ValueError: flags that ModelOpt does not work with, a `--load` without the checkpoint that
+            it should hold, or nothing for ModelOpt to do.
     """
 
     def __init__(
         self,
         args: argparse.Namespace,
         *,
+        teacher: Callable[[Any], Any] | None = None,
         datasets: Callable[[Sequence[int | None]], Sequence[Any]] | None = None,
-        needs_conversion: bool = True,
     ) -> None:
-        refuse_unsupported(args)
-        form = pretrain_form()
-        if form is not PretrainForm.MODEL_CONFIG:
-            raise ValueError(
-                "ModelOpt's stages build the model by GPTModelConfig, which this megatron-core "
-                "does not have: use 0.19"
-            )
-        self._teacher_given = getattr(args, "modelopt_teacher", None) is not None
-        if self._teacher_given:
-            require_checkpoint(args, "modelopt_teacher")
-        if not _starts_by_itself(args):
-            require_checkpoint(args)
-        if needs_conversion and not self._teacher_given and not has_state(args):
+        refuse_unsupported(args, is_taught=teacher is not None)
+        folder = None if _starts_by_itself(args) else require_checkpoint(args)
+        if teacher is None and (folder is None or not is_converted(folder)):
             raise ValueError(
                 f"there is nothing for ModelOpt to do: --load {args.load} holds no state of it, "
-                "and there is no --modelopt-teacher: quantize the model first "
-                "(examples/modelopt/quantize.py), or name a teacher"
+                "and there is no teacher: quantize the model first (examples/modelopt/quantize.py)"
             )
+        if teacher is not None and args.pipeline_model_parallel_size > 1:
+            exchange_shapes(args)
+        self._teacher = teacher
         self._undo = ExitStack()
         super().__init__(args, datasets=datasets)
 
+    @property
+    def _plans_shapes(self) -> bool:
+        """A student's stages send what the teacher sends as well."""
+        return super()._plans_shapes and self._teacher is None
+
     def _loss(self) -> LossOf | None:
-        if not self._teacher_given:
+        if self._teacher is None:
             return None
         from odb_megatron.megatron.modelopt.distillation import distillation_loss
 
         return distillation_loss
 
-    def prepare_model(self, model_config: Any) -> None:
+    def model_provider(self, *args: Any, **kwargs: Any) -> Any:
         """Converts the model before it is wrapped."""
-        super().prepare_model(model_config)
-        model_config.pre_wrap_hooks.append(self._convert)
+        model = super().model_provider(*args, **kwargs)
+        with usage_errors():
+            restored = restore_state([model], self._args)
+            if self._teacher is not None:
+                from odb_megatron.megatron.modelopt.distillation import taught
+
+                model = taught(model, self._teacher(model), self._args)
+        if self._args.rank == 0:
+            what = ["restored from the checkpoint"] if restored else []
+            what += ["the student of a teacher"] if self._teacher is not None else []
+            print(f"odb: ModelOpt: model {' and '.join(what) or 'as it was built'}", flush=True)
+        return model
 
     def __enter__(self) -> ModelOptRun:
         super().__enter__()
         self._undo.enter_context(saving_state())
-        self._leave_shapes_alone()
+        from megatron.training import training
+
+        if hasattr(training, _ADJUST):
+            # A checkout's loop adds the teacher's hidden size to a shape that is empty where
+            # micro-batches differ in length (training.py 2366, core_v0.19.0).
+            self._undo.callback(setattr, training, _ADJUST, getattr(training, _ADJUST))
+            setattr(training, _ADJUST, lambda *_args, **_kwargs: None)
         return self
 
     def __exit__(
@@ -100,48 +180,6 @@ class ModelOptRun(OdbRun):
     ) -> None:
         self._undo.close()
         super().__exit__(kind, error, trace)
-
-    def _convert(self, models: list[Any]) -> list[Any]:
-        args = self._args
-        with usage_errors():
-            restored = restore_state(models, args)
-            if restored:
-                refuse_other_layout(models[0], args)
-            if self._teacher_given:
-                models = [self._teach(models[0])]
-        if args.rank == 0:
-            what = ["restored from the checkpoint"] if restored else []
-            what += [f"student of {args.modelopt_teacher}"] if self._teacher_given else []
-            print(f"odb: ModelOpt: model {' and '.join(what) or 'as it was built'}", flush=True)
-        return models
-
-    def _teach(self, student: Any) -> Any:
-        from odb_megatron.megatron.modelopt.distillation import convert, distillation_config
-        from odb_megatron.megatron.modelopt.teacher import build_teacher
-
-        args = self._args
-        teacher = build_teacher(args, student, prepare_model=super().prepare_model)
-        weight = args.modelopt_intermediate_weight
-        config = distillation_config(
-            args.modelopt_kd_cfg,
-            student=student.config,
-            teacher=teacher.config,
-            intermediate_weight=1.0 if weight is None else weight,
-        )
-        return convert(student, teacher, config)
-
-    def _leave_shapes_alone(self) -> None:
-        """Keep a checkout's training loop from adding to shapes that stages tell each other.
-
-        It would add the teacher's hidden size to a shape that is empty where micro-batches differ
-        in length (training.py 2366, core_v0.19.0).
-        """
-        from megatron.training import training
-
-        if not hasattr(training, _ADJUST):
-            return
-        self._undo.callback(setattr, training, _ADJUST, getattr(training, _ADJUST))
-        setattr(training, _ADJUST, lambda *_args, **_kwargs: None)
 
 
 def _starts_by_itself(args: argparse.Namespace) -> bool:
@@ -155,15 +193,3 @@ def _starts_by_itself(args: argparse.Namespace) -> bool:
         return args.load is None
     own = Path(args.load).resolve() == Path(args.save).resolve()
     return own and checkpoint_folder(args) is None
-
-
-class CalibrationRun(ModelOptRun):
-    """A `ModelOptRun` that trains nothing, so that there are no steps to record or sum up."""
-
-    def _make_report(self) -> RunReport:
-        return _NoSteps(self._args, self.config, backend=self._backend)
-
-
-class _NoSteps(RunReport):
-    def open(self, stream: Any, group: Any) -> None:
-        """Begin nothing."""

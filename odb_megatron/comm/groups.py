@@ -1,0 +1,468 @@
+"""Process groups over the CPU (gloo): between the source ranks of all replicas, and inside one.
+
+Replicas form blocks of at most 64, as even as possible. Records and samples stay within a block;
+the blocks' first ranks gather one record each, in blocks of their own where they are many, and hand
+all on. So connections and work of a rank do not grow with the number of replicas beyond a block.
+
+Inside a replica a step is two broadcasts, however many micro-batches it has: a header to every
+rank, and a payload to those that use it; steps with images have a second payload, the attachment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import struct
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from odb_megatron.comm.heartbeat import ControlError, Deadline, numbered
+from odb_megatron.plan.blocks import BLOCK, blocks_of
+
+__all__ = ["Bytes", "ControlError", "GlooGroup", "ReplicaGroup", "SourceGroup", "ranks_of"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 5e-3
+_UNCHECKED_S = 0.05  # seconds of waiting before the deadline is looked at
+_ENDLESS = timedelta(days=365)  # time-out of an operation that a deadline ends
+
+_HEADER = struct.Struct("<qqq")
+"""Before the samples that a replica sends another: step, replica, bytes that follow."""
+
+_FAILED = -1
+"""In place of the bytes that follow: the replica has failed, and nobody sends any."""
+
+_LENGTH_BYTES = 8
+_FIRST_CAPACITY = 4096
+
+_c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
+_groups: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    # Joins gloo's threads while there is an interpreter: one that still frees the tensors of the
+    # last operation as Python ends aborts the process (exit code 134 after a good run).
+    for group in list(_groups):
+        group.close()
+
+
+def ranks_of(group: Any) -> list[int]:
+    """Return the global ranks of a process group, in group order."""
+    ranks: list[int] = dist.get_process_group_ranks(group)
+    return ranks
+
+
+class GlooGroup:
+    """Collectives over the CPU between some ranks.
+
+    `torch.distributed.new_group` makes every rank of the world wait for every group: with a group
+    per replica and loader, start-up on a thousand replicas would take minutes. This is the same
+    backend object on the same store, made by its members alone.
+
+    The world must be initialised (`torch.distributed.init_process_group`), with any backend. All
+    methods raise RuntimeError where a member is gone or did not come in time.
+
+    Args:
+        ranks: global ranks of the members, in group order; this rank is one of them.
+        name: equal on all members, which make their groups of a name in the same order.
+        timeout_s: seconds that making it, or an operation, may take.
+        deadline: ends operations in place of the time-out.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], *, name: str, timeout_s: float, deadline: Deadline | None = None
+    ) -> None:
+        self._deadline = deadline
+        self.rank, self.size = list(ranks).index(dist.get_rank()), len(ranks)
+        prefix = f"odb_megatron/{numbered(name, ranks)}"
+        store = _c10d.PrefixStore(prefix, _c10d._get_default_store())
+        self._group: Any = _c10d.ProcessGroupGloo(
+            store, self.rank, self.size, timedelta(seconds=timeout_s)
+        )
+        _groups.add(self)
+
+    def broadcast(self, data: Bytes, *, source: int = 0) -> None:
+        """Fill `data` on all members with that of member `source`."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        self._complete("broadcast", [torch.from_numpy(data)], options)
+
+    def all_gather(self, record: bytes) -> list[bytes]:
+        """Return all members' records, which have one size, in group order."""
+        # gloo's own goes round a ring: as many hops as members, in place of one.
+        return self.all_to_all([record] * self.size, [len(record)] * self.size)
+
+    def all_to_all(self, sent: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
+        """Send each member its bytes; return what each member sent here.
+
+        Args:
+            sent: for each member, in group order.
+            sizes: bytes to come from each. gloo ends the process where more arrive.
+        """
+        if self.size == 1:
+            return list(sent)
+        joined = np.frombuffer(b"".join(sent), np.uint8).copy()
+        received = np.empty(sum(sizes), np.uint8)
+        self._complete(
+            "alltoall_base",
+            torch.from_numpy(received),
+            torch.from_numpy(joined),
+            list(sizes),
+            [len(part) for part in sent],
+            _c10d.AllToAllOptions(),
+        )
+        return [part.tobytes() for part in np.split(received, np.cumsum(sizes)[:-1])]
+
+    def close(self) -> None:
+        """Close the connections: members that wait for this one learn it at once.
+
+        While another thread waits in an operation its frame keeps the group: freeing one waits for
+        its operations, and would hold up the end of this process until a peer is gone.
+        """
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(AttributeError, RuntimeError):  # not in every torch
+                group.abort()
+
+    def _complete(self, name: str, *arguments: Any) -> None:
+        """Run a collective, waiting for it in Python.
+
+        A daemon thread that waited inside `work.wait()` would be ended there if a peer's death woke
+        it while the interpreter shuts down: that aborts the process ("terminate called without an
+        active exception", exit code 134 in place of the run's own).
+        """
+        group = self._group
+        if group is None:
+            raise RuntimeError("the group is closed")
+        if self._deadline is not None:
+            arguments[-1].timeout = _ENDLESS
+        work = getattr(group, name)(*arguments)
+        started = time.perf_counter()
+        while not work.is_completed():
+            waited = time.perf_counter() - started
+            if self._deadline is not None and waited > _UNCHECKED_S:
+                try:
+                    self._deadline.check()
+                except BaseException:
+                    # Freeing the group, or the tensors, would wait for the operation.
+                    for one in (group, arguments):
+                        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+                    raise
+            time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, waited / 4)))
+        work.wait()
+
+
+class _Channel:
+    """The groups of one loader on one rank, which fail together.
+
+    Args:
+        ranks: of the peers, for errors.
+        who: this rank in errors.
+        timeout_s: seconds that an operation may take.
+        deadline: ends operations in place of the time-out, and names who is missing.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], *, who: str, timeout_s: float, deadline: Deadline | None
+    ) -> None:
+        self._who, self._ranks = who, list(ranks)
+        self._timeout_s, self._deadline = timeout_s, deadline
+        self._groups: list[GlooGroup] = []
+        self.is_closed = False
+
+    def close(self) -> None:
+        """Close the connections; ranks that wait for this one learn it at once."""
+        self.is_closed = True
+        for group in self._groups:
+            group.close()
+
+    def _join(self, ranks: Sequence[int], name: str) -> GlooGroup:
+        group = GlooGroup(ranks, name=name, timeout_s=self._timeout_s, deadline=self._deadline)
+        self._groups.append(group)
+        return group
+
+    def _expect(self, *operations: str) -> None:
+        """This rank will take part in them."""
+        for what in operations if self._deadline else ():
+            assert self._deadline is not None
+            self._deadline.expect(what)
+
+    @contextlib.contextmanager
+    def _operation(self, what: str, number: int) -> Iterator[None]:
+        """Run operation `number` of a kind; where it fails the channel is closed.
+
+        Raises:
+            ControlError: it has failed; names this rank, the operation and who is missing.
+        """
+        if self.is_closed:
+            raise ControlError(f"{self._who}: {what} {number}: the channel is closed")
+        if self._deadline is not None:
+            self._deadline.begin(what, number)
+        try:
+            yield
+        except RuntimeError as error:
+            self.close()
+            if isinstance(error, ControlError):
+                raise
+            missing = self._deadline.explain() if self._deadline else ""
+            limit = "" if self._deadline else f" after at most {self._timeout_s:.0f} s"
+            peers = f"A rank of {self._ranks} has stopped or is stuck; its own output says why"
+            raise ControlError(
+                f"{self._who}: {what} {number} failed{limit} ({error}). {missing or peers}"
+            ) from error
+
+
+class SourceGroup(_Channel):
+    """This rank's part; all source ranks must make one, equally often for each name.
+
+    Other ranks may, and have no part in it. The methods are collective: all replicas of the block
+    (`gather`, `exchange`) or of all blocks call them in one order. They raise ControlError, naming
+    replica and step, where a replica is gone, late or somewhere else; the channel is closed then.
+
+    Args:
+        ranks: global ranks of the source ranks, in replica order.
+        name: the loader's, such as "train".
+        timeout_s: seconds that an operation may take.
+        deadline: ends operations in place of the time-out, and names who is missing.
+        block: most replicas of a block, at least 2.
+
+    Attributes:
+        replica: this rank's; -1 where it is no source rank.
+        num_replicas: number of replicas.
+        block: the replicas of this rank's block; empty where it is no source rank.
+        num_blocks: number of blocks.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        *,
+        name: str,
+        timeout_s: float,
+        deadline: Deadline | None = None,
+        block: int = BLOCK,
+    ) -> None:
+        assert block > 1, "the blocks' first ranks would be all ranks"
+        rank, size = dist.get_rank(), len(ranks)
+        self.replica = list(ranks).index(rank) if rank in ranks else -1
+        self._blocks = blocks_of(size, block)
+        self.num_replicas, self.num_blocks, self.block = size, len(self._blocks), range(0)
+        self._heads: SourceGroup | None = None
+        self._rounds = self._block_rounds = 0
+        who = f"replica {self.replica}"
+        super().__init__(ranks, who=who, timeout_s=timeout_s, deadline=deadline)
+        if self.replica < 0:
+            return
+        self.block = next(one for one in self._blocks if self.replica in one)
+        at = self._blocks.index(self.block)
+        self._ranks = [ranks[one] for one in self.block]
+        self._group = self._join(self._ranks, f"{name} source ranks of {size}, block {at}")
+        own = f"block {at}'s {name}" if self.num_blocks > 1 else name
+        self._gather, self._exchange = f"{own} gather", f"{own} exchange"
+        self._gather_blocks = f"{name} gather between blocks"
+        self._expect(self._gather, self._exchange)
+        if self.num_blocks > 1:
+            self._expect(self._gather_blocks)
+            if self.replica == self.block[0]:
+                self._heads = SourceGroup(
+                    [ranks[one[0]] for one in self._blocks],
+                    name=f"{name} blocks",
+                    timeout_s=timeout_s,
+                    deadline=deadline,
+                    block=block,
+                )
+
+    def gather(self, record: bytes) -> list[bytes]:
+        """Return the records of the block's replicas, which have one size, in replica order."""
+        with self._operation(self._gather, self._rounds):
+            found = self._group.all_gather(record)
+        self._rounds += 1
+        return found
+
+    def gather_blocks(self, record: bytes) -> list[bytes]:
+        """Return the records of the blocks' first replicas, which have one size, in block order.
+
+        Args:
+            record: not used on other replicas, but for its size.
+        """
+        if self.num_blocks == 1:
+            return [record]
+        size = len(record)
+        with self._operation(self._gather_blocks, self._block_rounds):
+            data = np.zeros(size * self.num_blocks, np.uint8)
+            if self._heads is not None:
+                data[:] = np.frombuffer(b"".join(self._heads.gather_all(record)), np.uint8)
+            self._group.broadcast(data)
+        self._block_rounds += 1
+        return [data[at : at + size].tobytes() for at in range(0, len(data), size)]
+
+    def gather_all(self, record: bytes) -> list[bytes]:
+        """Return the records of all replicas, which have one size, in replica order.
+
+        For what is rare, such as a checkpoint: every rank gets the records of all replicas.
+        """
+        own = self.gather(record)
+        if self.num_blocks == 1:
+            return own
+        most = max(map(len, self._blocks))
+        found = self.gather_blocks(b"".join(own).ljust(most * len(record), b"\0"))
+        return [
+            data[at * len(record) : (at + 1) * len(record)]
+            for data, block in zip(found, self._blocks, strict=True)
+            for at in range(len(block))
+        ]
+
+    def exchange(
+        self, step: int, sends: Mapping[int, bytes] | None, receives: Mapping[int, int]
+    ) -> dict[int, bytes | None]:
+        """Send samples to other replicas of the block, and return what they send.
+
+        All of the block call it. Where replicas have failed they alone are returned, with None.
+
+        Args:
+            step: equal on all.
+            sends: bytes for each replica; None where this one has failed.
+            receives: number of bytes that each replica is going to send.
+        """
+        assert {*(sends or ()), *receives} <= {*self.block}, "samples stay within a block"
+        if len(self.block) < 2:
+            return {}
+        parts = [(sends or {}).get(peer, b"") for peer in self.block]
+        sizes = [receives.get(peer, 0) for peer in self.block]
+        with self._operation(self._exchange, step):
+            own = (step, self.replica)
+            headers = [_HEADER.pack(*own, _FAILED if sends is None else len(p)) for p in parts]
+            # First sizes alone: gloo ends the process where more bytes arrive than are expected.
+            heads = self._group.all_to_all(headers, [_HEADER.size] * len(headers))
+            found = [_HEADER.unpack(head) for head in heads]
+            if failed := [by for _, by, announced in found if announced == _FAILED]:
+                return dict.fromkeys(failed)
+            for peer, size, (there, by, announced) in zip(self.block, sizes, found, strict=True):
+                if (there, by, announced) != (step, peer, size) and peer != self.replica:
+                    raise ControlError(
+                        f"{self._who}: {self._exchange}: expected {size} bytes of step {step} from "
+                        f"replica {peer}; {announced} bytes of step {there} from replica {by} were "
+                        "announced. Start every rank with the same flags, data and code version"
+                    )
+            data = self._group.all_to_all(parts, sizes)
+        return {peer: part for peer, part in zip(self.block, data, strict=True) if peer in receives}
+
+    def close(self) -> None:
+        """Close the connections; replicas that wait for this one learn it at once."""
+        super().close()
+        if self._heads is not None:
+            self._heads.close()
+
+
+class ReplicaGroup(_Channel):
+    """One loader's channel from the source rank of a replica to its other ranks.
+
+    Every rank of the replica makes one, in the same order for each loader. All methods raise
+    ControlError where a rank is gone or did not come in time.
+
+    Args:
+        ranks: global ranks of the replica, the source rank first.
+        payload_ranks: those that get payloads, the source rank first; a subset of `ranks`.
+        name: the loader's, such as "train".
+        timeout_s: seconds a broadcast may take.
+        deadline: see `SourceGroup`.
+        attachment_ranks: those that get attachments, the source rank first; a subset of `ranks`.
+
+    Attributes:
+        is_source: whether this rank sends.
+        has_payload: whether it takes part in broadcasts of payloads.
+        has_attachment: whether it takes part in broadcasts of attachments.
+        num_collectives: broadcasts that it has taken part in.
+        num_bytes: bytes that it has sent (source rank) or received by them.
+        num_reports: `report`s that it has taken part in.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        *,
+        payload_ranks: Sequence[int],
+        name: str,
+        timeout_s: float,
+        deadline: Deadline | None = None,
+        attachment_ranks: Sequence[int] = (),
+    ) -> None:
+        rank = dist.get_rank()
+        super().__init__(ranks, who=f"rank {rank}", timeout_s=timeout_s, deadline=deadline)
+        self._headers = self._join(ranks, f"{name} headers")
+        self._payloads = self._attachments = None
+        if len(payload_ranks) > 1 and rank in payload_ranks:
+            self._payloads = self._join(payload_ranks, f"{name} payloads")
+        if len(attachment_ranks) > 1 and rank in attachment_ranks:
+            self._attachments = self._join(attachment_ranks, f"{name} attachments")
+        self._what = f"{name} broadcast from rank {ranks[0]}:"
+        self._expect(self._what)
+        self._capacity = _FIRST_CAPACITY
+        self.is_source, self.has_payload = rank == ranks[0], rank in payload_ranks
+        self.has_attachment = self._attachments is not None
+        self.num_collectives = self.num_bytes = self.num_reports = 0
+
+    def header(self, data: bytes | None = None) -> bytes:
+        """Broadcast a header; the source rank passes it, the others get it.
+
+        One broadcast of `_capacity` bytes, which grows on all ranks to hold twice the last header:
+        only one of more than twice the size of all before it needs a second broadcast.
+        """
+        data = data or b""
+        room = self._capacity - _LENGTH_BYTES
+        first = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
+        first = self._broadcast(_buffer(first, self._capacity), self._headers).tobytes()
+        length = int.from_bytes(first[:_LENGTH_BYTES], "little")
+        found = first[_LENGTH_BYTES:][:length]
+        if length > room:
+            found += self._broadcast(_buffer(data[room:], length - room), self._headers).tobytes()
+        while self._capacity - _LENGTH_BYTES < 2 * length:
+            self._capacity *= 2
+        return found
+
+    def payload(self, data: Bytes) -> Bytes:
+        """Broadcast a payload; the others pass a buffer of its size, which is filled and returned.
+
+        Args:
+            data: uint8 [bytes], contiguous.
+        """
+        return self._broadcast(data, self._payloads)
+
+    def attachment(self, data: Bytes) -> Bytes:
+        """Broadcast a second payload, as `payload`."""
+        return self._broadcast(data, self._attachments)
+
+    def report(self, values: Sequence[float]) -> list[float]:
+        """Send numbers from the last rank of the group to the source rank; both get them.
+
+        For a group of two; both call it, with equally many values.
+        """
+        data = np.array(values, np.float64)
+        with self._operation(f"report to rank {self._ranks[0]}", self.num_reports):
+            self._headers.broadcast(data.view(np.uint8), source=1)
+        self.num_reports += 1
+        found: list[float] = data.tolist()
+        return found
+
+    def _broadcast(self, data: Bytes, group: GlooGroup | None) -> Bytes:
+        if group is not None and data.size:
+            with self._operation(self._what, self.num_collectives):
+                group.broadcast(data)
+            self.num_collectives += 1
+            self.num_bytes += data.nbytes
+        return data
+
+
+def _buffer(data: bytes, size: int) -> Bytes:
+    return np.frombuffer(bytearray(data.ljust(size, b"\0")), np.uint8)
