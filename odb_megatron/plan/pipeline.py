@@ -6,7 +6,6 @@ Pure, and integers only. The schedules are Megatron's 1F1B and interleaved ones 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
@@ -20,8 +19,9 @@ __all__ = ["Pipeline", "best_order", "in_best_order", "stage_queue", "step_times
 
 Integers = npt.NDArray[np.int64]
 
-_MAX_ROUNDS = 12  # of exchanges; most orders are at their best after four
-_MAX_OPERATIONS = 1 << 18  # passes times orders of a round: some tens of milliseconds
+_MAX_ROUNDS = 8  # of exchanges; most orders of few micro-batches are at their best after four
+_MAX_OPERATIONS = 1 << 19  # of a round, passes times orders: about ten milliseconds
+_MAX_SEARCHED = 128  # micro-batches; an order of more is one of those it begins with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,11 @@ class Pipeline:
     stages: int = 1
     chunks: int = 1
     group: int = 0
+
+    @property
+    def count_multiple(self) -> int:
+        """What M must be a multiple of: the interleaved schedule's group of micro-batches."""
+        return (self.group or self.stages) if self.chunks > 1 else 1
 
 
 def step_times(costs: npt.ArrayLike, pipeline: Pipeline) -> Integers:
@@ -70,26 +75,26 @@ def best_order(costs: npt.ArrayLike, pipeline: Pipeline) -> list[int]:
     """
     given = np.asarray(costs, dtype=np.int64)
     num = len(given)
-    if pipeline.stages == 1 or num < 2 or given.max() - given.min() <= given.max() // 128:
+    if num < 2 or given.max() - given.min() <= given.max() // 128:  # nothing to gain
         return list(range(num))
     rising = np.argsort(given, kind="stable")
     hill = np.concatenate([rising[::2], rising[1::2][::-1]])
     starts = np.stack([np.arange(num), rising, rising[::-1], hill, np.roll(hill, 1)])
-    orders = starts[np.argsort(step_times(given[starts], pipeline), kind="stable")]
-    passes = 2 * num * pipeline.stages * pipeline.chunks
-    found = orders[0]
-    if passes * num * num > _MAX_OPERATIONS:
-        return list(map(int, found))
-    best = int(step_times(given[found[None]], pipeline)[0])
-    for start in orders[: 1 + 2 * (num <= 8)]:
-        order, time = start, int(step_times(given[start[None]], pipeline)[0])
-        for _ in range(_MAX_ROUNDS):
-            others = np.stack(list(_neighbours(order)))
-            times = step_times(given[others], pipeline)
-            at = int(times.argmin())
-            if times[at] >= time:
+    times = step_times(given[starts], pipeline)
+    ranks = np.argsort(times, kind="stable")
+    found, best = starts[ranks[0]], int(times[ranks[0]])
+    # Where there are too many neighbours for a round, each round tries others of them.
+    stride = 1 + 2 * num**3 * pipeline.stages * pipeline.chunks // _MAX_OPERATIONS
+    for rank in ranks[: 3 if num <= 8 else int(num <= _MAX_SEARCHED)]:
+        order, time = starts[rank], int(times[rank])
+        for turn in range(_MAX_ROUNDS):
+            others = order[_neighbours(num)[turn % stride :: stride]]
+            others_times = step_times(given[others], pipeline)
+            at = int(others_times.argmin())
+            if others_times[at] < time:
+                order, time = others[at], int(others_times[at])
+            elif stride == 1:
                 break
-            order, time = others[at], int(times[at])
         if time < best:
             found, best = order, time
     return list(map(int, found))
@@ -100,6 +105,8 @@ def in_best_order(plan: StepPlan, pipeline: Pipeline) -> StepPlan:
 
     One order for all replicas: those that meet in a micro-batch still do.
     """
+    if pipeline.stages == 1:
+        return plan
     costs = np.array(plan.loads, dtype=np.int64).max(axis=0) + plan.overhead
     order = best_order(costs, pipeline)
     return replace(
@@ -109,14 +116,18 @@ def in_best_order(plan: StepPlan, pipeline: Pipeline) -> StepPlan:
     )
 
 
-def _neighbours(order: Integers) -> Iterator[Integers]:
-    for a, b in combinations(range(len(order)), 2):
-        swapped = order.copy()
-        swapped[[a, b]] = order[[b, a]]
-        yield swapped
+@lru_cache(maxsize=16)
+def _neighbours(num: int) -> Integers:
+    """Return the orders that differ from 0, 1, ... by an exchange or a move [orders, num]."""
+    given, found = np.arange(num), []
+    for a, b in combinations(range(num), 2):
+        swapped = given.copy()
+        swapped[[a, b]] = b, a
+        found.append(swapped)
         if b > a + 1:
-            yield np.insert(np.delete(order, a), b, order[a])
-            yield np.insert(np.delete(order, b), a, order[b])
+            found.append(np.insert(np.delete(given, a), b, a))
+            found.append(np.insert(np.delete(given, b), a, b))
+    return np.stack(found)
 
 
 def stage_queue(num: int, pipeline: Pipeline, stage: int) -> list[tuple[bool, int, int]]:
