@@ -183,7 +183,7 @@ class TestBlocks:
 
     @pytest.mark.parametrize("block", [4, 2])
     def test_all_replicas_of_a_block_have_one_order_for_the_pipeline(self, block: int) -> None:
-        more = {"sync": Sync.MICROBATCH, "count_multiple": 4, "block": block}
+        more: dict[str, Any] = {"sync": Sync.MICROBATCH, "count_multiple": 4, "block": block}
         made = world(random_lengths(144), num_replicas=4, global_batch_size=48, **more)
         pipeline = Pipeline(stages=4, chunks=2)
         ordered = replace(made, config=replace(made.config, pipeline=pipeline))

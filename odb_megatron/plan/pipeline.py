@@ -21,6 +21,7 @@ Integers = npt.NDArray[np.int64]
 
 _MAX_ROUNDS = 8  # of exchanges; most orders of few micro-batches are at their best after four
 _MAX_OPERATIONS = 1 << 19  # of a round, passes times orders: about ten milliseconds
+_MAX_PEAKS = 64  # orders to begin with
 _MAX_SEARCHED = 128  # micro-batches; an order of more is one of those it begins with
 
 
@@ -69,17 +70,20 @@ def step_times(costs: npt.ArrayLike, pipeline: Pipeline) -> Integers:
 def best_order(costs: npt.ArrayLike, pipeline: Pipeline) -> list[int]:
     """Return the order of micro-batches of these costs, int64 [micro-batches], that takes least.
 
-    The best of some that are good for a reason (cheap ones at both ends, where stages wait for the
-    first and the last; neighbours alike, since a stage works at one while the next works at the
-    other), improved by exchanging two, or moving one, as long as that helps.
+    The best of those that have the costliest at some place and cheaper ones the farther from it
+    (neighbours alike, since a stage works at one while the next works at the other; cheap ones at
+    an end, where stages wait), improved by exchanging two, or moving one, as long as that helps.
     """
     given = np.asarray(costs, dtype=np.int64)
     num = len(given)
     if num < 2 or given.max() - given.min() <= given.max() // 128:  # nothing to gain
         return list(range(num))
-    rising = np.argsort(given, kind="stable")
-    hill = np.concatenate([rising[::2], rising[1::2][::-1]])
-    starts = np.stack([np.arange(num), rising, rising[::-1], hill, np.roll(hill, 1)])
+    places = np.arange(num)
+    peaks = places[:: 1 + num // _MAX_PEAKS, None]
+    starts = np.empty((len(peaks), num), dtype=np.int64)
+    nearest = np.argsort(abs(places - peaks), axis=1, kind="stable")
+    np.put_along_axis(starts, nearest, np.argsort(-given, kind="stable")[None], axis=1)
+    starts = np.concatenate([places[None], starts])
     times = step_times(given[starts], pipeline)
     ranks = np.argsort(times, kind="stable")
     found, best = starts[ranks[0]], int(times[ranks[0]])
