@@ -139,7 +139,9 @@ def _write_chat_mix() -> Path:
             f"the chat mix needs {', '.join(missing)} in {folder}: set ODB_CHAT_DATA to the folder "
             "that holds them, or use --data chitchat"
         )
-    records = [{"messages": one} for one in oasst_conversations(folder / OASST_FILE)]
+    records: list[Mapping[str, Any]] = [
+        {"messages": one} for one in oasst_conversations(folder / OASST_FILE)
+    ]
     records += [one for name in CHAT_MIX_FILES[1:] for one in open_records(str(folder / name))]
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_suffix(f".part{os.getpid()}")

@@ -1,7 +1,4 @@
-"""A data set that fails as told, in the worker process that asks for its bad item.
-
-Must not import Megatron or torch: worker processes import this module.
-"""
+"""A data set that fails as told, in the worker process that asks for its bad item."""
 
 from __future__ import annotations
 

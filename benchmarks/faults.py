@@ -1,7 +1,7 @@
 """What becomes of a run when a rank dies, stops or is signalled, or a data-loader worker fails.
 
-Real `pretrain()` runs on the CPU, each in processes of its own (gloo), two replicas. Must not
-excuse: a run that hangs, leaves a process or does not name the cause makes the exit code 1.
+Real `pretrain()` runs on the CPU, each in processes of its own (gloo), two replicas. A run that
+hangs, leaves a process or does not name the cause makes the exit code 1.
 
     python benchmarks/faults.py --json faults.json
 """
@@ -266,7 +266,7 @@ def _saves(run: FaultRun) -> bool:
 
 
 def _stopped(run: FaultRun) -> bool:
-    """Whether the wait is told of while it lasts, and as the error that ends it."""
+    """Whether the wait is named while it lasts, and as the error that ends it."""
     found = re.search(
         r"warning: .*the trainer waits for the step loop's process .*"
         r"the trainer has waited \d+ s \(--odb-timeout-s 20\)",

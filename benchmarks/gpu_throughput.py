@@ -300,7 +300,8 @@ def row_lengths(row: str, options: argparse.Namespace) -> npt.NDArray[np.int64]:
         places = random.random(count) * (len(CHAT_QUANTILES) - 1)
         drawn = np.interp(places, np.arange(len(CHAT_QUANTILES)), CHAT_QUANTILES)
         values = np.rint(drawn).astype(np.int64)
-    return np.minimum(values, options.seq_length)
+    cut: npt.NDArray[np.int64] = np.minimum(values, options.seq_length)
+    return cut
 
 
 def save(options: argparse.Namespace, result: dict[str, Any]) -> None:

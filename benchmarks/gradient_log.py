@@ -1,11 +1,10 @@
 """Writes every parameter's gradient in every step, and compares two runs parameter by parameter.
 
 A rank writes the shards that Megatron's own checkpoints would have of it (`sharded_state_dict`,
-with the gradient in place of the parameter), which say where they lie in the whole. So runs of any
-two topologies compare. Written after the reduction over replicas and the division by the loss
+with the gradient in place of the parameter), which say where they lie in the whole. So runs of
+any two topologies compare. Written after the reduction over replicas and the division by the loss
 tokens, before clipping. Routers' expert biases, which the step has moved by then, are written
-alike. Must not change what the optimizer reads: of a distributed optimizer's gradient, a rank has
-its own part, and gets the others' for the log alone.
+alike.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ replicas, samples received from the others, packed and handed over. The trainer 
 soon as it is ready; the time it takes steps in is left out, and reported as `take_share`. Trainer
 and data side each have a core, so that only the lock and memory are shared; `slowdown` is the
 median over pairs of turns of the loop's rate alone over its rate beside the data side, minus 1.
-The other replicas' records and samples are made up here, since their loops run elsewhere.
+The other replicas' records and samples are synthetic here, since their loops run elsewhere.
 """
 
 from __future__ import annotations

@@ -197,7 +197,8 @@ def _seconds(runs: Runs, folder: Path, items: Sequence[Planned], *, evaluation: 
         else [one.step_s for one in runs.steps(item)[0]]
         for item in items
     ]
-    return statistics.mean(min(values) for values in list(zip(*took, strict=True))[1:])
+    shortest = [min(values) for values in zip(*took, strict=True)]
+    return float(statistics.mean(shortest[1:]))
 
 
 def find_problems(name: str, result: dict[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 Takes Megatron's flags as examples/pretrain_gpt_odb.py does, and `--sorted-token-budget`. The data
 is read once to learn all lengths and again while training, so that reading is in a step's time as
-for the other variants. Must not be used to train: the order of samples depends on their lengths.
+for the other variants.
 """
 
 from __future__ import annotations

@@ -46,17 +46,23 @@ class Finding:
 
     subject: str
     status: str
-    seen: str
+    observed: str
     expected: str = ""
-    way_out: str = ""
+    hint: str = ""
 
 
 def _judged(
-    subject: str, seen: str, expected: str, hint: str, *, fails: bool = False, warns: bool = False
+    subject: str,
+    observed: str,
+    expected: str,
+    hint: str,
+    *,
+    fails: bool = False,
+    warns: bool = False,
 ) -> Finding:
     if not fails and not warns:
-        return Finding(subject, OK, seen)
-    return Finding(subject, FAILURE if fails else WARNING, seen, expected, hint)
+        return Finding(subject, OK, observed)
+    return Finding(subject, FAILURE if fails else WARNING, observed, expected, hint)
 
 
 def render(findings: Sequence[Finding]) -> str:
@@ -67,9 +73,9 @@ def render(findings: Sequence[Finding]) -> str:
     for finding in findings:
         status = "n/a" if finding.status == NOT_APPLICABLE else finding.status
         head, pad = f"{status:<8} {finding.subject:<{width}}  ", " " * (width + 11)
-        lines += wrap(finding.seen, initial_indent=head, subsequent_indent=pad)
+        lines += wrap(finding.observed, initial_indent=head, subsequent_indent=pad)
         if finding.expected:
-            text = f"expected: {finding.expected}; way out: {finding.way_out}"
+            text = f"expected: {finding.expected}; hint: {finding.hint}"
             lines += wrap(text, initial_indent=pad, subsequent_indent=pad)
     return "\n".join(lines)
 
@@ -102,12 +108,12 @@ def check_packages(versions: Mapping[str, str], *, python: tuple[int, ...]) -> I
     yield _judged("python", text, expected, hint, warns=python[:2] < (3, 12))
     yield Finding("odb-megatron", OK, __version__)
     for name in (*_NEEDED, *_SHOWN):
-        seen, is_needed = versions.get(name, "not installed"), name in _NEEDED
+        observed, is_needed = versions.get(name, "not installed"), name in _NEEDED
         hint = _PIP if name == "torch" else f"pip install {name}"
         if name in versions or is_needed:
-            yield _judged(name, seen, "needed to train", hint, fails=name not in versions)
+            yield _judged(name, observed, "needed to train", hint, fails=name not in versions)
         else:
-            yield Finding(name, NOT_APPLICABLE, seen)
+            yield Finding(name, NOT_APPLICABLE, observed)
     if "psutil" not in versions:
         expected = "Megatron needs it to save torch_dist checkpoints, its default format"
         yield Finding("checkpoints", WARNING, "no psutil", expected, "pip install psutil")
@@ -122,19 +128,22 @@ def check_megatron(found: Mapping[str, Any]) -> Iterator[Finding]:
     """
     hint = f"{_PIP}, or put a Megatron-LM checkout on PYTHONPATH"
     if "error" in found:
-        seen, expected = found["error"], "NVIDIA's, needed to train"
+        observed, expected = found["error"], "NVIDIA's, needed to train"
         if found["foreign"]:
-            seen = f"{found['foreign']} is another package"
+            observed = f"{found['foreign']} is another package"
             hint = f"pip uninstall megatron; {hint}"
-        yield Finding("megatron-core", FAILURE, seen, expected, hint)
+        yield Finding("megatron-core", FAILURE, observed, expected, hint)
         return
     low, high = (".".join(map(str, bound)) for bound in (MIN_VERSION, MAX_VERSION))
     try:
         is_old, is_new = False, require_version(found["version"])[:2] > MAX_VERSION
     except ValueError:
         is_old, is_new = True, False
-    seen, pip = f"{found['version']} in {found['folder']}", f"pip install 'megatron-core>={low}'"
-    yield _judged("megatron-core", seen, f"{low} to {high}", pip, fails=is_old, warns=is_new)
+    observed, pip = (
+        f"{found['version']} in {found['folder']}",
+        f"pip install 'megatron-core>={low}'",
+    )
+    yield _judged("megatron-core", observed, f"{low} to {high}", pip, fails=is_old, warns=is_new)
     if not found["has_training"]:
         expected = "needed by pretrain scripts"
         yield Finding("megatron.training", FAILURE, "not there", expected, hint)
@@ -212,24 +221,31 @@ def check_torch(found: Mapping[str, Any], *, driver: str, visible: str | None) -
     if not devices and not driver:
         yield Finding("CUDA", NOT_APPLICABLE, f"no NVIDIA driver here; {build}")
     else:
-        seen = ", ".join(f"{count} × {name}" for name, count in Counter(devices).items())
-        seen = seen or (f"CUDA_VISIBLE_DEVICES is {visible!r}" if is_hidden else "torch sees none")
+        observed = ", ".join(f"{count} × {name}" for name, count in Counter(devices).items())
+        observed = observed or (
+            f"CUDA_VISIBLE_DEVICES is {visible!r}" if is_hidden else "torch sees none"
+        )
         hint = "see nvidia-smi; the driver must be as new as torch's build for CUDA (pytorch.org), "
         hint = "unset CUDA_VISIBLE_DEVICES" if is_hidden else hint + "a container needs --gpus all"
         fails, expected = not devices and not is_hidden, "the devices of the run"
-        yield _judged("CUDA", f"{seen}; {build}", expected, hint, fails=fails, warns=not devices)
-    seen, hint = "there" if found["has_nccl"] else "none", "install torch's CUDA build for Linux"
+        yield _judged(
+            "CUDA", f"{observed}; {build}", expected, hint, fails=fails, warns=not devices
+        )
+    observed, hint = (
+        "there" if found["has_nccl"] else "none",
+        "install torch's CUDA build for Linux",
+    )
     fails = bool(devices) and not found["has_nccl"]
-    yield _judged("NCCL", seen, "needed on GPUs", hint, fails=fails)
-    seen, expected = found["gloo_error"], "plans go over gloo, on GPUs too"
+    yield _judged("NCCL", observed, "needed on GPUs", hint, fails=fails)
+    observed, expected = found["gloo_error"], "plans go over gloo, on GPUs too"
     hint = f"{_GLOO} with an interface that is up, or a host name that resolves to one"
     works = "a group of one process works"
-    yield _judged("gloo", seen or works, expected, hint, fails=bool(seen))
-    seen = ", ".join(f"{name}: {why or 'ok'}" for name, why in found["attention"].items())
+    yield _judged("gloo", observed or works, expected, hint, fails=bool(observed))
+    observed = ", ".join(f"{name}: {why or 'ok'}" for name, why in found["attention"].items())
     expected = f"a kernel for packed samples on {'cuda' if devices else 'cpu'}"
     hint = "pip install 'odb-megatron[te]' or 'odb-megatron[flash]'"
     able = [name for name, why in found["attention"].items() if not why]
-    yield _judged("attention", seen, expected, hint, fails=bool(devices) and able == ["torch"])
+    yield _judged("attention", observed, expected, hint, fails=bool(devices) and able == ["torch"])
     yield from check_megatron(found["megatron"])
 
 
@@ -293,33 +309,36 @@ def check_host(host: Host, load: Load | None) -> Iterator[Finding]:
     workers = run.readers * run.num_workers
     nccl = run.ranks if run.uses_nccl and run.ranks > 1 else 0
     free, need = host.shared_free, workers * _WORKER + nccl * _NCCL_ENOUGH
-    seen = f"{free / _MIB:.0f} MiB free in /dev/shm"
+    observed = f"{free / _MIB:.0f} MiB free in /dev/shm"
     expected = f"{need / _MIB:.0f} MiB ({workers} workers, NCCL of {nccl} ranks)"
     hint = "start the container with --shm-size=1g or more (Kubernetes: an emptyDir of medium "
     hint += "Memory on /dev/shm), or mount -o remount,size=1g /dev/shm"
     is_short = bool(load) and free < workers * _WORKER + nccl * _NCCL_MIN
     is_small = free < (need if load else 65 * _MIB)  # a container has 64 by default
-    yield _judged("shared memory", seen, expected, hint, fails=is_short, warns=is_small)
+    yield _judged("shared memory", observed, expected, hint, fails=is_short, warns=is_small)
     soft, hard = (sys.maxsize if one == _UNLIMITED else one for one in host.open_files)
     # Pipes of two loaders' workers: 5 each, measured with torch 2.13; 8 gloo groups.
     need = 256 + 10 * run.num_workers + 16 * (run.replicas - 1)
-    seen = f"ulimit -n is {'unlimited' if soft == sys.maxsize else soft}"
+    observed = f"ulimit -n is {'unlimited' if soft == sys.maxsize else soft}"
     expected = f"about {need} for {run.num_workers} workers and {run.replicas} replicas"
     hint = f"ulimit -n {min(hard, 2 * need)} in the job script"
     hint = hint if hard >= need else "raise the hard limit (limits.conf, slurmd's LimitNOFILE)"
-    yield _judged("open files", seen, expected, hint, fails=2 * soft < need, warns=soft < need)
+    yield _judged("open files", observed, expected, hint, fails=2 * soft < need, warns=soft < need)
     if host.infiniband:
-        is_limited, seen = host.locked_memory != _UNLIMITED, f"ulimit -l is {host.locked_memory}"
+        is_limited, observed = (
+            host.locked_memory != _UNLIMITED,
+            f"ulimit -l is {host.locked_memory}",
+        )
         hint = "ulimit -l unlimited (container: --ulimit memlock=-1; slurmd: LimitMEMLOCK)"
         expected = f"unlimited: NCCL registers its buffers with {', '.join(host.infiniband)}"
-        yield _judged("locked memory", seen, expected, hint, warns=is_limited)
+        yield _judged("locked memory", observed, expected, hint, warns=is_limited)
     else:
         yield Finding("locked memory", NOT_APPLICABLE, "no InfiniBand or RoCE adapter here")
-    seen = f"{host.num_cores} that this process may use"
+    observed = f"{host.num_cores} that this process may use"
     expected = f"one for each of {run.ranks} ranks and {workers} workers"
     hint = "fewer --num-workers, or ask the scheduler for more (--cpus-per-task)"
     is_small = bool(load) and run.ranks + workers > host.num_cores
-    yield _judged("cores", seen, expected, hint, warns=is_small)
+    yield _judged("cores", observed, expected, hint, warns=is_small)
 
 
 # --- network ---------------------------------------------------------------------------------
@@ -364,10 +383,10 @@ def check_network(
     is_sure = len(outside) == 1 and interfaces[outside[0]] == resolved
     leads_nowhere = num_nodes is not None and (not resolved or resolved.startswith("127."))
     is_open = not (gloo or is_alone or is_sure)
-    seen, fails = f"{gloo or 'not set'}; {host}", is_wrong or (is_open and leads_nowhere)
+    observed, fails = f"{gloo or 'not set'}; {host}", is_wrong or (is_open and leads_nowhere)
     expected = f"the network that all nodes share, of {', '.join(sorted(interfaces))}"
     hint = f"export {_GLOO}={outside[0] if outside else 'NAME'}, or what all nodes share"
-    yield _judged(_GLOO, seen, expected, hint, fails=fails, warns=is_open)
+    yield _judged(_GLOO, observed, expected, hint, fails=fails, warns=is_open)
 
 
 # --- the command, and the dry run ------------------------------------------------------------

@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _first_to_fail(failed: ChildFailedError) -> tuple[int, _Reason | None]:
     """The rank that failed first, and the reason that came first; one that was told comes last.
 
-    A rank that left nothing before the others were told of a failure is the one they were told of.
+    A rank that left nothing before the errors of the others is the one that they name.
     """
     first, failure = failed.get_first_failure()
     reason = None

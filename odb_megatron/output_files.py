@@ -1,7 +1,4 @@
-"""Files that a command is to write: refused before the work where they cannot be written after it.
-
-Must not leave anything behind: a file that was not there is not there afterwards.
-"""
+"""Files that a command is to write: refused before the work where they could not be written."""
 
 from __future__ import annotations
 

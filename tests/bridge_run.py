@@ -1,7 +1,6 @@
 """Runs Megatron-Bridge's `pretrain()` and `finetune()` again and again in the same processes.
 
-Starting processes takes half a minute, a run about a second. Must not judge a run, except that
-`train` wants it to end well and `refused` wants it to fail.
+Starting processes takes half a minute, a run about a second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Samples with made-up images, and pictures drawn at run time, for tests."""
+"""Samples with synthetic images, and pictures drawn at run time, for tests."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Lines(Stateless):
 
 @dataclass(frozen=True)
 class MakeLines:
-    """Makes the shards of made-up data: item i is in shard `owners[i]`, counted round and round."""
+    """Makes the shards of synthetic data: item i is in shard `owners[i]`, round and round."""
 
     lengths: Sequence[int]
     owners: Sequence[int]

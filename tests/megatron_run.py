@@ -1,6 +1,6 @@
 """Runs Megatron's `pretrain()` again and again in the processes of one gloo group.
 
-What runs in the replicas; `megatron_world` starts them and talks to them. Must not judge a result.
+What runs in the replicas; `megatron_world` starts them and talks to them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Replicas that stay alive and run `pretrain()` again and again; the data they train on.
 
-Starting processes takes ten seconds, a run about one. Must not judge a run, except that `train`
-wants it to end well and `refused` wants it to fail.
+Starting processes takes ten seconds, a run about one.
 """
 
 from __future__ import annotations

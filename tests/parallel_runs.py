@@ -1,7 +1,4 @@
-"""Flags of Megatron's parallelisms, and what tests of several of them ask of their runs.
-
-Must not start processes: `megatron_world` does.
-"""
+"""Flags of Megatron's parallelisms, and what tests of several of them ask of their runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Command blocks of the README and the quickstart, for the tests that run them.
-
-Must not know what the commands do.
-"""
+"""Command blocks of the README and the quickstart, for the tests that run them."""
 
 from __future__ import annotations
 

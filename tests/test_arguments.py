@@ -10,7 +10,7 @@ import pytest
 
 from odb_megatron.data.sample import LossPer
 from odb_megatron.megatron.config import SETTINGS, OdbConfig, add_odb_arguments
-from odb_megatron.plan.cost import COST_UNIT, CostModel, CostPrices
+from odb_megatron.plan.cost import COST_UNIT, CostCoefficients, CostModel
 from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.plan.record import Sync
 
@@ -61,7 +61,7 @@ def test_everything_given() -> None:
     assert (config.token_budget, config.epochs, config.max_patches) == (512, 2, 4096)
     assert (config.loss_per, config.count_scale) == (LossPer.SAMPLE, 1 << 20)
     assert (config.overlong, config.log_dir) == (OverlongPolicy.TRUNCATE, "logs")
-    assert config.cost == CostPrices(linear=2.5, quadratic=3e-7, overhead=800, patch=9)
+    assert config.cost == CostCoefficients(linear=2.5, quadratic=3e-7, overhead=800, patch=9)
     assert config.template_args == {"enable_thinking": False}
     assert (config.pad_to, config.timeout_s, config.warn_s) == ((100, 300, 512), 90, 22.5)
     assert _config("--odb").warn_s == 60
@@ -146,12 +146,12 @@ def test_flags_help_and_table() -> None:
     assert len(actions) == len(SETTINGS) <= 14
     assert "online dynamic batching" in parser.format_help()
     root = Path(__file__).parents[1]
-    page = (root / "docs" / "options.md").read_text(encoding="utf-8")
+    page = (root / "docs" / "quickstart.md").read_text(encoding="utf-8")
     for action in actions:
         text, _, default = str(action.help).partition(" Default: ")
         value = " ".join([action.option_strings[0], *_value(action)]).replace("|", "\\|")
         row = f"| `{value}` | {default.removesuffix('.')} | {text} |"
-        assert row in page.splitlines(), f"docs/options.md should have the line\n{row}"
+        assert row in page.splitlines(), f"docs/quickstart.md should have the line\n{row}"
 
 
 def _value(action: argparse.Action) -> list[str]:
@@ -224,14 +224,16 @@ def test_or_the_cost_is_given() -> None:
 
 def test_a_model_is_written_with_few_digits_and_read_back() -> None:
     model = CostModel.from_ratios(quadratic=0.0001234567, fixed_tokens=204.8, patch_tokens=3)
-    prices = CostPrices.of(model)
-    assert CostPrices.parse(str(prices)) == prices
+    prices = CostCoefficients.of(model)
+    assert CostCoefficients.parse(str(prices)) == prices
     assert prices.model() == model
-    exact = CostPrices.of(CostModel.from_ratios(quadratic=1e-4, fixed_tokens=204.8, patch_tokens=3))
+    exact = CostCoefficients.of(
+        CostModel.from_ratios(quadratic=1e-4, fixed_tokens=204.8, patch_tokens=3)
+    )
     assert str(exact) == "linear=1.0,quadratic=0.0001,overhead=204.8,patch=3.0"
 
 
 def test_the_unit_cancels() -> None:
-    one = CostPrices.parse("linear=0.5, quadratic=0.25, overhead=8, patch=2").model()
-    assert one == CostPrices(linear=1, quadratic=0.5, overhead=16, patch=4).model()
-    assert CostPrices.parse("linear=7").model() == CostModel()
+    one = CostCoefficients.parse("linear=0.5, quadratic=0.25, overhead=8, patch=2").model()
+    assert one == CostCoefficients(linear=1, quadratic=0.5, overhead=16, patch=4).model()
+    assert CostCoefficients.parse("linear=7").model() == CostModel()

@@ -12,15 +12,15 @@ import pytest
 from test_run_log import HEADER, RECORD
 
 from odb_megatron.cli import main
-from odb_megatron.plan.cost import CostPrices
+from odb_megatron.plan.cost import CostCoefficients
 from odb_megatron.report.cost_fit import fit_cost
 from odb_megatron.report.steps import LoggedStep, RunLog, StepLog
 
-TRUE = CostPrices(linear=2.5, quadratic=0.004, overhead=900, patch=1.5)
+TRUE = CostCoefficients(linear=2.5, quadratic=0.004, overhead=900, patch=1.5)
 
 
 def _run(
-    prices: CostPrices = TRUE,
+    prices: CostCoefficients = TRUE,
     *,
     steps: int = 40,
     lengths: tuple[int, int] = (20, 2000),
@@ -171,7 +171,7 @@ def test_the_command_prints_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture
     text = capsys.readouterr().out
     flag, fit, *_ = text[text.index("--odb-cost") :].splitlines()
     values = json.loads((tmp_path / "out").read_text())["cost_fit"]
-    assert CostPrices.parse(flag.split()[1]) == CostPrices(**values["prices"])
+    assert CostCoefficients.parse(flag.split()[1]) == CostCoefficients(**values["prices"])
     assert f"fitted to {values['num_rows']} micro-batches (the first 3 steps of each start" in fit
     with pytest.raises(SystemExit) as ended:
         main(["trace", str(tmp_path), "--fit-cost", "--steps", "1:4"])

@@ -95,9 +95,9 @@ def network(nodes: int | None = 2, resolved: str = "10.0.0.7", **names: str) -> 
 def test_finding(findings: Iterable[Finding], status: str, subject: str, words: str) -> None:
     every = list(findings)
     (found,) = [one for one in every if (one.subject, one.status) == (subject, status)]
-    assert words in f"{found.seen}|{found.expected}|{found.way_out}"
+    assert words in f"{found.observed}|{found.expected}|{found.hint}"
     assert doctor.as_json(every)["exit_code"] == (status == FAILURE)
-    assert status in (NOT_APPLICABLE, OK) or (found.expected and found.way_out)
+    assert status in (NOT_APPLICABLE, OK) or (found.expected and found.hint)
 
 
 def test_nothing_to_say() -> None:
@@ -129,9 +129,9 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     code = doctor.main(["--json", str(out)])
     printed, report = capsys.readouterr().out, json.loads(out.read_text())
     assert set(report) == {"command", "exit_code", "counts", "checks"}
-    assert set(report["checks"][0]) == {"subject", "status", "seen", "expected", "way_out"}
+    assert set(report["checks"][0]) == {"subject", "status", "observed", "expected", "hint"}
     assert report["exit_code"] == code == (report["counts"][FAILURE] > 0)
-    seen = {one["subject"]: one["seen"] for one in report["checks"]}
+    seen = {one["subject"]: one["observed"] for one in report["checks"]}
     assert seen["torch"] == importlib.metadata.version("torch")
     assert {"gloo", "attention", "open files", "interfaces"} <= set(seen)
     assert printed.splitlines()[-1].startswith("doctor: ")

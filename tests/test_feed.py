@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from made_up_data import (
+from synthetic_data import (
     LENIENT,
     Records,
     check_content,
@@ -260,7 +260,7 @@ def test_a_bad_record_reaches_all_trainers_after_the_steps_before_it() -> None:
     frames = traceback.extract_tb(guilty.__traceback__)
     assert {"take", "make_step"} <= {frame.name for frame in frames}
     assert isinstance(other, ReplicaFailedError)
-    assert str(other).startswith(f"replica {position % 2} failed: BadRecordError: made up:41: ")
+    assert str(other).startswith(f"replica {position % 2} failed: BadRecordError: synthetic:41: ")
     assert found[0][0] == found[1][0] == position // 2  # every step before it was trained
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made_up_data import Records, rules, single_stream
 from megatron_world import Megatron
+from synthetic_data import Records, rules, single_stream
 
 from odb_megatron.data.feed import StepFeed, StepHeader
 from odb_megatron.data.step_loader import StepLoader

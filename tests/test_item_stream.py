@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from iterables import BASE, Lines, MakeLines, Stateless
-from made_up_data import metadata_of, rules, step_config
+from synthetic_data import metadata_of, rules, step_config
 
 from odb_megatron.comm.groups import ControlError
 from odb_megatron.data.iterable import (
@@ -93,7 +93,7 @@ def run(
     channels = thread_channels(config.num_replicas, timeout_s=100.0, block=config.block)
     results: list[Any] = run_in_threads(go, channels)
     failed = [result for result in results if isinstance(result, BaseException)]
-    # First what is not only told of another replica.
+    # First what is not an error broadcast by another replica.
     for error in sorted(failed, key=lambda e: isinstance(e, (ReplicaFailedError, ControlError))):
         raise error
     by_step = list(zip(*results, strict=True))

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from made_up_data import Letters, Records, rules
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.utils import Split
+from synthetic_data import Letters, Records, rules
 
 from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.megatron_dataset import (
@@ -96,8 +96,8 @@ SPLITS = st.one_of(
 @settings(max_examples=150)
 @given(size=st.integers(1, 400), split=SPLITS)
 def test_splits_are_disjoint_and_cover_the_data(size: int, split: str) -> None:
-    source = MapSource(Records([1] * size), rules=rules(), name="made up")
-    config = _config(blend=(["made up"], None), split=split, opened={"made up": source})
+    source = MapSource(Records([1] * size), rules=rules(), name="synthetic")
+    config = _config(blend=(["synthetic"], None), split=split, opened={"synthetic": source})
     built = _build(config)
     records: list[int] = []
     for each, dataset in zip(Split, built, strict=True):
@@ -108,7 +108,7 @@ def test_splits_are_disjoint_and_cover_the_data(size: int, split: str) -> None:
         records += dataset.indices.tolist()
         assert len(dataset) == len(dataset.indices)
         if len(dataset) == 0:
-            with pytest.raises(ValueError, match=f"made up has {size} records and none of them"):
+            with pytest.raises(ValueError, match=f"synthetic has {size} records and none of them"):
                 _stream(dataset)
             continue
         stream = _stream(dataset)
@@ -271,7 +271,7 @@ def test_the_epoch_of_a_weighted_blend_is_the_size_asked_for(
 ) -> None:
     """Up to Megatron's rounding: each source's share is rounded up."""
     weights = [float(data.draw(st.integers(1, 9))) for _ in sizes]
-    names = [f"made up {i}" for i in range(len(sizes))]
+    names = [f"synthetic {i}" for i in range(len(sizes))]
     opened = {
         name: MapSource(Records([1] * size), rules=rules(), name=name)
         for name, size in zip(names, sizes, strict=True)

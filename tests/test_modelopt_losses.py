@@ -45,7 +45,7 @@ def one_rank() -> Iterator[None]:
 
 
 class Criteria:
-    """ModelOpt's criteria on made-up logits and hidden states of 24 tokens."""
+    """ModelOpt's criteria on synthetic logits and hidden states of 24 tokens."""
 
     def __init__(self) -> None:
         from modelopt.torch.distill.plugins import megatron as host

@@ -41,7 +41,11 @@ RUN_BY = (
     (("pretrain", "16384"), "test_readme.py::test_with_the_package_alone"),
     (("odb_megatron.cpu",), "test_readme.py::test_without_a_gpu"),
     (("odb-megatron", "simulate"), "test_readme.py::test_simulate"),
-    (("odb-megatron", "inspect"), "test_readme.py::test_inspect"),
+    (("odb-megatron", "inspect", "--html"), "test_readme.py::test_inspect"),
+    (
+        ("odb-megatron", "inspect", "--show"),
+        "test_inspect.py::test_records_are_shown_token_by_token",
+    ),
     (("sbatch",), "test_slurm_jobs.py::test_the_command_of_the_readme"),
     (("odb_megatron.bridge.run_recipe",), "test_bridge_config.py::test_the_command_of_the_readme"),
     (
@@ -57,8 +61,6 @@ RUN_BY = (
         "test_benchmarks.py::test_a_topology_trains_as_one_process",
     ),
     (("odb_megatron.testing.fuzz",), "test_fuzz.py::test_result"),
-    (("odb_megatron.testing.resume_fuzz",), "test_resume_fuzz.py::test_the_command"),
-    (("odb_megatron.testing.backends",), "test_attention_backends.py::test_the_report"),
 )
 # What runs the tests cannot be run by one.
 THE_CHECKS = ("test", "test-matrix", "test-slurm", "test-bridge", "verify", "bench", "docs")
@@ -145,9 +147,10 @@ def test_the_tests_that_run_them_exist(marks: tuple[str, ...], test: str) -> Non
 
 
 def test_flags_of_the_benchmarks_are_theirs() -> None:
+    common = (ROOT / "benchmarks" / "common.py").read_text()
     for words in (words for page in (README, QUICKSTART) for words in commands(page)):
         if len(words) > 1 and words[1].startswith("benchmarks/"):
-            text = (ROOT / words[1]).read_text(encoding="utf-8")
+            text = (ROOT / words[1]).read_text(encoding="utf-8") + common
             for flag in (word for word in words if word.startswith("--")):
                 assert f'"{flag}"' in text, f"{words[1]} has no {flag}"
 
@@ -168,6 +171,7 @@ def test_make_train(folder: Path) -> None:
     words = [word.replace("DATA=", f"DATA={folder}/") for word in words]
     printed = _trained([*words, "--assume-old", "venv", f"PYTHON={sys.executable}"], folder=ROOT)
     assert "samples (122 of 122 requested)" in printed, printed[-3000:]
+    assert re.search(r"^ +memory +process peak [.0-9]+ GiB of [.0-9]+ GiB; ", printed, re.MULTILINE)
 
 
 def _trained(words: Sequence[str], *, folder: Path) -> str:
@@ -209,9 +213,8 @@ def test_quickstart(
         assert "<title>" in (folder / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", [README, QUICKSTART], ids=lambda page: page.name)
-def test_simulate(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = command("odb-megatron", "simulate", page=page)
+def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
+    words = command("odb-megatron", "simulate", page=QUICKSTART)
     at = words.index("--lengths") + 1
     words[at] = words[at].partition(",n=")[0] + ",n=1024"  # the page's own number takes a minute
     assert main(words[1:]) == 0
@@ -229,7 +232,7 @@ def test_inspect(
 ) -> None:
     pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra pages)")
     monkeypatch.chdir(folder)
-    words = command("odb-megatron", "inspect", page=page)
+    words = command("odb-megatron", "inspect", "--html", page=page)
     words = [str(tokenizer_folder) if word == "/path/to/hf-tokenizer" else word for word in words]
     assert main([*words[1:], "--workers", "1"]) == 0
     assert "61" in capsys.readouterr().out

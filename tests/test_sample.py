@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up_data import rules
+from synthetic_data import rules
 
 from odb_megatron.data.sample import (
     MAX_WEIGHT,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made_up_data import Letters, Records, rules
+from synthetic_data import Letters, Records, rules
 
 from odb_megatron.data.chat import ChatFormatError, ChatRenderer
 from odb_megatron.data.sample import BadRecordError, Sample, Skipped, SkipReason

@@ -1,7 +1,7 @@
 """State-space layers of packed samples: Megatron's own mixer, its kernel executed by a reference.
 
 `mamba_ssm` needs a GPU. Its function takes `seq_idx`; what is tested is that Megatron's
-`MambaMixer` (mamba_mixer.py `_ssm_training`, 0.17 to 0.19.2) is told of samples by our batches, and
+`MambaMixer` (mamba_mixer.py `_ssm_training`, 0.17 to 0.19.2) is told samples by our batches, and
 that a sample then comes out as alone.
 """
 

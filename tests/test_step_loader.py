@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from made_up_data import (
+from synthetic_data import (
     Records,
     check_content,
     in_threads,
@@ -200,7 +200,9 @@ def test_a_datasets_own_failure_stops_all_replicas(num_workers: int) -> None:
     assert isinstance(errors[guilty], BadRecordError)
     assert "record 5 raised KeyError: 'no such thing in record 5'" in str(errors[guilty])
     assert isinstance(errors[1 - guilty], ReplicaFailedError)
-    assert str(errors[1 - guilty]).startswith(f"replica {guilty} failed: BadRecordError: made up:6")
+    assert str(errors[1 - guilty]).startswith(
+        f"replica {guilty} failed: BadRecordError: synthetic:6"
+    )
 
 
 class Deadly(Records):
@@ -224,8 +226,12 @@ class Hanging(Records):
 @pytest.mark.parametrize(
     ("kind", "error", "text"),
     [
-        (Deadly, WorkerError, r"a data-loader worker has ended .*record 5 of made up.*--num-worke"),
-        (Hanging, BadRecordError, r"record 5 of made up\) took longer than 1 s"),
+        (
+            Deadly,
+            WorkerError,
+            r"a data-loader worker has ended .*record 5 of synthetic.*--num-worke",
+        ),
+        (Hanging, BadRecordError, r"record 5 of synthetic\) took longer than 1 s"),
     ],
 )
 def test_a_worker_that_dies_or_hangs_is_named(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up_data import BASE, Letters, Records, rules, single_stream
+from synthetic_data import BASE, Letters, Records, rules, single_stream
 
 from odb_megatron.data.chat import ChatFormatError, ChatRenderer
 from odb_megatron.data.order import CyclicOrder, PassOrder
@@ -286,7 +286,7 @@ def test_a_datasets_own_failure_comes_out_of_a_worker_with_its_traceback(num_wor
     error = _failure(reader)
     assert isinstance(error, BadRecordError)
     assert "record 1 raised KeyError: 'no such thing in record 1'" in str(error)
-    assert "made_up_data.py" in error.trace
+    assert "synthetic_data.py" in error.trace
 
 
 def test_reading_leaves_the_models_random_state_alone() -> None:

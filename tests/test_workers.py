@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up_data import (
+from synthetic_data import (
     Letters,
     check_content,
     metadata_of,
@@ -50,7 +50,7 @@ def test_chats_with_a_template_and_a_tokenizer_reach_workers(tmp_path: Path) -> 
 
 _SCRIPT = """
 import sys
-from made_up_data import Records, metadata_of, single_stream, step_config, steps_of
+from synthetic_data import Records, metadata_of, single_stream, step_config, steps_of
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.testing.replicas import thread_channels
 

@@ -1,7 +1,4 @@
-"""What mkdocs does beside docs/: the repository's own pages, links out of docs/, the API's pages.
-
-Must not write into docs/, and must not import the package: its docstrings are read as text.
-"""
+"""What mkdocs does beside docs/: the repository's own pages, links out of docs/, the API's."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ LAYERS = {"testing": "for tests of programs that use ODB, and on machines withou
 _log = logging.getLogger("mkdocs.hooks.docs_site")
 # A link, or code, in which nothing is a link. What begins first is what it is.
 _LINK_OR_CODE = re.compile(
-    r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)"
+    r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)"
     r"|```[\s\S]*?```|(?:^ {4}.*\n?)+|`[^`\n]*`",
     re.MULTILINE,
 )

@@ -3,8 +3,8 @@
     python tools/draw_concepts.py            # writes them
     python tools/draw_concepts.py --check    # compares them; exit code 1 if one differs
 
-Nothing in them is made up but the lengths, and nothing is random: the same versions of the packages
-draw the same files. Must not import torch.
+Nothing in them is made up but the lengths, and nothing is random: the same versions of the
+packages draw the same files.
 """
 
 from __future__ import annotations

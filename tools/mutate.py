@@ -47,6 +47,9 @@ class Mutation:
 
 _PLAN = ("tests/test_plan_step.py",)
 _PARTS = ("tests/test_plan_parts.py",)
+_LOOP = ("tests/test_loop.py",)
+_SAMPLE = ("tests/test_sample.py",)
+_WEIGHTS = ("tests/test_pretrain_weights.py",)
 
 MUTATIONS = (
     # plan_step
@@ -143,6 +146,107 @@ MUTATIONS = (
         old="zigzag = 2 * context_parallel_size if context_parallel_size > 1 else 1",
         new="zigzag = 1",
         tests=_PARTS,
+    ),
+    # the loop: read, agree, exchange
+    Mutation(
+        what="a step forgets the samples before it",
+        path="data/loop.py",
+        old="                self._consumed += self._num_consumed\n",
+        new="",
+        tests=_LOOP,
+    ),
+    Mutation(
+        what="the last step is as large as the others",
+        path="data/loop.py",
+        old="wanted = min(config.global_batch_size, config.total - self._consumed)",
+        new="wanted = config.global_batch_size",
+        tests=_LOOP,
+    ),
+    Mutation(
+        what="what an empty iterator lacks is not read by others",
+        path="data/loop.py",
+        old='missing = wanted - int(blocks["rows"].sum())',
+        new="missing = 0",
+        tests=_LOOP,
+    ),
+    Mutation(
+        what="blocks run different numbers of micro-batches",
+        path="data/loop.py",
+        old="            if min(counts) == max(counts):\n",
+        new="            if min(counts):\n",
+        tests=_LOOP,
+    ),
+    Mutation(
+        what="a failure of one replica is kept from the others",
+        path="data/loop.py",
+        old='        header["failed"] = self._error is not None\n',
+        new="",
+        tests=_LOOP,
+    ),
+    Mutation(
+        what="samples are read from the wrong place of what arrives",
+        path="data/loop.py",
+        old="                begin = end\n",
+        new="",
+        tests=_LOOP,
+    ),
+    Mutation(
+        what="what moves is sent by nobody",
+        path="data/loop.py",
+        old="if owner[at] == own != replica:",
+        new="if owner[at] == own == replica:",
+        tests=_LOOP,
+    ),
+    Mutation(
+        what="bad records are not counted together",
+        path="data/loop.py",
+        old="                self._attempt(self._bad.add_up, totals)\n",
+        new="",
+        tests=_LOOP,
+    ),
+    # packing, and the loss
+    Mutation(
+        what="labels are not shifted",
+        path="data/sample.py",
+        old="        labels=ids[1:],\n",
+        new="        labels=ids[:-1],\n",
+        tests=_SAMPLE,
+    ),
+    Mutation(
+        what="the scale of weights overflows a step's count",
+        path="data/sample.py",
+        old="room = max(1, _MAX_COUNT // bound)",
+        new="room = max(1, 8 * _MAX_COUNT // bound)",
+        tests=_SAMPLE,
+    ),
+    Mutation(
+        what="a sample's weights are not divided by their sum",
+        path="data/sample.py",
+        old="scale /= float(sample.loss_mask[:keep].sum(dtype=np.float64)) or 1.0",
+        new="scale /= 1.0",
+        tests=_SAMPLE,
+    ),
+    Mutation(
+        what="the loss forgets its weights",
+        path="megatron/forward_step.py",
+        old="loss = torch.sum(losses * mask)",
+        new="loss = torch.sum(losses * (mask > 0))",
+        tests=_WEIGHTS,
+    ),
+    Mutation(
+        what="what is divided by counts tokens, not weights",
+        path="megatron/forward_step.py",
+        old="count = mask.sum().clone().detach()",
+        new="count = (mask > 0).sum().float().detach()",
+        tests=_WEIGHTS,
+    ),
+    # resume
+    Mutation(
+        what="a resumed run starts at the first sample",
+        path="data/loop.py",
+        old="self._step, self._consumed, self._num_consumed = 0, start.consumed, 0",
+        new="self._step, self._consumed, self._num_consumed = 0, 0, 0",
+        tests=("tests/test_step_loader.py",),
     ),
 )
 

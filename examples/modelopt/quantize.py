@@ -2,7 +2,7 @@
 
 --train-samples says how many samples calibrate: the first of those that training on the same data
 with the same seed would see. Data-loader workers import this module again, so it imports neither
-torch nor Megatron before it runs. See docs/modelopt.md.
+torch nor Megatron before it runs. See docs/models.md.
 """
 
 from __future__ import annotations

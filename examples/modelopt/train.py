@@ -1,7 +1,7 @@
 """Trains a quantized GPT, or distils a teacher, or both, on packed micro-batches.
 
 Data-loader workers import this module again, so it imports neither torch nor Megatron before it
-runs. See docs/modelopt.md.
+runs. See docs/models.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The names of Bridge that ODB replaces during a run, and the one that begins it.
 
 Each replacement wraps the original and is undone by `BridgeHooks.undo`; `install_entry` stays,
-and leaves runs alone whose configuration never had ODB. Must not plan or print. Of
-`megatron.bridge.training` 0.6.2:
+and leaves runs alone whose configuration never had ODB. Of `megatron.bridge.training` 0.6.2:
 
 | name | why |
 |---|---|

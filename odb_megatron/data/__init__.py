@@ -1,4 +1,1 @@
-"""Samples: sources, tokenization, the per-replica stream, packed (THD) assembly.
-
-Must not know Megatron's globals (`get_args`, `mpu`) and must not touch process groups.
-"""
+"""Samples: sources, tokenization, the per-replica stream, packed (THD) assembly."""

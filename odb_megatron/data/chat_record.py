@@ -38,7 +38,7 @@ _IMAGE_COLUMNS = ("images", "image")
 _OTHER_MEDIA = ("videos", "video", "audios", "audio")
 _TEMPLATE_KEYS = ("enable_thinking", "reasoning_effort")
 _TEXT_ALONE = (
-    "and this model reads text alone: take a multimodal script (docs/multimodal.md), or leave such "
+    "and this model reads text alone: take a multimodal script (docs/models.md), or leave such "
     "records out"
 )
 

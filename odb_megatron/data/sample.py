@@ -19,14 +19,14 @@ from odb_megatron.data.images import SampleImages
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy, judge_length
 from odb_megatron.plan.record import SkipReason, StepTotals
 
-__all__ = ["BAD_RECORD_WAY_OUT", "MAX_WEIGHT", "BadRecordError", "BadRecords", "DataFileError"]
+__all__ = ["BAD_RECORD_HINT", "MAX_WEIGHT", "BadRecordError", "BadRecords", "DataFileError"]
 __all__ += ["LossPer", "Sample", "SampleRules", "SkipReason", "Skipped", "TooManyBadRecordsError"]
 __all__ += ["WeightError", "apply_rules", "as_lines", "as_object", "count_scale", "shift_labels"]
 
 MAX_WEIGHT = 16.0
 """Of a token's loss; only ratios of weights count, so larger ones can be divided."""
 
-BAD_RECORD_WAY_OUT = (
+BAD_RECORD_HINT = (
     ". Mend the record, or pass --odb-max-bad-records N to leave out up to N such records (counted "
     "in the summary)"
 )
@@ -67,7 +67,7 @@ class BadRecordError(ValueError):
         if len(reason) > _MAX_REASON:
             self.reason = f"{reason[:_MAX_REASON]} ... ({len(reason)} characters)"
         original = f"\nOriginal traceback:\n{self.trace}" if trace else ""
-        super().__init__(f"{path}:{line}: {self.reason}{BAD_RECORD_WAY_OUT}{original}")
+        super().__init__(f"{path}:{line}: {self.reason}{BAD_RECORD_HINT}{original}")
 
     def __reduce__(self) -> tuple[object, ...]:
         """Survive the trip from a data-loader worker."""

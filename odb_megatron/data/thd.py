@@ -221,10 +221,10 @@ def sample_index(item: MicroBatchLayout) -> Tensor:
     State-space layers start anew where it changes: Megatron calls it `seq_idx`.
     """
     lengths = item.cu_seqlens_padded.diff()
-    index_T = torch.repeat_interleave(
+    index = torch.repeat_interleave(
         torch.arange(lengths.numel(), dtype=torch.int32), lengths.long()
     )
-    return index_T[None]
+    return index[None]
 
 
 # --- context parallelism -----------------------------------------------------------------------
@@ -278,13 +278,13 @@ def slice_micro_batch(item: MicroBatch, *, size: int, rank: int) -> MicroBatch:
             "samples with images cannot be cut for context parallelism in this version: use "
             "--context-parallel-size 1"
         )
-    index_T = torch.from_numpy(chunk_indices(item.cu_seqlens_padded.numpy(), size=size, rank=rank))
+    index = torch.from_numpy(chunk_indices(item.cu_seqlens_padded.numpy(), size=size, rank=rank))
     return replace(
         item,
-        tokens=item.tokens.index_select(1, index_T),
-        labels=item.labels.index_select(1, index_T),
-        loss_mask=item.loss_mask.index_select(1, index_T),
-        position_ids=item.position_ids.index_select(1, index_T),
+        tokens=item.tokens.index_select(1, index),
+        labels=item.labels.index_select(1, index),
+        loss_mask=item.loss_mask.index_select(1, index),
+        position_ids=item.position_ids.index_select(1, index),
     )
 
 
@@ -300,10 +300,10 @@ def padding_mask(item: MicroBatchLayout, *, size: int = 1, rank: int = 0) -> Ten
         real = np.ones_like(real)
     padded = np.diff(starts)
     within = np.arange(int(starts[-1])) - np.repeat(starts[:-1], padded)
-    mask_T = within >= np.repeat(real, padded)
+    mask = within >= np.repeat(real, padded)
     if size > 1:
-        mask_T = mask_T[chunk_indices(starts, size=size, rank=rank)]
-    return torch.from_numpy(mask_T)[None]
+        mask = mask[chunk_indices(starts, size=size, rank=rank)]
+    return torch.from_numpy(mask)[None]
 
 
 def cost_balance(lengths: Integers, padded: Integers, *, size: int) -> float:

@@ -25,7 +25,7 @@ from odb_megatron.data.sample import (
 )
 from odb_megatron.errors import SettingError
 from odb_megatron.megatron.topology import sync_of
-from odb_megatron.plan.cost import CostModel, CostPrices, ModelShape
+from odb_megatron.plan.cost import CostCoefficients, CostModel, ModelShape
 from odb_megatron.plan.padding import OverlongPolicy, SizeRule, budget_length, size_rule
 from odb_megatron.plan.record import Sync
 
@@ -61,7 +61,7 @@ class Kind(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What a user is told of one field.
+    """What a user is told about one field.
 
     Attributes:
         help: for `--help` and the documentation.
@@ -130,8 +130,8 @@ def _sizes(given: Any) -> tuple[int, ...]:
         raise ValueError(f"{text}: each must be a token count of at least 1, or budget") from None
 
 
-def _prices(given: Any) -> CostPrices:
-    return CostPrices.parse(str(given))
+def _prices(given: Any) -> CostCoefficients:
+    return CostCoefficients.parse(str(given))
 
 
 def _template_args(given: Any) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class OdbConfig:
         Kind(str, _sizes, (), "TOKENS", many=True),
         "as long as their samples",
     )
-    cost: CostPrices | None = _setting(
+    cost: CostCoefficients | None = _setting(
         "Predicted cost of a token, a token squared (summed over each sample's own length), a "
         "micro-batch and an image patch, in one unit of your choice; what is left out is 0. "
         "'odb-megatron trace LOGS --fit-cost' finds them from the times of a run.",

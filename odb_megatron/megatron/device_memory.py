@@ -1,7 +1,4 @@
-"""How much memory a run takes: of the CUDA device or, without one, of the process.
-
-Must not allocate or free any, and must not print.
-"""
+"""How much memory a run takes: of the CUDA device or, without one, of the process."""
 
 from __future__ import annotations
 
@@ -28,6 +25,14 @@ class MemoryUse:
     peak: int
     reserved: int
     total: int
+
+    def __str__(self) -> str:
+        peak, reserved, total = (
+            f"{num / 2**30:.2f} GiB" for num in (self.peak, self.reserved, self.total)
+        )
+        if not self.reserved:
+            return f"process peak {peak} of {total}"
+        return f"peak {peak}, reserved {reserved} of {total}"
 
 
 def memory_use() -> MemoryUse:

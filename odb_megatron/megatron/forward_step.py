@@ -175,10 +175,10 @@ def loss_func(loss_mask: Tensor | None, output: Tensor) -> Loss:
         output: token losses.
     """
     assert loss_mask is not None, "the last pipeline stage has the loss mask"
-    losses_T = output.view(-1).float()
-    loss_mask_T = loss_mask.view(-1).float()
-    loss = torch.sum(losses_T * loss_mask_T)
-    count = loss_mask_T.sum().clone().detach()
+    losses = output.view(-1).float()
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses * mask)
+    count = mask.sum().clone().detach()
     validate_loss(loss)
     return loss, count.round().to(torch.int), {"lm loss": reported(loss, count)}
 

@@ -150,7 +150,7 @@ class Hooks(Replacements):
     """Installs and removes a run's replacements.
 
     Args:
-        run: is told of schedules, logged iterations and saves.
+        run: is called at schedules, logged iterations and saves.
         packed: whether iterators carry step headers (ODB on).
         has_experts: whether the model is a mixture of experts.
         plans_shapes: whether pipeline stages take each other's shapes from step headers.

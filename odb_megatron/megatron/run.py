@@ -81,7 +81,7 @@ class OdbRun:
         args: from `setup.parse_and_validate_args`.
         datasets: your own datasets instead of `--data-path`: a function of Megatron's
             (train, valid, test) sample counts that returns one dataset or None per split. They are
-            map-style, and the train dataset can be iterable (docs/streaming.md). Items are mappings
+            map-style, and the train dataset can be iterable (docs/data.md). Items are mappings
             with `tokens`, `labels` and `loss_mask`.
 
     Attributes:
@@ -513,7 +513,7 @@ class OdbRun:
         if told:
             print(f"odb: this machine, rank {args.rank}:\n{doctor.render(told)}", flush=True)
         self._unfit = "; ".join(
-            f"{one.subject}: {one.seen}, expected {one.expected}: {one.way_out}"
+            f"{one.subject}: {one.observed}, expected {one.expected}: {one.hint}"
             for one in told
             if one.status == doctor.FAILURE
         )

@@ -32,7 +32,7 @@ from odb_megatron.megatron.images import image_flags
 from odb_megatron.megatron.setup import total_samples
 from odb_megatron.megatron.topology import padding_multiple, sync_of
 from odb_megatron.megatron.versions import describe_megatron
-from odb_megatron.plan.cost import COST_UNIT, CostModel, CostPrices
+from odb_megatron.plan.cost import COST_UNIT, CostCoefficients, CostModel
 from odb_megatron.plan.padding import padded_length
 from odb_megatron.plan.record import OPEN_TOTAL, StepTotals
 from odb_megatron.report.live import LiveReport, SourceTotals, series_of
@@ -569,7 +569,7 @@ class RunReport:
     def _described(self, cost: CostModel) -> str:
         given = self._config.cost
         origin = "the model's shape" if given is None else "as given"
-        return f"--odb-cost {given or CostPrices.of(cost)} ({origin})"
+        return f"--odb-cost {given or CostCoefficients.of(cost)} ({origin})"
 
     def _header(self, run: int, group: SourceGroup) -> LogHeader:
         args, config = self._args, self._config
@@ -588,7 +588,7 @@ class RunReport:
             started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             flags=_flags(args, config),
             batches="odb" if config.enabled else "padded",
-            cost=str(CostPrices.of(self._cost)) if self._cost is not None else "",
+            cost=str(CostCoefficients.of(self._cost)) if self._cost is not None else "",
             multiple=padding_multiple(args),
             token_budget=config.token_budget if config.enabled else args.seq_length,
             seq_length=args.seq_length,

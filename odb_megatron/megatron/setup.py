@@ -1,7 +1,4 @@
-"""Arguments of a pretrain script: parsed as Megatron parses them, with the run length resolved.
-
-Must not touch process groups; runs before Megatron initialises.
-"""
+"""Arguments of a pretrain script: parsed as Megatron parses them, with the run length resolved."""
 
 from __future__ import annotations
 

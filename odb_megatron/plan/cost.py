@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["COST_UNIT", "MAX_SAMPLE_COST", "CostModel", "CostPrices", "ModelShape"]
+__all__ = ["COST_UNIT", "MAX_SAMPLE_COST", "CostCoefficients", "CostModel", "ModelShape"]
 
 COST_UNIT = 1 << 16
 """Fixed-point value of the linear cost of one token."""
@@ -133,7 +133,7 @@ class CostModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostPrices:
+class CostCoefficients:
     """A cost model in real numbers of one unit, such as microseconds; the unit itself cancels.
 
     Written as `linear=1,quadratic=2.5e-5,overhead=400,patch=0`; what is left out is 0.
@@ -159,7 +159,7 @@ class CostPrices:
             raise ValueError("linear must be above 0: the others are counted in it")
 
     @classmethod
-    def parse(cls, text: str) -> CostPrices:
+    def parse(cls, text: str) -> CostCoefficients:
         """Inverse of `str`.
 
         Raises:
@@ -192,7 +192,7 @@ class CostPrices:
         )
 
     @classmethod
-    def of(cls, model: CostModel) -> CostPrices:
+    def of(cls, model: CostModel) -> CostCoefficients:
         """Return prices with few digits that give exactly `model` again; a token costs 1."""
         quadratic = _short(model.quadratic, 1 << _QUADRATIC_BITS)
         overhead, patch = (_short(value, COST_UNIT) for value in (model.fixed, model.per_patch))

@@ -1,1 +1,1 @@
-"""What is told of lengths, plans and runs: inspect, simulate, trace, compare, live lines, pages."""
+"""What is said of lengths, plans and runs: inspect, simulate, trace, compare, live lines, pages."""

@@ -12,7 +12,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from odb_megatron.plan.cost import CostPrices
+from odb_megatron.plan.cost import CostCoefficients
 from odb_megatron.report.steps import RunLog
 
 __all__ = ["CostFit", "fit_cost"]
@@ -45,7 +45,7 @@ class CostFit:
         notes: what the times do not tell.
     """
 
-    prices: CostPrices
+    prices: CostCoefficients
     num_rows: int
     num_outliers: int
     median_error: float
@@ -72,7 +72,7 @@ def fit_cost(run: RunLog) -> CostFit:
     columns, seconds = _rows(run)
     if len(seconds) < _MIN_ROWS:
         raise ValueError(f"no cost model: {_why_few(run, len(seconds))}")
-    prior = CostPrices.parse(run.headers[-1].cost)
+    prior = CostCoefficients.parse(run.headers[-1].cost)
     scale = np.maximum(columns.max(axis=0), 1.0)
     kept, fitted = _trimmed(columns / scale, seconds)
     columns, seconds = columns[kept], seconds[kept]
@@ -89,7 +89,7 @@ def fit_cost(run: RunLog) -> CostFit:
     if run.headers[-1].sizes.get("ep", 1) > 1:
         notes += ("with expert parallelism times have waits for other replicas in them",)
     return CostFit(
-        prices=CostPrices(linear=linear, quadratic=quadratic, overhead=overhead, patch=patch),
+        prices=CostCoefficients(linear=linear, quadratic=quadratic, overhead=overhead, patch=patch),
         num_rows=len(seconds),
         num_outliers=int((~kept).sum()),
         median_error=error,
@@ -152,7 +152,9 @@ def _trimmed(columns: Values, seconds: Values) -> tuple[npt.NDArray[np.bool_], V
     return kept, np.maximum(columns @ prices, seconds.min() / 2)
 
 
-def _prices(columns: Values, seconds: Values, prior: CostPrices) -> tuple[Values, tuple[str, ...]]:
+def _prices(
+    columns: Values, seconds: Values, prior: CostCoefficients
+) -> tuple[Values, tuple[str, ...]]:
     """Return the price of each column, and what the times do not tell."""
     ratios = np.array([0.0, prior.quadratic, prior.patch, prior.overhead, 0.0]) / prior.linear
     free = [_TOKENS, _SQUARES, _ONE]

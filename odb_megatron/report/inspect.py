@@ -1,6 +1,6 @@
 """`odb-megatron inspect`: what a training would do with a data set, before it is run.
 
-Reads with the training's own reader and plans with its own planner; trains nothing. docs/inspect.md
+Reads with the training's own reader and plans with its own planner; trains nothing. docs/reports.md
 says what each figure means.
 """
 
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from odb_megatron import __version__
 from odb_megatron.output_files import check_output, write_json, write_output
-from odb_megatron.plan.cost import CostModel, CostPrices, ModelShape
+from odb_megatron.plan.cost import CostCoefficients, CostModel, ModelShape
 from odb_megatron.plan.padding import OverlongPolicy, budget_length, length_multiple
 from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.report.lengths import (
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Look at a data set before training on it: lengths, bad records, what padding "
         "costs, how even and how fast steps would be, how much memory logits take, and which flags "
         "to use. Reads with the training's own reader and plans with its own planner; runs no "
-        "model. docs/inspect.md says what each figure means. Without DATA: what 'make train' "
+        "model. docs/reports.md says what each figure means. Without DATA: what 'make train' "
         "prepared in this folder, with its flags.",
         allow_abbrev=False,
     )
@@ -555,7 +555,7 @@ class Inspection:
     """All that was found.
 
     Attributes:
-        values: the JSON; docs/inspect.md lists its keys.
+        values: the JSON; docs/reports.md lists its keys.
         lengths: of good records, uncut.
         runs: by method.
         fixed: the fixed batch with the larger of the token budgets given and advised.
@@ -585,7 +585,7 @@ def inspect(options: argparse.Namespace) -> Inspection:
     if options.model_shape is not None:
         shape = parse_shape(options.model_shape)
     try:
-        prices = None if options.cost is None else CostPrices.parse(options.cost)
+        prices = None if options.cost is None else CostCoefficients.parse(options.cost)
     except ValueError as error:
         raise ValueError(f"--cost {options.cost!r}: {error}") from error
     multiple = length_multiple(
@@ -727,7 +727,7 @@ def _read(options: argparse.Namespace) -> Reading:
 
 
 def _cost(
-    prices: CostPrices | None, shape: ModelShape | None, lengths: Integers, token_budget: int
+    prices: CostCoefficients | None, shape: ModelShape | None, lengths: Integers, token_budget: int
 ) -> tuple[CostModel, str]:
     """Return the cost model, as measured, of the shape, or of typical shares; and its origin."""
     overhead = f"{FIXED_SHARE:.0%} of a full micro-batch as the overhead of each"

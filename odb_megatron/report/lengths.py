@@ -220,7 +220,7 @@ def read_data(
 
     Args:
         request: what to read.
-        start: told the number of records; returns what is told of each batch that was read.
+        start: told the number of records; returns what is called with each batch that was read.
 
     Raises:
         ValueError: nothing can be read: no such file, no tokenizer, no record, no good record; or
@@ -408,7 +408,7 @@ def _open(request: DataRequest) -> None:
 
 def _measure(piece: Integers) -> tuple[list[int], list[Bad]]:
     """Return the tokens of each record, 0 for a bad one, and what is wrong with the bad ones."""
-    from odb_megatron.data.sample import BAD_RECORD_WAY_OUT, Sample
+    from odb_megatron.data.sample import BAD_RECORD_HINT, Sample
 
     lengths: list[int] = []
     bad: list[Bad] = []
@@ -418,6 +418,6 @@ def _measure(piece: Integers) -> tuple[list[int], list[Bad]]:
             lengths.append(len(found))
         else:
             lengths.append(0)
-            message = found.message.partition("\n")[0].partition(BAD_RECORD_WAY_OUT)[0]
+            message = found.message.partition("\n")[0].partition(BAD_RECORD_HINT)[0]
             bad.append((source, record, message))
     return lengths, bad

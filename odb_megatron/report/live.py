@@ -241,7 +241,7 @@ def _source_lines(sources: Sequence[SourceTotals], scope: str) -> list[str]:
 
 # --- series ----------------------------------------------------------------------------------
 
-# By name behind `odb/`, the field of a record. docs/metrics.md says what each is.
+# By name behind `odb/`, the field of a record. docs/reports.md says what each is.
 _SERIES = {
     **{"micro-batches": "num_micro_batches", "samples": "samples", "tokens": "tokens"},
     **{"loss-tokens": "loss_tokens", "fill": "fill", "balance": "balance", "left-out": "left_out"},
@@ -256,7 +256,7 @@ _PACKED_SERIES = {
 
 
 def series_of(record: StepRecord) -> dict[str, float]:
-    """Return what TensorBoard and W&B are told of a step; what a rank does not know is left out."""
+    """Return what TensorBoard and W&B get of a step; what a rank does not know is left out."""
     names = _SERIES | (_PACKED_SERIES if record.fill is not None else {})
     values = {name: getattr(record, field) for name, field in names.items()}
     if record.step_s > 0:

@@ -1,7 +1,7 @@
 """Ways to form the steps of data-parallel training from sample lengths alone, and their times.
 
 `POLICIES` maps a name to a function of a `Stream` of samples and a `Setting` that returns a
-`Schedule`; `measure` gives the times of any schedule alike. docs/simulator.md describes each.
+`Schedule`; `measure` gives the times of any schedule alike. docs/reports.md describes each.
 """
 
 from __future__ import annotations

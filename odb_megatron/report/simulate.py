@@ -1,6 +1,6 @@
 """`odb-megatron simulate`: what each way to form steps makes of given sample lengths.
 
-No model runs; the time of a step is a cost model's. docs/simulator.md says what each figure means.
+No model runs; the time of a step is a cost model's. docs/reports.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="odb-megatron simulate",
         description="Compare the planner that training runs (odb), padded and packed rivals and "
-        "the bound on the lengths of samples alone. docs/simulator.md says what figures mean.",
+        "the bound on the lengths of samples alone. docs/reports.md says what figures mean.",
         allow_abbrev=False,
     )
     add = parser.add_argument

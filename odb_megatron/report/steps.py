@@ -193,7 +193,7 @@ class StepLog:
             ) from error
 
     def write(self, record: StepRecord) -> None:
-        """Append one line; where that fails the step is missing, and the first one is told of.
+        """Append one line; where that fails the step is missing, and the first one is warned of.
 
         Raises:
             ValueError: the log is closed.

@@ -1,9 +1,9 @@
 """Lets Megatron-Bridge 0.6 run on a CPU with gloo, for tests: what stands in for hardware packages.
 
-Must not change anything at import time and must not be used by production code. It comes on top of
-`cpu_device`: packages that Bridge imports and that need a GPU to be built get modules with the
-names it asks for, as far as they are not installed; none of them does any work in the runs tested.
-What cannot be stood in for (Transformer Engine's kernels, FP8, NVRx) is not there.
+It comes on top of `cpu_device`: packages that Bridge imports and that need a GPU to be built get
+modules with the names it asks for, as far as they are not installed; none of them does any work
+in the runs tested. What cannot be stood in for (Transformer Engine's kernels, FP8, NVRx) is not
+there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Lets one process call Megatron's `pretrain()` again and again.
-
-Must not touch the world's process group: starting processes is what this saves.
-"""
+"""Lets one process call Megatron's `pretrain()` again and again."""
 
 from __future__ import annotations
 

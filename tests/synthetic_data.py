@@ -1,6 +1,6 @@
 """Made-up data for the tests of the data layer, and the steps that replicas make of it.
 
-Every token says which record it belongs to. Must not import Megatron.
+Every token says which record it belongs to.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def single_stream(
     sample_rules: SampleRules | None = None,
 ) -> SampleStream:
     """A stream over one map-style dataset."""
-    source = MapSource(dataset, rules=sample_rules or rules(), name="made up")
+    source = MapSource(dataset, rules=sample_rules or rules(), name="synthetic")
     part = SourcePart(source=source, order=PassOrder(np.arange(len(source)), seed=seed))
     return SampleStream([part], num_samples=num_samples, order=order)
 
