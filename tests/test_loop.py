@@ -14,6 +14,7 @@ from odb_megatron.data.loop import Ask, PackedStep, Progress, StepLoop
 from odb_megatron.data.sample import Skipped, SkipReason, TooManyBadRecordsError
 from odb_megatron.data.wire import StepMetadata
 from odb_megatron.plan.cost import CostModel
+from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.plan.record import (
     OPEN_TOTAL,
     LoaderClosedError,
@@ -179,6 +180,23 @@ class TestBlocks:
         (step,) = run(world(lengths, num_replicas=4, global_batch_size=16, block=2))
         assert {len(one.positions) for one in step} == {step[0].totals.num_micro_batches}
         assert step[0].totals.num_micro_batches > 1
+
+    @pytest.mark.parametrize("block", [4, 2])
+    def test_all_replicas_of_a_block_have_one_order_for_the_pipeline(self, block: int) -> None:
+        more: dict[str, Any] = {"sync": Sync.MICROBATCH, "count_multiple": 4, "block": block}
+        made = world(random_lengths(144), num_replicas=4, global_batch_size=48, **more)
+        pipeline = Pipeline(stages=4, chunks=2)
+        ordered = replace(made, config=replace(made.config, pipeline=pipeline))
+        has_changed = False
+        for steps in zip(run(made), run(ordered), strict=True):
+            for first in range(0, 4, block):
+                before, after = (
+                    list(zip(*(one.positions for one in step[first : first + block]), strict=True))
+                    for step in steps
+                )
+                assert sorted(before) == sorted(after)
+                has_changed |= before != after
+        assert has_changed
 
 
 class _Counted:

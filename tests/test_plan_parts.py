@@ -22,6 +22,7 @@ from odb_megatron.plan.padding import (
     padded_length,
     size_rule,
 )
+from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.plan.record import (
     HEADER,
     ROW,
@@ -192,7 +193,7 @@ class TestConfig:
             "multiple": 2, "sizes": (64,), "context": 9, "count_multiple": 2,
             "cost": CostModel(fixed=1), "sync": Sync.MICROBATCH, "max_patches": 1, "max_share": 2,
             "has_iterators": True, "max_bad_records": 0, "block": 2, "data": "other",
-            "loss_per": "sample 4",
+            "loss_per": "sample 4", "pipeline": Pipeline(stages=2),
         }  # fmt: skip
         assert others.keys() == {field.name for field in fields(PlanConfig)}
         for name, value in others.items():

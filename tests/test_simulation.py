@@ -17,13 +17,13 @@ from odb_megatron import __version__
 from odb_megatron.cli import main
 from odb_megatron.plan.blocks import block_of
 from odb_megatron.plan.cost import COST_UNIT, CostModel
+from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.report.lengths import length_summary, read_lengths
 from odb_megatron.report.schedules import (
     POLICIES,
     Schedule,
     Setting,
     Stream,
-    critical_path,
     measure,
     shares_model,
 )
@@ -61,7 +61,7 @@ def _steps(name: str, stream: Stream, setting: Setting) -> list[list[list[list[i
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_every_sample_once_and_within_the_budget(name: str, data: st.DataObject) -> None:
-    num_stages = data.draw(st.sampled_from([1, 2]))
+    stages = data.draw(st.sampled_from([1, 2]))
     stream, setting = _world(
         data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=120).filter(any)),
         token_budget=40,
@@ -69,8 +69,7 @@ def test_every_sample_once_and_within_the_budget(name: str, data: st.DataObject)
         global_batch_size=data.draw(st.integers(1, 50)),
         epochs=data.draw(st.integers(1, 3)),
         sync=data.draw(st.sampled_from(["step", "microbatch"])),
-        num_stages=num_stages,
-        num_chunks=data.draw(st.sampled_from([1, 2])) if num_stages > 1 else 1,
+        pipeline=Pipeline(stages=stages, chunks=data.draw(st.sampled_from([1, stages]))),
     )
     schedule = POLICIES[name](stream, setting)
     trained = Counter(schedule.positions[stream.lengths[schedule.positions] > 0].tolist())
@@ -136,8 +135,8 @@ def test_standard_safe_is_the_fastest_fixed_batch_that_fits(overhead: int) -> No
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_padded_steps_keep_to_the_global_batch_size(name: str, batch: int, chunks: int) -> None:
     lengths = np.random.default_rng(0).integers(1, 60, size=600)
-    stages = {"num_stages": 2, "num_chunks": 2} if chunks > 1 else {}
-    stream, setting = _world(lengths, token_budget=300, global_batch_size=batch, **stages)
+    pipeline = Pipeline(stages=chunks, chunks=chunks)
+    stream, setting = _world(lengths, token_budget=300, global_batch_size=batch, pipeline=pipeline)
     schedule = POLICIES[name](stream, setting)
     whole = schedule.step_samples[:-1]
     assert 0.6 * batch <= whole.mean() <= 1.06 * max(batch, 2 * setting.count_multiple)
@@ -283,8 +282,14 @@ def test_steady_leaves_out_the_first_and_the_last_global_batch() -> None:
 )
 def test_equal_micro_batches_have_the_known_bubble(stages: int, chunks: int, count: int) -> None:
     """(M + (P - 1) / V) passes of a stage: Narayanan et al., arXiv 2104.04473, section 2.2."""
-    found = critical_path(np.ones((2, count)), num_stages=stages, num_chunks=chunks)
-    assert found == pytest.approx([(count + (stages - 1) / chunks) / stages] * 2)
+    stream, setting = _world(
+        [10] * count * 2,
+        global_batch_size=2 * count,
+        cost=CostModel(),
+        pipeline=Pipeline(stages=stages, chunks=chunks),
+    )
+    found = measure(POLICIES["odb"](stream, setting), stream, setting).pipeline / COST_UNIT
+    assert found == pytest.approx([10 * (count + (stages - 1) / chunks) / stages])
 
 
 def test_the_cost_model_has_the_shares_asked_for() -> None:
@@ -410,6 +415,15 @@ def test_a_batch_size_sync_sharing_and_pipeline(tmp_path: Path, capsys: Any) -> 
     assert _run(*flags, "--share-long", "64", folder=tmp_path) == report
 
 
+def test_the_order_of_micro_batches_shortens_the_pipeline(tmp_path: Path) -> None:
+    flags = ["--policy", "odb,dp-balanced", "--pp", "8", "--vpp", "2", "--vpp-group", "8"]
+    policies = _run(*flags, folder=tmp_path)["policies"]
+    for part in (policies["odb"], policies["odb"]["steady"]):
+        assert part["pipeline_efficiency"] > 1.01 * part["pipeline_efficiency_unordered"]
+    assert policies["odb"]["pipeline_efficiency"] > policies["dp-balanced"]["pipeline_efficiency"]
+    assert "pipeline_efficiency_unordered" not in policies["dp-balanced"]
+
+
 def test_no_steady_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *FLAGS, "--policy", "ffd", "--global-batch-size", "2000"]) == 0
     told = capsys.readouterr().out
@@ -427,6 +441,7 @@ def test_no_steady_steps(capsys: pytest.CaptureFixture[str]) -> None:
         ("--fixed-cost 1", "--fixed-cost 1.0 is not in [0, 1)"),
         ("--share-long 3", "--share-long 3 is not a power of two"),
         ("--vpp 2", "--vpp 2 needs a pipeline"),
+        ("--pp 4 --vpp 2 --vpp-group 3", "--vpp-group 3 needs --vpp, and at least --pp 4"),
     ],
 )
 def test_a_wrong_argument(flags: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:

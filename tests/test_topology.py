@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from odb_megatron.megatron.topology import padding_multiple, sync_of
+from odb_megatron.megatron.topology import (
+    count_multiple,
+    padding_multiple,
+    pipeline_of,
+    sync_of,
+)
+from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.plan.record import Sync
 
 STEP, MICROBATCH = Sync.STEP, Sync.MICROBATCH
@@ -75,6 +81,27 @@ def test_the_names_are_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_multiple_of_every_flag_together(values: dict[str, Any], multiple: int) -> None:
     assert padding_multiple(argparse.Namespace(**values)) == multiple
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "group", "pipeline", "multiple"),
+    [
+        (1, None, None, Pipeline(), 1),
+        (4, None, 4, Pipeline(stages=4), 1),
+        (4, 2, None, Pipeline(stages=4, chunks=2), 4),
+        (4, 2, 6, Pipeline(stages=4, chunks=2, group=6), 6),
+    ],
+)
+def test_the_pipeline_and_its_multiple(
+    stages: int, chunks: int | None, group: int | None, pipeline: Pipeline, multiple: int
+) -> None:
+    args = argparse.Namespace(
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=chunks,
+        microbatch_group_size_per_vp_stage=group,
+    )
+    assert pipeline_of(args) == pipeline
+    assert count_multiple(args) == multiple
 
 
 def test_megatrons_own_multiples() -> None:

@@ -28,6 +28,7 @@ from odb_megatron.data.wire import (
     wire_size,
 )
 from odb_megatron.plan.blocks import blocks_of, even_blocks, offered
+from odb_megatron.plan.pipeline import in_best_order
 from odb_megatron.plan.record import (
     HEADER,
     ROW,
@@ -553,7 +554,7 @@ class StepLoop:
                 break
             if plan is not None and plan.num_micro_batches < max(counts):
                 plan = self._attempt(self._planned, table, max(counts))
-        return plan
+        return plan and self._attempt(in_best_order, plan, self._config.pipeline)
 
     def _totals(self, table: _Table, plan: StepPlan) -> StepTotals:
         config, rows = self._config, table.rows

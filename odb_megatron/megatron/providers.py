@@ -23,7 +23,7 @@ from odb_megatron.data.stream import PaddedDataset, SampleStream, SourcePart
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.images import image_rules
 from odb_megatron.megatron.setup import dataset_config, total_samples
-from odb_megatron.megatron.topology import count_multiple, padding_multiple
+from odb_megatron.megatron.topology import count_multiple, padding_multiple, pipeline_of
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig
 
 __all__ = [
@@ -133,6 +133,7 @@ def build_loader(
         count_multiple=count_multiple(args),
         cost=config.cost_model(args),
         sync=config.sync,
+        pipeline=pipeline_of(args),
         max_patches=config.max_patches,
         has_iterators=isinstance(stream, ItemStream),
         max_bad_records=config.max_bad_records if training else None,

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 
 from odb_megatron.plan.padding import Quantization, length_multiple
+from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.plan.record import Sync
 
-__all__ = ["count_multiple", "has_state_layers", "padding_multiple", "routers"]
+__all__ = ["count_multiple", "has_state_layers", "padding_multiple", "pipeline_of", "routers"]
 __all__ += ["sync_of"]
 
 
@@ -61,12 +62,20 @@ def has_state_layers(args: argparse.Namespace) -> bool:
     return any(bool(getattr(args, name, None)) for name in names)
 
 
+def pipeline_of(args: argparse.Namespace) -> Pipeline:
+    """Return how Megatron's schedule cuts the model."""
+    chunks = _size(args, "virtual_pipeline_model_parallel_size")
+    group = getattr(args, "microbatch_group_size_per_vp_stage", None) or 0
+    return Pipeline(
+        stages=_size(args, "pipeline_model_parallel_size"),
+        chunks=chunks,
+        group=group if chunks > 1 else 0,
+    )
+
+
 def count_multiple(args: argparse.Namespace) -> int:
-    """Return what M must be a multiple of: the interleaved schedule's group of micro-batches."""
-    if not getattr(args, "virtual_pipeline_model_parallel_size", None):
-        return 1
-    group = getattr(args, "microbatch_group_size_per_vp_stage", None)
-    return int(group or args.pipeline_model_parallel_size)
+    """Return what M must be a multiple of."""
+    return pipeline_of(args).count_multiple
 
 
 def _size(args: argparse.Namespace, name: str) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from odb_megatron.plan.blocks import BLOCK, MAX_OFFERS
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.padding import SizeRule, size_rule
+from odb_megatron.plan.pipeline import Pipeline
 
 __all__ = ["HEADER", "OFFER", "OPEN_TOTAL", "ROW", "SUMMARY", "TEXT_BYTES", "LoaderClosedError"]
 __all__ += ["PlanConfig", "ReplicaFailedError", "SkipReason", "StepTotals", "Sync"]
@@ -115,6 +116,7 @@ class PlanConfig:
         count_multiple: the number of micro-batches is a multiple of this.
         cost: cost model.
         sync: where replicas wait for each other.
+        pipeline: the stages for which micro-batches are put in order.
         max_patches: most patches of a micro-batch; 0 for no cap.
         max_share: replicas that may share a long sample, at most.
         has_iterators: each replica reads an iterator of its own.
@@ -134,6 +136,7 @@ class PlanConfig:
     count_multiple: int = 1
     cost: CostModel = CostModel()
     sync: Sync = Sync.STEP
+    pipeline: Pipeline = Pipeline()
     max_patches: int = 0
     max_share: int = 1
     has_iterators: bool = False

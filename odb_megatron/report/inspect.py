@@ -25,6 +25,7 @@ from odb_megatron import __version__
 from odb_megatron.output_files import check_output, write_json, write_output
 from odb_megatron.plan.cost import CostCoefficients, CostModel, ModelShape
 from odb_megatron.plan.padding import OverlongPolicy, budget_length, length_multiple
+from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.report.lengths import (
     LENGTHS,
     DataRequest,
@@ -407,7 +408,7 @@ def run_method(name: str, stream: Stream, setting: Setting) -> Run:
     times = measure(schedule, stream, setting)
     tokens, computed = float(times.tokens.sum()), int(times.computed.sum())
     balances = times.balance_step if setting.sync == "step" else times.balance_microbatch
-    spent = times.step if setting.num_stages == 1 else times.pipeline * setting.num_stages
+    spent = times.pipeline * setting.pipeline.stages
     counts = schedule.counts
     figures = {
         "token_budget": setting.token_budget,
@@ -612,8 +613,7 @@ def inspect(options: argparse.Namespace) -> Inspection:
         global_batch_size=options.global_batch_size,
         cost=cost,
         sync="microbatch" if options.pp > 1 else "step",
-        num_stages=options.pp,
-        num_chunks=options.vpp,
+        pipeline=Pipeline(stages=options.pp, chunks=options.vpp),
         seed=options.seed,
     )
     part = _with_samples(kept.positions[: max(MAX_PLANNED, 2 * setting.global_batch_size)])

@@ -11,8 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import astuple, dataclass
 from itertools import chain, repeat, zip_longest
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -22,18 +21,18 @@ import numpy.typing as npt
 
 from odb_megatron.plan.blocks import blocks_of, even_blocks, offered
 from odb_megatron.plan.cost import COST_UNIT, CostModel
+from odb_megatron.plan.pipeline import Pipeline, in_best_order, step_times
 from odb_megatron.plan.step_planner import SHARE_OVERHEAD, StepPlan, plan_step
 
 __all__ = ["POLICIES", "REFERENCE", "Schedule", "Setting", "Stream", "Times", "bound_time"]
-__all__ += ["critical_path", "measure", "odb", "shares_model", "sorted_buckets", "steps_like"]
+__all__ += ["measure", "odb", "shares_model", "sorted_buckets", "steps_like"]
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 MicroBatches = Sequence[Sequence[int]]
-Pass = tuple[bool, int, int]  # is backward, chunk, micro-batch
 
 BYTES_PER_TOKEN = 4
-ATTENTION_SHARE, FIXED_SHARE, FORWARD_SHARE = 0.3, 0.05, 1 / 3
+ATTENTION_SHARE, FIXED_SHARE = 0.3, 0.05
 NUM_BUCKETS = 32
 REFERENCE, REFERENCE_BUFFER = "online-dynamic-batching", 1024
 
@@ -51,8 +50,7 @@ class Setting:
         global_batch_size: samples per step.
         cost: cost model.
         sync: where replicas wait for each other, at the end of a step or of each micro-batch.
-        num_stages: pipeline stages.
-        num_chunks: virtual pipeline chunks per stage.
+        pipeline: how the model is cut into stages.
         max_share: most replicas that share a sample (`odb`).
         seed: of everything random.
     """
@@ -62,23 +60,23 @@ class Setting:
     global_batch_size: int
     cost: CostModel
     sync: Literal["step", "microbatch"] = "step"
-    num_stages: int = 1
-    num_chunks: int = 1
+    pipeline: Pipeline = Pipeline()
     max_share: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_chunks > 1 and self.num_stages == 1:
-            raise ValueError(
-                f"--vpp {self.num_chunks} needs a pipeline: pass --pp with at least 2 stages"
-            )
+        stages, chunks, group = astuple(self.pipeline)
+        if chunks > 1 and stages == 1:
+            raise ValueError(f"--vpp {chunks} needs a pipeline: pass --pp with at least 2 stages")
+        if group and (chunks == 1 or group < stages):
+            raise ValueError(f"--vpp-group {group} needs --vpp, and at least --pp {stages}")
         if self.max_share & (self.max_share - 1):
             raise ValueError(f"--share-long {self.max_share} is not a power of two")
 
     @property
     def count_multiple(self) -> int:
-        """M is a multiple of this: Megatron's micro-batch group size under virtual pipelining."""
-        return self.num_stages if self.num_chunks > 1 else 1
+        """M is a multiple of this."""
+        return self.pipeline.count_multiple
 
     @property
     def samples_per_row(self) -> int:
@@ -250,7 +248,7 @@ class Times:
         work: cost of the step's samples at their own lengths.
         tokens: of its samples.
         step: its time under the setting's sync.
-        pipeline: the slowest replica's 1F1B critical path; `step` without a pipeline.
+        pipeline: that of the slowest replica's stages; `step` without a pipeline.
         balance_step: mean over largest cost of the replicas.
         balance_microbatch: the same per micro-batch index, weighted by its time.
         computed: tokens computed, padding included.
@@ -291,6 +289,7 @@ def measure(schedule: Schedule, stream: Stream, setting: Setting) -> Times:
         computed, costs = _sums(taken, starts), _sums(costs, starts)
     spent = (costs + setting.cost.fixed).astype(np.float64)
     steps, pipelines, balances, aligned = [], [], [], []
+    whole = 3 * setting.pipeline.stages * setting.pipeline.chunks  # passes' time of a unit of cost
     for index, count in enumerate(schedule.counts.tolist()):
         part = spent[bounds[index] : bounds[index + 1]].reshape(schedule.num_replicas, count)
         per_replica = part.sum(axis=1)
@@ -298,9 +297,8 @@ def measure(schedule: Schedule, stream: Stream, setting: Setting) -> Times:
         steps.append(slowest if setting.sync == "step" else highest)
         balances.append(per_replica.mean() / slowest if slowest else 1.0)
         aligned.append(part.mean(axis=0).sum() / highest if highest else 1.0)
-        if setting.num_stages > 1:
-            path = critical_path(part, num_stages=setting.num_stages, num_chunks=setting.num_chunks)
-            pipelines.append(path.max())
+        if setting.pipeline.stages > 1:
+            pipelines.append(step_times(part, setting.pipeline).max() / whole)
     step_starts = starts[bounds]
     replicas = np.arange(schedule.num_replicas)
     trained_by = np.concatenate([np.repeat(replicas, count) for count in schedule.counts])
@@ -330,81 +328,15 @@ def bound_time(*, work: float, tokens: float, setting: Setting) -> float:
     return (work + fewest * setting.cost.fixed) / setting.num_replicas
 
 
-def critical_path(times: Floats, *, num_stages: int, num_chunks: int = 1) -> Floats:
-    """Return when each replica's pipeline is done, under Megatron's 1F1B schedules.
-
-    Stages are alike, transfers free, a backward pass takes twice its forward pass. The order of
-    passes is that of `forward_backward_pipelining_without_interleaving` and `_with_interleaving`
-    (megatron-core 0.19.2, `pipeline_parallel/schedules.py`).
-
-    Args:
-        times: of each micro-batch over all stages, forward and backward [replicas, M].
-        num_stages: of the pipeline.
-        num_chunks: virtual chunks per stage; with more than one M is a multiple of `num_stages`.
-    """
-    part = times / (num_stages * num_chunks)
-    spent = {False: part * FORWARD_SHARE, True: part * (1 - FORWARD_SHARE)}
-    clock = [np.zeros(len(times)) for _ in range(num_stages)]
-    done: dict[tuple[int, Pass], Floats] = {}
-    for stage, task, needed in _evaluation_order(num_stages, num_chunks, times.shape[1]):
-        start = clock[stage] if needed is None else np.maximum(clock[stage], done[needed])
-        clock[stage] = done[stage, task] = start + spent[task[0]][:, task[2]]
-    latest: Floats = np.max(clock, axis=0)
-    return latest
-
-
-def _stage_order(stage: int, num_stages: int, num_chunks: int, count: int) -> list[Pass]:
-    """Return the passes of a stage in the order in which it runs them."""
-    assert num_chunks == 1 or count % num_stages == 0
-    warm_up = num_stages - stage - 1
-    if num_chunks > 1:
-        warm_up = 2 * warm_up + (num_chunks - 1) * num_stages
-    warm_up = min(warm_up, count * num_chunks)
-    virtual = [
-        (chunk, index)
-        for start in range(0, count, num_stages)
-        for chunk in range(num_chunks)
-        for index in range(start, min(start + num_stages, count))
-    ]
-    forward = [(False, chunk, index) for chunk, index in virtual]
-    backward = [(True, num_chunks - 1 - chunk, index) for chunk, index in virtual]
-    pairs = zip(forward[warm_up:], backward, strict=False)
-    return [*forward[:warm_up], *chain.from_iterable(pairs), *backward[len(forward) - warm_up :]]
-
-
-@lru_cache(maxsize=256)
-def _evaluation_order(
-    num_stages: int, num_chunks: int, count: int
-) -> tuple[tuple[int, Pass, tuple[int, Pass] | None], ...]:
-    """Return stage, pass, and what it needs of another stage, so that each comes after that."""
-
-    def needs(stage: int, task: Pass) -> tuple[int, Pass] | None:
-        is_backward, chunk, index = task
-        step, first, last = (-1, num_stages - 1, 0) if is_backward else (1, 0, num_stages - 1)
-        if stage != first:
-            return stage - step, task
-        before = chunk - step
-        return (last, (is_backward, before, index)) if 0 <= before < num_chunks else None
-
-    left = [_stage_order(s, num_stages, num_chunks, count)[::-1] for s in range(num_stages)]
-    found: dict[tuple[int, Pass], tuple[int, Pass] | None] = {}
-    while any(left):
-        before = len(found)
-        for stage, order in enumerate(left):
-            while order and (needed := needs(stage, order[-1])) in (None, *found):
-                found[stage, order.pop()] = needed
-        assert len(found) > before, "the schedule waits for itself"
-    return tuple((stage, task, needed) for (stage, task), needed in found.items())
-
-
 # --- policies --------------------------------------------------------------------------------
 
 
-def odb(stream: Stream, setting: Setting) -> Schedule:
+def odb(stream: Stream, setting: Setting, *, is_ordered: bool = True) -> Schedule:
     """Return what training runs: the next global batch, planned by `plan_step` in each block.
 
     Replicas plan in blocks; each has read every `num_replicas`-th sample of the global batch. Some
-    samples move between blocks first. Blocks plan again until all have the same M.
+    samples move between blocks first. Blocks plan again until all have the same M. Then the micro-
+    batches of each are put in order for the pipeline.
     """
     num, batch_size = setting.num_replicas, setting.global_batch_size
     blocks = blocks_of(num)
@@ -437,6 +369,8 @@ def odb(stream: Stream, setting: Setting) -> Schedule:
                 for table, block, own in zip(tables, blocks, plans, strict=True)
             ]
         step: list[MicroBatches] = []
+        if is_ordered:
+            plans = [in_best_order(own, setting.pipeline) for own in plans]
         for table, own in zip(tables, plans, strict=True):
             names = table.tolist()
             step += [[[names[i] for i in batch] for batch in row] for row in own.micro_batches]

@@ -18,6 +18,7 @@ import numpy as np
 from odb_megatron import __version__
 from odb_megatron.output_files import check_output, write_json
 from odb_megatron.plan.blocks import BLOCK
+from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.report.lengths import (
     LENGTHS,
     DataRequest,
@@ -36,6 +37,7 @@ from odb_megatron.report.schedules import (
     Times,
     bound_time,
     measure,
+    odb,
     shares_model,
 )
 
@@ -96,8 +98,7 @@ def simulate(options: argparse.Namespace) -> tuple[Figures, str]:
             fixed=options.fixed_cost,
         ),
         sync=options.sync or ("microbatch" if options.pp > 1 else "step"),
-        num_stages=options.pp,
-        num_chunks=options.vpp,
+        pipeline=Pipeline(stages=options.pp, chunks=options.vpp, group=options.vpp_group),
         max_share=options.share_long,
         seed=options.seed,
     )
@@ -189,6 +190,14 @@ def compare(
                 _score(schedule, times, setting, span=span, base=own)
                 for span, own in zip(schedule.spans(stream, setting), rates, strict=True)
             ]
+            if name == "odb" and setting.pipeline.stages > 1:
+                other = measure(odb(stream, setting, is_ordered=False), stream, setting)
+                for figures, span in zip(found, schedule.spans(stream, setting), strict=True):
+                    if figures is not None:
+                        ratio = times.pipeline[span].sum() / other.pipeline[span].sum()
+                        figures["pipeline_efficiency_unordered"] = float(
+                            figures["pipeline_efficiency"] * ratio
+                        )
         policies[name] = {**(found[0] or {}), "steady": found[1]}
     return policies, left_out
 
@@ -218,9 +227,9 @@ def _score(
     }
     if setting.max_share > 1:
         figures["shared_per_step"] = float(times.shared[span].mean())
-    if setting.num_stages > 1:
+    if setting.pipeline.stages > 1:
         needed = work + num_micro_batches * setting.cost.fixed
-        busy = needed / (setting.num_replicas * setting.num_stages)
+        busy = needed / (setting.num_replicas * setting.pipeline.stages)
         figures["pipeline_efficiency"] = busy / path
         figures["pipeline_samples_per_s_rel"] = work / path / base[1] if base else None
     return figures
@@ -260,6 +269,7 @@ _COLUMNS = (
     ("fraction_of_bound", "bound", 4),
     ("samples_per_s_rel", "speed", 3),
     ("pipeline_efficiency", "pipe", 4),
+    ("pipeline_efficiency_unordered", "unordered", 4),
     ("pipeline_samples_per_s_rel", "pipe speed", 3),
     ("samples_per_step", "smp/step", 1),
     ("mean_M", "M", 2),
@@ -354,6 +364,8 @@ def _parser() -> argparse.ArgumentParser:
         "--pp", type=whole(1), default=1, metavar="P", help="pipeline stages: adds the 1F1B figures"
     )
     add("--vpp", type=whole(1), default=1, metavar="V", help="virtual chunks per stage (with --pp)")
+    group = "micro-batches that a virtual chunk takes in turn (default: --pp)"
+    add("--vpp-group", type=whole(1), default=0, metavar="G", help=group)
     add("--seed", type=int, default=0, help="of epochs' orders and comparisons (default 0)")
     add("--json", metavar="OUT", help="write the figures as JSON; '-' for stdout")
     return parser

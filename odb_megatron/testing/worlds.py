@@ -20,6 +20,7 @@ from odb_megatron.data.sample import Sample, Skipped, SkipReason
 from odb_megatron.data.stream import own_positions
 from odb_megatron.data.wire import StepMetadata, decode_header, decode_step
 from odb_megatron.plan.cost import CostModel
+from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig, Sync
 from odb_megatron.testing.replicas import Lockstep
 
@@ -346,13 +347,15 @@ def random_world(rng: random.Random) -> tuple[World, Fault | None]:
     count = (max(sizes) + batch + sum(sizes)) * num + 1
     lengths = {at: 0 if rng.random() < share else _length(rng, longest) for at in range(count)}
     patches = {at: rng.randint(0, 12) for at in range(count)} if rng.random() < 0.2 else {}
+    multiple, stages = rng.choice([1, 1, 2, 4, 16]), rng.choice([1, 1, 2, 4])
     config = PlanConfig(
         total=total,
         global_batch_size=batch,
         num_replicas=num,
         token_budget=budget,
-        multiple=rng.choice([1, 1, 2, 4, 16]),
-        count_multiple=rng.choice([1, 1, 2, 4]),
+        multiple=multiple,
+        count_multiple=stages,
+        pipeline=Pipeline(stages=stages, chunks=min(stages, 2)),
         cost=CostModel.from_ratios(
             quadratic=rng.choice([0.0, 1 / budget, 10 / budget]),
             fixed_tokens=rng.choice([0.0, budget / 20]),
