@@ -258,8 +258,14 @@ def test_the_text_is_what_a_run_saves() -> None:
         (lambda s: s["data"]["sources"][0].pop("seed"), "data state is damaged (KeyError: 'seed')"),
         (lambda s: s["data"].update(sources=[]), "0 sources then, 1 now"),
         (lambda s: s["data"]["sources"][0].update(num_records=61), "records of synthetic: 61 then"),
-        (lambda s: s["data"]["sources"][0].update(seed=5), "seed of synthetic: 5 then"),
-        (lambda s: s["data"]["sources"][0].update(ends=[1, 1]), "split of synthetic: [1, 1] then"),
+        (
+            lambda s: s["data"]["sources"][0].update(seed=5, ends=[1, 1]),
+            "(seed of synthetic: 5 then, 7 now), so",
+        ),
+        (
+            lambda s: s["data"]["sources"][0].update(ends=[1, 1]),
+            "(split of synthetic, by its first and last record: 1 and 1 then, ",
+        ),
     ],
 )
 def test_a_state_that_does_not_fit(change: Callable[[dict[str, Any]], Any], text: str) -> None:

@@ -79,7 +79,9 @@ def test_what_does_not_work_is_refused_by_name(megatron: Megatron, tmp_path: Pat
     def errors(*flags: Any, items: Any = (shards, None, None)) -> str:
         return "\n".join(megatron.refused(*flags, items=items))
 
-    assert "give --lr-decay-samples N" in errors(*FLAGS, "--odb-epochs", 1)
+    unknown = errors(*FLAGS, "--odb-epochs", 1)
+    assert "give --lr-decay-samples N" in unknown
+    assert "where files are to be trained, --data-path" in unknown
     assert "the valid dataset is an iterable" in errors(
         *FLAGS, *quota, "--eval-iters", 1, items=(shards, shards, None)
     )

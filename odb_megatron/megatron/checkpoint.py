@@ -132,6 +132,10 @@ def _tokenizer(args: argparse.Namespace) -> str:
     )
 
 
+def _pair(ends: Sequence[int]) -> str:
+    return " and ".join(map(str, ends))
+
+
 def _require_same_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise unless stream positions name the same records as when the state was saved.
 
@@ -145,12 +149,18 @@ def _require_same_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
     elif saved["blend"] != current["blend"] and current["blend"][0] >= saved["blend"][0]:
         found.append("the weights of the blend have changed")
     else:
-        for name, what in (("num_records", "records"), ("seed", "seed"), ("ends", "split")):
+        for name, what in (("num_records", "records"), ("seed", "seed")):
             found += [
                 f"{what} of {new['path']}: {old[name]} then, {new[name]} now"
                 for old, new in pairs
                 if old[name] != new[name]
             ]
+        found += [
+            f"split of {new['path']}, by its first and last record: {_pair(old['ends'])} then, "
+            f"{_pair(new['ends'])} now"
+            for old, new in pairs
+            if old["ends"] != new["ends"] and old["seed"] == new["seed"]  # which moves them too
+        ]
     if found:
         raise SettingError(
             "the data state was saved with other data ({found}), so samples would be lost or "

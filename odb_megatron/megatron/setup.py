@@ -312,7 +312,8 @@ def _leave_length_open(args: argparse.Namespace) -> None:
         raise ValueError(
             "--odb-epochs without --data-path is for iterable data sets, whose number of samples "
             "is known only when they end: give --lr-decay-samples N for the learning rate (or "
-            "--lr-decay-style constant), or --train-samples N instead of --odb-epochs"
+            "--lr-decay-style constant), or --train-samples N instead of --odb-epochs; or, where "
+            "files are to be trained, --data-path"
         )
     if args.weight_decay_incr_style != "constant":
         raise ValueError(
