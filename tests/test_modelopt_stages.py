@@ -270,7 +270,7 @@ def test_the_commands_of_the_page(
 ) -> None:
     """One after the other, each with smaller numbers; `$FLAGS` gives them no length."""
     programs = []
-    for words in commands(README.parent / "docs" / "modelopt.md"):
+    for words in commands(README.parent / "docs" / "models.md"):
         if "$FLAGS" not in words:
             continue
         at = words.index("$FLAGS")
