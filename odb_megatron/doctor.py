@@ -29,7 +29,11 @@ from typing import Any
 
 from odb_megatron import __version__
 from odb_megatron.megatron import attention
-from odb_megatron.megatron.versions import MAX_VERSION, MIN_VERSION, require_version
+from odb_megatron.megatron.versions import (
+    MAX_VERSION,
+    MIN_VERSION,
+    require_version,
+)
 from odb_megatron.output_files import check_output, write_json
 
 __all__ = ["FAILURE", "NOT_APPLICABLE", "OK", "WARNING", "Finding", "Host", "Load", "as_json"]
@@ -96,7 +100,7 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
 _NEEDED = ("numpy", "tqdm", "torch")
 _SHOWN = (
     *("transformers", "tokenizers", "psutil", "transformer-engine", "flash-attn", "flash-attn-3"),
-    *("flash-attn-4", "nvidia-modelopt", "megatron-bridge"),
+    *("nvidia-modelopt", "megatron-bridge"),
 )
 _PIP = "pip install 'odb-megatron[megatron]' on Python 3.12 or later"
 
@@ -185,7 +189,9 @@ def look_at_torch() -> None:
 def _look_at_megatron() -> dict[str, Any]:
     try:
         core = importlib.import_module("megatron.core")
-        about = {"version": core.__version__, "folder": str(Path(str(core.__file__)).parent)}
+        # Behind the + is what git says of whatever checkout the package lies in.
+        version = core.__version__.partition("+")[0]
+        about = {"version": version, "folder": str(Path(str(core.__file__)).parent)}
         training = importlib.util.find_spec("megatron.training")
     except Exception as error:  # whatever an unrelated or broken package does
         spec = importlib.util.find_spec("megatron")

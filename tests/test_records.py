@@ -357,6 +357,7 @@ def test_other_processes_read_the_same(
         ("d:nothing", "d:nothing cannot be read by datasets"),
         ("d/a.parquet", "d/a.parquet cannot be read by datasets .Arrow.*: Parquet magic bytes"),
         ("d/*", "it holds files of 2 kinds, d/a.csv, d/a.parquet"),
+        ("z", "z cannot be read by datasets .*it holds no file of a kind that is read"),
     ],
 )
 def test_what_is_no_data(
@@ -364,7 +365,8 @@ def test_what_is_no_data(
 ) -> None:
     pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "d").mkdir()
+    for folder in ("d", "z"):
+        (tmp_path / folder).mkdir()
     for name in ("a.txt", "d/a.csv", "d/a.parquet", "p.idx"):
         Path(name).write_text("text\n1\n" * 9)
     with pytest.raises(ValueError, match=error):

@@ -337,7 +337,7 @@ def _message(value: Any, path: str, images: TakeImage | None) -> _Message:
         texts |= {"".join(thoughts)} if thoughts else set()
         if len(texts) > 1:
             raise ValueError(
-                f"{path} has different texts of reasoning; keep one of {REASONING_KEYS}"
+                f"{path} has different texts of reasoning; keep one of {', '.join(REASONING_KEYS)}"
             )
         message |= dict.fromkeys(REASONING_KEYS, *texts) if texts else {}
     for key in ("name", "tool_call_id"):

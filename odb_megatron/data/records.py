@@ -486,8 +486,11 @@ def _load(path: str, cache: str | None) -> Any:
     files = [place] if os.path.isfile(place) else sorted(glob.glob(pattern, recursive=True))
     endings = {file: found[1].lower() for file in files if (found := _ENDING.search(file))}
     kinds = {"json" if "json" in ending else ending for ending in endings.values()}
-    if files and len(kinds) != 1:
-        raise ValueError(f"it holds files of {len(kinds)} kinds, {', '.join(files[:_MAX_LISTED])}")
+    if files and not kinds:
+        raise ValueError("it holds no file of a kind that is read")
+    if len(kinds) > 1:
+        named = ", ".join([*endings][:_MAX_LISTED])
+        raise ValueError(f"it holds files of {len(kinds)} kinds, {named}")
     options: dict[str, Any] = {} if cache is None else {"cache_dir": f"{cache}/arrow"}
     if kinds <= {"csv", "tsv"} and kinds:
         options["keep_default_na"] = False  # "None" and "NA" are texts

@@ -225,6 +225,12 @@ class IndexedSource(SampleSource):
         try:
             if not all(os.path.isfile(path + end) for end in (".idx", ".bin")):
                 raise ValueError("no regular files")
+            # Megatron's reader leaves a traceback of its own behind where it fails half made.
+            with open(path + ".idx", "rb") as file:
+                if (header := file.read(9)) != b"MMIDIDX\x00\x00":
+                    raise ValueError(f"bad header: {header!r}")
+            if not os.path.getsize(path + ".bin"):
+                raise ValueError("the .bin file is empty")
             self._dataset = IndexedDataset(path, multimodal=False, mmap=mmap)
             _check_index(self._dataset.index, num_bytes=self._status[1][0])
         except Exception as error:  # Megatron's reader raises what it comes upon

@@ -160,6 +160,9 @@ def _drawn(spec: str) -> Integers:
 def _stored(spec: str) -> Integers:
     path, _, key = spec.removeprefix("file:").partition("#")
     found: Any
+    if not path or os.path.isdir(path):
+        what = "is a folder: name a file in it" if path else "names no file"
+        raise ValueError(f"--lengths {path!r} {what}")
     try:
         if path.endswith(".npy"):
             found = np.load(path, allow_pickle=False)
