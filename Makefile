@@ -37,7 +37,7 @@ test-slurm: venv ## run the job scripts of launch/ on a Slurm of two nodes here 
 	$(PYTHON) -m pytest tests/test_launch_scripts.py tests/test_slurm_jobs.py $(ARGS)
 
 test-matrix: venv ## Megatron tests on each supported version (VERSIONS="0.18.2")
-	$(PYTHON) tools/test_matrix.py --jobs $(JOBS) $(VERSIONS)
+	$(PYTHON) tools/test_matrix.py --jobs $(JOBS) $(VERSIONS) $(ARGS)
 
 test-bridge: venv ## run the tests on Megatron-Bridge (NeMo), in an environment of its own
 	@tools/overlay_venv.sh bridge

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,9 @@ TESTS = (
     "test_versions.py",
 )
 """Files in tests/ that touch Megatron at all: every call of `pretrain()` among them."""
+
+QUICK = ("test_hooks.py", "test_pretrain.py", "test_pretrain_[pr]*.py", "test_versions.py")
+"""Of these, those in which versions have differed; also in parallel, and resumed."""
 
 VERSIONS = ("0.18.2", "0.19.2")
 """On the package index; the last one is .venv's own."""
@@ -73,6 +77,7 @@ def main() -> int:
     parser.add_argument("versions", nargs="*", metavar="VERSION", help=", ".join(VERSIONS))
     parser.add_argument("--build-only", action="store_true", help="environments alone, no tests")
     parser.add_argument("--jobs", type=int, default=2, help="test files at a time; 0: no xdist")
+    parser.add_argument("--quick", action="store_true", help="the files that differ most")
     parser.add_argument("--pytest", default="", help="further arguments of pytest")
     options = parser.parse_args()
     unknown = sorted(set(options.versions) - set(VERSIONS))
@@ -88,12 +93,13 @@ def main() -> int:
     rows = []
     for version in chosen:
         print(f"=== megatron-core {version}", flush=True)
-        rows.append(test(version, jobs=options.jobs, more=options.pytest.split()))
+        tests = QUICK if options.quick else TESTS
+        rows.append(test(version, tests, jobs=options.jobs, more=options.pytest.split()))
         print_table(rows)
     return 0 if all(row.is_good for row in rows) else 1
 
 
-def test(version: str, *, jobs: int, more: list[str]) -> Row:
+def test(version: str, tests: Sequence[str], *, jobs: int, more: list[str]) -> Row:
     """Build a version's environment and run its tests."""
     try:
         python = build(version)
@@ -102,7 +108,7 @@ def test(version: str, *, jobs: int, more: list[str]) -> Row:
         return Row(version=version, error=f"not built: {error}")
     if found != version:
         return Row(version=version, error=f"megatron-core {found} is imported: rebuild it")
-    files = sorted(path for name in TESTS for path in (ROOT / "tests").glob(name))
+    files = sorted(path for name in tests for path in (ROOT / "tests").glob(name))
     REPORTS.mkdir(parents=True, exist_ok=True)
     report = REPORTS / f"{version}.xml"
     report.unlink(missing_ok=True)
