@@ -423,6 +423,7 @@ def test_the_headline_is_over_the_best_fixed_batch_that_fits(tmp_path: Path) -> 
     ("flags", "expected"),
     [
         ("--lengths none", "cannot be read ([Errno 2] No such file"),
+        ("--lengths .", "--lengths '.' is a folder: name a file in it"),
         ("--lengths SPEC --dp 0", "'0' is not a whole number of at least 1"),
         ("--lengths SPEC --max-logits-gib nan", "'nan' is not a finite number above 0"),
         ("--lengths SPEC --token-budget 64", "samples are longer than 64 tokens, the smaller of"),

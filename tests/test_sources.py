@@ -197,6 +197,13 @@ def test_an_index_cut_anywhere_is_refused(write_indexed: Any) -> None:
             IndexedSource(prefix, rules=rules())
 
 
+def test_an_empty_bin_is_refused(write_indexed: Any) -> None:
+    prefix = write_indexed(DOCUMENTS)
+    _cut(f"{prefix}.bin", 0)
+    with pytest.raises(ValueError, match="the .bin file is empty"):
+        IndexedSource(prefix, rules=rules())
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("at", "value", "seen"),
