@@ -34,7 +34,7 @@ __all__ = ["CLASSES", "Flash3Attention", "FlashAttention", "PackedAttention", "T
 
 _CAUSAL = (None, AttnMaskType.causal, AttnMaskType.padding_causal)
 _KNOWN = {"qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded"}
-_KNOWN |= {"cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv"}
+_KNOWN |= {"cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "cp_group", "local_cp_size"}
 _OF_OTHER_LAYERS = {"total_tokens", "seq_idx", "tokens_per_sample"}  # Mamba's, the routers'
 
 
@@ -121,7 +121,7 @@ class PackedAttention(MegatronModule):
                 refused), and right padding never influences earlier tokens.
             attn_mask_type: None or causal.
             attention_bias: must be None.
-            packed_seq_params: `thd` offsets.
+            packed_seq_params: `thd` offsets; its `cp_group`, if any, stands for the layer's.
 
         Returns:
             [t, np * hn] if packed, else [s, b, np * hn].
@@ -138,9 +138,10 @@ class PackedAttention(MegatronModule):
             raise ValueError(f"attention of packed samples is causal, got {attn_mask_type}")
         if packed_seq_params is not None:
             offsets = _offsets(packed_seq_params)
-            longest = packed_seq_params.max_seqlen_q
-            packed: Tensor = self._attend(query, key, value, offsets, longest).flatten(1)
-            return packed
+            longest, group = packed_seq_params.max_seqlen_q, packed_seq_params.cp_group
+            group = self.cp_group if group is None else group
+            packed = self._attend(query, key, value, offsets, longest=longest, group=group)
+            return packed.flatten(1)
         length, rows = query.shape[:2]
         if self.cp_group is not None or length != key.size(0):
             raise ValueError(
@@ -151,13 +152,19 @@ class PackedAttention(MegatronModule):
         offsets = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32)
         offsets = offsets.to(query.device)
         flat = [tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value)]
-        out: Tensor = self._attend(flat[0], flat[1], flat[2], offsets, length).flatten(1)
+        out = self._attend(flat[0], flat[1], flat[2], offsets, longest=length, group=None).flatten(
+            1
+        )
         return out.view(rows, length, -1).transpose(0, 1).contiguous()
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int | None
-    ) -> Tensor:
-        """Return [t, np, hn], causal within the segments of `offsets`, int32 [segments + 1]."""
+        self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, *,
+        longest: int | None, group: Any,
+    ) -> Tensor:  # fmt: skip
+        """Return [t, np, hn], causal within the segments of `offsets`, int32 [segments + 1].
+
+        A context-parallel group of several ranks holds each segment's chunks.
+        """
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -192,10 +199,14 @@ class FlashAttention(PackedAttention):
             )
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int | None
-    ) -> Tensor:
-        if longest is None:
-            raise ValueError("packed samples come without max_seqlen_q, which flash-attn needs")
+        self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, *,
+        longest: int | None, group: Any,
+    ) -> Tensor:  # fmt: skip
+        if longest is None or (group is not None and group.size() > 1):
+            raise ValueError(
+                "flash-attn of local layers needs max_seqlen_q, and whole samples on each rank: "
+                "use --transformer-impl transformer_engine for context parallelism"
+            )
         with self._dropout_rng() as dropout:
             out = self._kernel(
                 query,
@@ -232,10 +243,11 @@ class TorchAttention(PackedAttention):
     has_context_parallel = True
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int | None
-    ) -> Tensor:
-        size = 1 if self.cp_group is None else self.cp_group.size()
-        rank = 0 if self.cp_group is None else self.cp_group.rank()
+        self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, *,
+        longest: int | None, group: Any,
+    ) -> Tensor:  # fmt: skip
+        del longest
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
         ends: list[int] = offsets.tolist()
         if ends[0] != 0 or ends[-1] != size * query.size(0) or sorted(ends) != ends:
             raise ValueError(
@@ -248,7 +260,7 @@ class TorchAttention(PackedAttention):
                 np.concatenate([chunk_indices(whole, size=size, rank=r) for r in range(size)])
             ).to(query.device)
             key, value = (
-                gather_from_sequence_parallel_region(tensor, group=self.cp_group)[order.argsort()]
+                gather_from_sequence_parallel_region(tensor, group=group)[order.argsort()]
                 for tensor in (key, value)
             )
         parts = []

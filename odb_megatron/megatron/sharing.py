@@ -1,0 +1,127 @@
+"""Samples that several replicas train together: their process groups, and what of megatron-core
+would go on with the static context-parallel group.
+
+A micro-batch that k replicas share is one of context-parallel size k times Megatron's own, and its
+`PackedSeqParams` name the group. Transformer Engine's attention and the RoPE tables follow it
+(transformer_engine.py 1984, gpt_model.py 410; 0.19.2); where RoPE is applied (attention.py 1505)
+and where routers reduce (router.py 422, 633, 654) the static group is taken, except in `dev`. Hooks
+of the modules, which recomputed layers run again, mend that here.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+from torch.distributed import ProcessGroup, get_process_group_ranks
+
+__all__ = ["SharedGroups"]
+
+_OF_DEV = "_get_aux_loss_groups"
+
+
+class SharedGroups:
+    """Groups of this rank's peers in replicas that share samples, made when first needed.
+
+    The k replicas of a group are a*k to a*k + k - 1 of their block. Groups are disjoint within a
+    micro-batch index, and all replicas of a block run the same indices in the same order, so that
+    no two groups wait for each other; members make them in the order of their sizes.
+
+    Args:
+        groups: Megatron's.
+        block: the replicas, counted by `groups.dp`, that plan together; this rank's is one.
+        timeout: of collectives.
+        chunks: the model's, whose modules follow from now on the group that a micro-batch names.
+    """
+
+    def __init__(
+        self,
+        groups: ProcessGroupCollection,
+        block: range,
+        *,
+        timeout: timedelta,
+        chunks: Iterable[nn.Module],
+    ) -> None:
+        self._timeout = timeout
+        context = groups.cp.size()
+        # By replica, context-parallel ranks in their order (parallel_state.py, RankGenerator).
+        ranks = get_process_group_ranks(groups.dp_cp)
+        self._replicas = [ranks[at * context : (at + 1) * context] for at in block]
+        self._own = groups.dp_cp.rank() // context - block.start
+        # Tensor-parallel ranks are neighbours in every order of ranks that Megatron has.
+        own = torch.distributed.get_rank()
+        self._tensor_steps = [other - own for other in get_process_group_ranks(groups.tp)]
+        self._made: dict[int, ProcessGroup] = {1: groups.cp}
+        # Context- and tensor-parallel group of what routers balance, by context-parallel group.
+        self._routing: dict[ProcessGroup, ProcessGroup] = {groups.cp: groups.tp_cp}
+        self._routes = False
+        for chunk in chunks:
+            for module in chunk.modules():
+                if isinstance(module, Attention):
+                    module.pg_collection = copy.copy(module.pg_collection)
+                    module.register_forward_pre_hook(_take_group, with_kwargs=True)
+                if isinstance(module, TransformerLayer):
+                    for router in module.modules():
+                        # That of `dev` takes the group from the parameters by itself.
+                        if isinstance(router, TopKRouter) and not hasattr(router, _OF_DEV):
+                            self._follow(module, router)
+
+    def of(self, width: int) -> ProcessGroup:
+        """Return this rank's context-parallel group of so many replicas; see `make`."""
+        return self._made[width]
+
+    def make(self, widths: Iterable[int]) -> None:
+        """Make the groups of these numbers of replicas that there are not yet.
+
+        All members of each of them call it before the same schedule.
+        """
+        for width in sorted(set(widths) - self._made.keys()):
+            first = self._own // width * width
+            members = sum(self._replicas[first : first + width], [])
+            self._made[width] = group = self._group(members)
+            if self._routes:
+                if len(self._tensor_steps) > 1:
+                    members = [rank + step for rank in members for step in self._tensor_steps]
+                    self._routing[group] = self._group(members)
+                else:
+                    self._routing[group] = group
+
+    def _group(self, members: Sequence[int]) -> ProcessGroup:
+        group: ProcessGroup = torch.distributed.new_group(
+            sorted(members), timeout=self._timeout, use_local_synchronization=True
+        )
+        return group
+
+    def _follow(self, layer: TransformerLayer, router: TopKRouter) -> None:
+        """Let a router balance over the tokens of all replicas that share a micro-batch."""
+        self._routes = True
+        static, attach = router.tp_cp_group, router.attach_and_log_load_balancing_loss
+        signature = inspect.signature(attach)
+
+        def take(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+            packed = kwargs.get("packed_seq_params")
+            router.tp_cp_group = static if packed is None else self._routing[packed.cp_group]
+
+        def attach_and_log(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            # Logged values are summed over it later, when other micro-batches have been there.
+            bound.arguments["reduce_group"] = static
+            return attach(*bound.args, **bound.kwargs)
+
+        layer.register_forward_pre_hook(take, with_kwargs=True)
+        router.attach_and_log_load_balancing_loss = attach_and_log
+
+
+def _take_group(module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    packed = kwargs.get("packed_seq_params")
+    if packed is not None:
+        module.pg_collection.cp = packed.cp_group
