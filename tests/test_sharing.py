@@ -50,14 +50,16 @@ def test_loss_and_gradients_as_alone(context: int, tensor: int) -> None:
     ):
         for name, result in found.items():
             assert result["loss"] < 1e-5, name
+            assert result["checked"] < 1e-5 < 1e-2 < result["unmended"], name
             assert result["gradient"] < 1e-4, (name, result["worst"])
 
 
 def _measure(rank: int, groups: dict[str, int]) -> dict[str, Any]:
-    from odb_megatron.megatron.hooks import _ROUTERS, CORRECTED, Replacements
+    from odb_megatron.megatron import hooks
 
-    for name, wrap in _ROUTERS.items():
-        Replacements().replace(CORRECTED[name], wrap)
+    rotates = {"_apply_rotary_pos_emb_thd": hooks._rotated_at_once}
+    for name, wrap in (hooks._ROUTERS | rotates).items():
+        hooks.Replacements().replace(hooks.CORRECTED[name], wrap)
     return {name: _compare(options, groups) for name, options in MODELS.items()}
 
 
@@ -67,7 +69,7 @@ def _compare(options: dict[str, Any], groups: dict[str, int]) -> dict[str, Any]:
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from odb_megatron.megatron.sharing import SharedGroups
+    from odb_megatron.megatron.sharing import SharedGroups, largest_difference
 
     collection = ProcessGroupCollection.use_mpu_process_groups()
     torch.manual_seed(3)
@@ -81,6 +83,8 @@ def _compare(options: dict[str, Any], groups: dict[str, int]) -> dict[str, Any]:
         for column in COLUMNS
     ]  # fmt: skip
     shared.make({width for column in COLUMNS for width, _ in column})
+    multiple = groups["tensor_model_parallel_size"]
+    checked = largest_difference(model, shared, multiple=multiple)
     results = {}
     for is_shared in (True, False):
         model.zero_grad(set_to_none=True)
@@ -111,7 +115,17 @@ def _compare(options: dict[str, Any], groups: dict[str, int]) -> dict[str, Any]:
         for name, grad in expected.items()
     )
     assert context == groups["context_parallel_size"]
-    return {"loss": abs(1 - (loss / alone).item()), "gradient": worst, "worst": at}
+    for module in model.modules():
+        module._forward_pre_hooks.clear()
+    return {
+        "loss": abs(1 - (loss / alone).item()),
+        "gradient": worst,
+        "worst": at,
+        "checked": checked,
+        "unmended": largest_difference(
+            model, shared, multiple=groups["tensor_model_parallel_size"]
+        ),
+    }
 
 
 def _forward(model: Any, samples: list[Any], group: Any, count: int) -> Any:

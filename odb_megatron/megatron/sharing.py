@@ -12,19 +12,25 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import unwrap_model
 from torch import nn
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
-__all__ = ["SharedGroups"]
+from odb_megatron.data.thd import chunk_indices
+
+__all__ = ["SharedGroups", "largest_difference"]
 
 _OF_DEV = "_get_aux_loss_groups"
 
@@ -51,15 +57,15 @@ class SharedGroups:
         timeout: timedelta,
         chunks: Iterable[nn.Module],
     ) -> None:
-        self._timeout = timeout
+        self._timeout, self.tensor_group = timeout, groups.tp
         context = groups.cp.size()
         # By replica, context-parallel ranks in their order (parallel_state.py, RankGenerator).
         ranks = get_process_group_ranks(groups.dp_cp)
         self._replicas = [ranks[at * context : (at + 1) * context] for at in block]
         self._own = groups.dp_cp.rank() // context - block.start
         # Tensor-parallel ranks are neighbours in every order of ranks that Megatron has.
-        own = torch.distributed.get_rank()
-        self._tensor_steps = [other - own for other in get_process_group_ranks(groups.tp)]
+        tensor = get_process_group_ranks(groups.tp)
+        self._tensor_steps = [other - tensor[groups.tp.rank()] for other in tensor]
         self._made: dict[int, ProcessGroup] = {1: groups.cp}
         # Context- and tensor-parallel group of what routers balance, by context-parallel group.
         self._routing: dict[ProcessGroup, ProcessGroup] = {groups.cp: groups.tp_cp}
@@ -75,6 +81,11 @@ class SharedGroups:
                         if isinstance(router, TopKRouter) and not hasattr(router, _OF_DEV):
                             self._follow(module, router)
 
+    @property
+    def pair(self) -> int:
+        """2, or 1 for the last replica of an odd number."""
+        return 1 + (self._own ^ 1 < len(self._replicas))
+
     def of(self, width: int) -> ProcessGroup:
         """Return this rank's context-parallel group of so many replicas; see `make`."""
         return self._made[width]
@@ -86,20 +97,17 @@ class SharedGroups:
         """
         for width in sorted(set(widths) - self._made.keys()):
             first = self._own // width * width
-            members = sum(self._replicas[first : first + width], [])
+            members = [rank for one in self._replicas[first : first + width] for rank in one]
             self._made[width] = group = self._group(members)
             if self._routes:
-                if len(self._tensor_steps) > 1:
-                    members = [rank + step for rank in members for step in self._tensor_steps]
-                    self._routing[group] = self._group(members)
-                else:
-                    self._routing[group] = group
+                several = len(self._tensor_steps) > 1
+                members = [rank + step for rank in members for step in self._tensor_steps]
+                self._routing[group] = self._group(members) if several else group
 
-    def _group(self, members: Sequence[int]) -> ProcessGroup:
-        group: ProcessGroup = torch.distributed.new_group(
+    def _group(self, members: list[int]) -> ProcessGroup:
+        return torch.distributed.new_group(
             sorted(members), timeout=self._timeout, use_local_synchronization=True
         )
-        return group
 
     def _follow(self, layer: TransformerLayer, router: TopKRouter) -> None:
         """Let a router balance over the tokens of all replicas that share a micro-batch."""
@@ -119,6 +127,69 @@ class SharedGroups:
 
         layer.register_forward_pre_hook(take, with_kwargs=True)
         router.attach_and_log_load_balancing_loss = attach_and_log
+
+
+def largest_difference(model: nn.Module, shared: SharedGroups, *, multiple: int = 1) -> float:
+    """Run the model's first layer over a sample that two replicas share, and over the same alone.
+
+    All ranks call it, with equal parameters on all replicas. Gradients of parameters are left
+    behind, as before a step's first micro-batch, when they are set to zero.
+
+    Args:
+        model: a chunk.
+        shared: their groups, those of two made.
+        multiple: what a rank's tokens are a multiple of (sequence parallelism, FP8).
+
+    Returns:
+        The largest difference of outputs and of gradients of inputs, relative to the largest.
+    """
+    layer = next(one for one in model.modules() if isinstance(one, TransformerLayer))
+    config, tables = layer.config, getattr(unwrap_model(model), "rotary_pos_emb", None)
+    pair, static = shared.of(shared.pair), shared.of(1)
+    length = 4 * pair.size() * math.lcm(2, multiple)
+    device = torch.cuda.current_device()
+    generator = torch.Generator().manual_seed(length)  # the same on all ranks
+    shape = (length, 1, config.hidden_size)
+    inputs = torch.randn(shape, generator=generator).to(device, config.params_dtype)
+    weights = torch.randn(shape, generator=generator).to(device, config.params_dtype)
+    offsets = torch.tensor([0, length], dtype=torch.int32, device=device)
+    was_training, found = layer.training, []
+    layer.eval()  # without dropout
+    for group in (pair, static):
+        size, rank = group.size(), group.rank()
+        index = torch.from_numpy(chunk_indices(np.array([0, length]), size=size, rank=rank))
+        if config.sequence_parallel:
+            tensor = shared.tensor_group
+            index = index.chunk(tensor.size())[tensor.rank()]
+        part = inputs[index].requires_grad_()
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            cu_seqlens_q_padded=offsets if size > 1 else None,
+            cu_seqlens_kv_padded=offsets if size > 1 else None,
+            max_seqlen_q=length,
+            max_seqlen_kv=length,
+            cp_group=group,
+            local_cp_size=size,
+        )
+        rotation = None if tables is None else tables(length, packed_seq=True, cp_group=group)
+        rotation = rotation[0] if isinstance(rotation, tuple) else rotation  # of YaRN
+        output, _ = layer(
+            part, attention_mask=None, rotary_pos_emb=rotation, packed_seq_params=packed
+        )
+        (gradient,) = torch.autograd.grad((output * weights[index]).sum(), part)
+        whole = torch.zeros(2, *shape, device=device)
+        whole[:, index] = torch.stack([output.detach(), gradient]).float()
+        torch.distributed.all_reduce(whole, group=group)
+        if config.sequence_parallel:
+            torch.distributed.all_reduce(whole, group=shared.tensor_group)
+        found.append(whole)
+    layer.train(was_training)
+    difference = (found[0] - found[1]).abs().amax((1, 2, 3)) / found[1].abs().amax((1, 2, 3))
+    largest = difference.max()
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    return float(largest)
 
 
 def _take_group(module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
