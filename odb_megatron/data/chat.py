@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import itertools
 import json
 import re
 import warnings
@@ -20,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, lru_cache
+from itertools import chain, pairwise, product
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,14 +64,8 @@ _MARK_IT = (
 _Ids = npt.NDArray[np.int64]
 _Weights = npt.NDArray[np.float32]
 _Messages = list[dict[str, Any]]
-
-
-class _Span(NamedTuple):
-    """Characters [start, end) of a rendered text, and their weight in the loss."""
-
-    start: int
-    end: int
-    weight: float
+_Span = tuple[int, int, float]
+"""Characters [start, end) of a rendered text, and their weight in the loss."""
 
 
 @dataclass(frozen=True)
@@ -195,10 +189,9 @@ class ChatRenderer:
         marks = rendering.marks
         owners = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if len({weights[i] for i in owners}) == 1:
-            return rendering.text, [_Span(*mark, weights[owners[0]]) for mark in marks]
+            return rendering.text, [(*mark, weights[owners[0]]) for mark in marks]
         owners = _owners(rendering, owners)
-        spans = [_Span(*mark, weights[i]) for mark, i in zip(marks, owners, strict=True)]
-        return rendering.text, spans
+        return rendering.text, [(*m, weights[i]) for m, i in zip(marks, owners, strict=True)]
 
     def _frame(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> _Frame:
         arguments = {**arguments, "tools": [_ANY_TOOL] if arguments["tools"] else None}
@@ -218,24 +211,19 @@ class ChatRenderer:
         return self._frames[key]
 
     def _encode(self, text: str, spans: Sequence[_Span]) -> tuple[_Ids, _Weights]:
-        spans = [span for span in spans if span.end > span.start]
+        spans = [span for span in spans if span[1] > span[0]]
         ids, offsets = self.tokenizer.encode(text)
         if offsets is None:  # tokenize the pieces between the edges of the spans one by one
-            edges = sorted({0, len(text), *(edge for one in spans for edge in one[:2])})
-            found: list[int] = []
-            learnt: list[float] = []
-            for start, end in itertools.pairwise(edges):
-                piece = self.tokenizer.encode(text[start:end])[0]
-                own = [one.weight for one in spans if one.start <= start < one.end] or [0.0]
-                found += piece
-                learnt += own[:1] * len(piece)
-            return np.asarray(found, dtype=np.int64), np.asarray(learnt, dtype=np.float32)
+            edges = sorted({0, len(text), *(edge for span in spans for edge in span[:2])})
+            pieces = [(self.tokenizer.encode(text[a:b])[0], (a, b)) for a, b in pairwise(edges)]
+            ids = [one for own, _ in pieces for one in own]
+            offsets = [place for own, place in pieces for _ in own]
         weights = np.zeros(len(ids), dtype=np.float32)
-        flat = itertools.chain.from_iterable(offsets)
+        flat = chain.from_iterable(offsets)
         starts, ends = np.fromiter(flat, np.int64, 2 * len(ids)).reshape(-1, 2).T
         for start, end, weight in reversed(spans):  # a token that overlaps two is the first one's
             weights[(starts < end) & (ends > start)] = weight
-        return np.asarray(ids, dtype=np.int64), weights
+        return np.fromiter(ids, np.int64, len(ids)), weights
 
     def _warn(self, text: str) -> None:
         """Warn of what may come often: at its 1st, 10th, 100th time, with the count."""
@@ -312,8 +300,13 @@ class _Rendering:
     text: str
     marks: list[tuple[int, int]]
 
+    def of(self, messages: _Messages, *, prompt: bool = False) -> _Rendering:
+        """Render other messages so."""
+        return _render(self.template, self.arguments, messages, prompt=prompt)
+
     @cached_property
     def with_marks(self) -> _Marked:
+        """Where its messages are; see `_render_marked`."""
         return _render_marked(self)
 
 
@@ -399,7 +392,7 @@ def _rendered(
 def _forms(messages: _Messages, template: ChatTemplate) -> Iterator[_Messages]:
     options: list[dict[str, Any]] = [{}]
     if any("tool_calls" in message for message in messages):
-        pairs = itertools.product((..., "", None), (False, True))
+        pairs = product((..., "", None), (False, True))
         options = [{"nothing": nothing, "as_text": as_text} for nothing, as_text in pairs]
     options += [{"parts": ("text",)}]
     if re.search(r"== ['\"]thinking['\"]", template.source):  # Mistral's have such parts
@@ -445,9 +438,10 @@ def _left_out(rendering: _Rendering) -> list[tuple[str, bool]]:
     """
     words, messages, text = rendering.template.words, rendering.messages, rendering.text
     lost: list[tuple[str, bool]] = []
-    at, marked = 0, ""
+    ends: dict[int, int] = {}
     try:
-        marked, _, missing, _ = rendering.with_marks
+        runs, missing, _ = rendering.with_marks
+        ends = {run.message: run.end for run in runs}
     except ValueError:  # the text depends on what is said: it is searched for in it
         missing = {
             (number, part)
@@ -455,10 +449,9 @@ def _left_out(rendering: _Rendering) -> list[tuple[str, bool]]:
             for part, key in ((_SAID, "content"), (_THOUGHT, "reasoning_content"))
             if isinstance(said := message.get(key), str) and not _is_in(text, said.strip())
         }
+    at = 0
     for number, message in enumerate(messages):
         role, is_last = message["role"], number == len(messages) - 1
-        if marked and role != "system":  # some print it in the last turn
-            at = max(at, marked.find(_pair(number, _SAID)[1]))
         if (number, _SAID) in missing:
             is_unknown = "assistant" in words and role not in words
             is_answer = is_last and role == "assistant" and "tool_calls" not in message
@@ -472,8 +465,10 @@ def _left_out(rendering: _Rendering) -> list[tuple[str, bool]]:
             is_text = isinstance(arguments, str) and arguments.startswith("{")
             is_twice = is_text and json.dumps(arguments) in text
             is_whole = all(_is_in(text, leaf) for leaf in _leaves(arguments))
-            if name not in (marked or text)[at:] or not is_whole or is_repr or is_twice:
+            if name not in text[at:] or not is_whole or is_repr or is_twice:
                 lost.append((f"the tool call {name}", True))
+        if role != "system":  # some print it in the last turn
+            at = max(at, ends.get(number, 0))
     names = [tool["function"]["name"] for tool in rendering.arguments.get("tools") or ()]
     return lost + [(f"the tool {name}", True) for name in names if name not in text]
 
@@ -531,27 +526,26 @@ _SAID, _THOUGHT, _CALLED = range(3)
 _MAX_MESSAGES = 0xFFFE // 6
 
 
-class _Marked(NamedTuple):
-    """A rendering with private characters.
-
-    Attributes:
-        marks: characters [start, end) of it that the template marks.
-        missing: messages, and parts of them, of which not all strings were printed.
-        repeated: those of which some were printed more than once.
-    """
-
-    text: str
-    marks: list[tuple[int, int]]
-    missing: set[tuple[int, int]]
-    repeated: set[tuple[int, int]]
-
-
 class _Run(NamedTuple):
-    """Characters [start, end) of the plain text from a message's first string to its last."""
+    """Characters [start, end) of a text from a message's first string to its last."""
 
     message: int
     start: int
     end: int
+
+
+class _Marked(NamedTuple):
+    """What the marks of a conversation show.
+
+    Attributes:
+        runs: in the order of the text.
+        missing: messages, and parts of them, of which not all strings were printed.
+        repeated: those of which some were printed more than once.
+    """
+
+    runs: list[_Run]
+    missing: set[tuple[int, int]]
+    repeated: set[tuple[int, int]]
 
 
 class _Frame(NamedTuple):
@@ -587,16 +581,15 @@ class _Marker:
     Args:
         tags: where a template may split a text; each piece gets marks.
         outer: whether tags at a text's edges are between its marks.
-        calls: whether to mark what calls hold.
-        ids: and their ids.
+        depth: 1 to mark what calls hold too, 2 for their ids.
 
     Attributes:
         put: marks, by message and part.
         kept: those of them that no template takes off with a tag.
     """
 
-    def __init__(self, tags: re.Pattern[str], *, outer: bool, calls: bool, ids: bool) -> None:
-        self._tags, self._outer, self._calls, self._ids = tags, outer, calls, ids
+    def __init__(self, tags: re.Pattern[str], *, outer: bool, depth: int) -> None:
+        self._tags, self._outer, self._depth = tags, outer, depth
         self.put: Counter[tuple[int, int]] = Counter()
         self.kept: Counter[tuple[int, int]] = Counter()
 
@@ -607,7 +600,7 @@ class _Marker:
             marked["content"] = self._mark(message["content"], number, _SAID)
         if thoughts := [key for key in REASONING_KEYS if key in message]:
             marked |= dict.fromkeys(thoughts, self._mark(message[thoughts[0]], number, _THOUGHT))
-        if self._calls and "tool_calls" in message:
+        if self._depth and "tool_calls" in message:
             marked["tool_calls"] = [self._call(call, number) for call in message["tool_calls"]]
         return marked
 
@@ -616,15 +609,16 @@ class _Marker:
         function = {**given, "arguments": self._mark(given["arguments"], number, _CALLED)}
         if function == given:  # no text; not always, since templates repeat the name
             function["name"] = self._mark(given["name"], number, _CALLED)
-        ids = {"id": self._mark(call["id"], number, _CALLED)} if self._ids and "id" in call else {}
-        return {**call, "function": function, **ids}
+        found = {**call, "function": function}
+        if self._depth > 1 and "id" in call:
+            found["id"] = self._mark(call["id"], number, _CALLED)
+        return found
 
     def _mark(self, value: Any, number: int, part: int) -> Any:
         if isinstance(value, Mapping):
-            parts = {"type": None, "thinking": _THOUGHT}
-            of = {key: parts.get(key, part) for key in value}
+            parts = {"thinking": _THOUGHT} if part == _SAID else {}
             return {
-                key: one if of[key] is None else self._mark(one, number, of[key])
+                key: one if key == "type" else self._mark(one, number, parts.get(key, part))
                 for key, one in value.items()
             }
         if isinstance(value, list):
@@ -659,16 +653,14 @@ def _render_marked(plain: _Rendering) -> _Marked:
             "U+F0000 to U+FFFFD, by which its turns are told apart: split or clean the record"
         )
     called = [call for message in messages for call in message.get("tool_calls", ())]
-    forms = [(True, True)] * any("id" in call for call in called)
-    forms += [(True, False)] * bool(called) + [(False, False)]
-    for (calls, ids), outer in itertools.product(forms, (True, False)):
-        marker = _Marker(tags, outer=outer, calls=calls, ids=ids)
+    deepest = 2 if any("id" in call for call in called) else 1 if called else 0
+    for depth, outer in product(range(deepest, -1, -1), (True, False)):
+        marker = _Marker(tags, outer=outer, depth=depth)
         marked = [marker.message(message, number) for number, message in enumerate(messages)]
         try:
-            found = _render(plain.template, plain.arguments, marked)
+            text = plain.of(marked).text
         except ValueError:
             continue
-        text = found.text
         if _MARK.sub("", text) != plain.text:
             continue
         names = [call["function"]["name"] for m in marked for call in m.get("tool_calls", ())]
@@ -679,7 +671,7 @@ def _render_marked(plain: _Rendering) -> _Marked:
         printed = Counter(_place(mark) for mark in _MARK.findall(text) if ord(mark) % 2 == 0)
         missing = {place for place, count in marker.kept.items() if printed[place] < count}
         repeated = {place for place, count in marker.put.items() if printed[place] > count}
-        return _Marked(text, found.marks, missing, repeated)
+        return _Marked(_runs(text), missing, repeated)
     raise ValueError(
         "the chat template prints other things around a message depending on its text, so the "
         f"assistant's tokens cannot be found for certain; {_MARK_IT}"
@@ -712,11 +704,10 @@ def _runs(marked: str) -> list[_Run]:
 
 def _owners(rendering: _Rendering, assistants: Sequence[int]) -> Sequence[int]:
     """Return the message that each span of a marked template belongs to."""
-    marks, marked = rendering.marks, rendering.with_marks
-    spans = (_MARK.findall(marked.text[start:end]) for start, end in marked.marks)
-    found = [{_place(mark)[0] for mark in own} for own in spans]
+    marks, runs = rendering.marks, rendering.with_marks.runs
+    found = [{one.message for one in runs if one.start < b and one.end > a} for a, b in marks]
     owners = [next(iter(own), -1) for own in found]
-    is_clear = len(owners) == len(marks) and all(len(own) <= 1 for own in found)
+    is_clear = all(len(own) <= 1 for own in found)
     if is_clear and len(owners) == len(assistants):
         pairs = zip(owners, assistants, strict=True)
         if all(own in (-1, one) for own, one in pairs):
@@ -746,13 +737,10 @@ def _probe(
     whole, _ = _rendered(
         template, arguments, [{"role": who, "content": what} for who, what in turns]
     )
-    text, runs = whole.text, {run.message: run for run in _runs(whole.with_marks.text)}
+    text, runs = whole.text, {run.message: run for run in whole.with_marks.runs}
     if set(runs) != {0, 1, 2, 3}:
         raise ValueError("the chat template does not print every message of a conversation")
-    asked, plain = (
-        _render(template, arguments, whole.messages[:3], prompt=prompt).text
-        for prompt in (True, False)
-    )
+    asked, plain = (whole.of(whole.messages[:3], prompt=prompt).text for prompt in (True, False))
     heads = [text[runs[i - 1].end : runs[i].start] for i in (1, 3)]
     prompt = asked[len(plain) :] if asked.startswith(plain) else ""
     while prompt and not all(prompt in head for head in heads):
@@ -790,10 +778,9 @@ def _found_turns(
     Raises:
         ValueError: the edges of one are not certain.
     """
-    text, messages, marked = rendering.text, rendering.messages, rendering.with_marks
-    runs = _runs(marked.text)
+    text, messages = rendering.text, rendering.messages
+    runs, _, repeated = rendering.with_marks
     places = Counter(run.message for run in runs)
-    repeated = {number for number, _ in marked.repeated}
     for number, message in enumerate(messages):
         is_said = "tool_calls" in message or str(message.get("content") or "").strip()
         if weights[number] and is_said and not places[number]:
@@ -804,7 +791,7 @@ def _found_turns(
     for at, (number, start, end) in enumerate(runs):
         if not weights[number]:
             continue
-        if places[number] > 1 or number in repeated:
+        if places[number] > 1 or any(number == one for one, _ in repeated):
             raise ValueError(
                 f"the chat template prints message {number + 1} in several places, so what is to "
                 "be learnt is not certain"
@@ -820,7 +807,7 @@ def _found_turns(
         ending = _ending(rendering, number, after, frame, asks_tool=asks_tool)
         if not after.startswith(ending):
             text = text[:end] + ending
-        spans.append(_Span(start, end + len(ending), weights[number]))
+        spans.append((start, end + len(ending), weights[number]))
     return text, spans
 
 
@@ -859,8 +846,8 @@ def _sides(text: str, runs: Sequence[_Run], at: int) -> tuple[str, str]:
 def _around(rendering: _Rendering, messages: _Messages, number: int) -> tuple[str, str]:
     """Return the sides of a message in another conversation."""
     try:
-        other = _render(rendering.template, rendering.arguments, messages)
-        runs = _runs(other.with_marks.text)
+        other = rendering.of(messages)
+        runs = other.with_marks.runs
         at = [run.message for run in runs].index(number)
     except ValueError as error:
         raise ValueError(
