@@ -31,14 +31,15 @@ from common import prepare
 
 from odb_megatron.comm.groups import SourceGroup
 from odb_megatron.data.chat import ChatRenderer
-from odb_megatron.data.feed import StepFeed, StepHeader
+from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.order import PassOrder
 from odb_megatron.data.sample import Sample, SampleRules
 from odb_megatron.data.sources import ChatSource
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream, SourcePart
-from odb_megatron.data.thd import MicroBatch, assemble
+from odb_megatron.data.thd import MicroBatch
 from odb_megatron.data.tokenizer import load_tokenizer
+from odb_megatron.data.wire import StepHeader, assemble
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.plan.record import PlanConfig
@@ -166,7 +167,7 @@ def _train(rank: int, setting: Setting) -> dict[str, Any]:
                 time.sleep(setting.step_s / header.totals.num_micro_batches)
             if step >= setting.warm_up:
                 next_us.append([us for _, us in times])
-            queue_bytes = max(queue_bytes, feed.delivered.queue_bytes)
+            queue_bytes = max(queue_bytes, feed.delivered["queue_bytes"])
         figures = wait_figures(next_us, time.perf_counter() - starts)
     finally:
         feed.close(timeout_s=CLOSE_S)

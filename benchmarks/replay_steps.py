@@ -31,7 +31,7 @@ from odb_megatron.data.loop import PackedStep, Progress, SourceCounts
 from odb_megatron.data.sample import Sample, Skipped
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.data.wire import encode_header, pack_step
+from odb_megatron.data.wire import pack_step
 from odb_megatron.megatron import providers, run
 from odb_megatron.megatron.setup import parse_and_validate_args
 from odb_megatron.plan.record import StepTotals
@@ -65,14 +65,12 @@ class ReplayLoader(StepLoader):
             for ids in parts
         ]
         totals = _totals(self.records, at, micro_batches=micro_batches)
-        metadata, payload, pixels = pack_step(totals, micro_batches, rule=self.config.size_rule)
+        header, payload, pixels = pack_step(totals, micro_batches, rule=self.config.size_rule)
         self._progress = Progress(
             consumed=totals.consumed_before + totals.num_consumed,
             source_counts=tuple(SourceCounts() for _ in self.stream.source_names),
         )
-        return PackedStep(
-            header=encode_header(metadata), payload=payload, pixels=pixels, progress=self._progress
-        )
+        return PackedStep(header, payload, pixels, self._progress)
 
     def end(self) -> None:
         """There is no other replica to tell."""
@@ -112,21 +110,15 @@ def _totals(
         consumed_before=first["consumed_samples"] - consumed,
         num_samples=first["samples"],
         num_left_out=first["left_out"],
-        num_bad=0,
-        num_truncated=0,
         num_tokens=sum(lengths),
         num_padded_tokens=sum(lengths),
         num_squared_tokens=sum(n * n for n in lengths),
         num_loss_tokens=first["loss_tokens"],
         loss_weight=first["loss_tokens"],
         num_idle=sum(not part for part in micro_batches),
-        num_patches=0,
-        num_moved=0,
-        bytes_moved=0,
         num_replicas=1,
         cost_sum=1,
         cost_max=1,
-        wait_us=0,
         is_final=at == len(records) - 1,
     )
 

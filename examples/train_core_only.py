@@ -34,7 +34,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from odb_megatron.data.chat import ChatRenderer
-from odb_megatron.data.feed import StepHeader
 from odb_megatron.data.megatron_dataset import (
     SampleDatasetConfig,
     build_datasets,
@@ -43,6 +42,7 @@ from odb_megatron.data.megatron_dataset import (
 from odb_megatron.data.order import build_order
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.tokenizer import load_tokenizer
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.errors import usage_errors
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
@@ -225,7 +225,7 @@ def train(
             "micro_batch_size": 1,
             "forward_only": False,
         }
-        with planned_shapes(arguments, header.lengths):
+        with planned_shapes(arguments, header.sizes):
             reports = schedule(**arguments)
         optimizer.step()
         if mpu.is_pipeline_last_stage():

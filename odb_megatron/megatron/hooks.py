@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from odb_megatron.data.feed import StepHeader
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.megatron.versions import SUPPORTED, megatron_version
 from odb_megatron.plan.record import StepTotals
 
@@ -227,7 +227,7 @@ class Hooks(Replacements):
             return nullcontext()
         from odb_megatron.megatron.pipeline import planned_shapes
 
-        return planned_shapes(arguments, header.lengths)
+        return planned_shapes(arguments, header.sizes)
 
     def _wrap_training_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)

@@ -24,7 +24,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from odb_megatron.comm.groups import GlooGroup, ReplicaGroup
 from odb_megatron.comm.heartbeat import Deadline, Heartbeat
 from odb_megatron.comm.watchdog import Watchdog, limit_end
-from odb_megatron.data.feed import ChunkIterator, ContextPart, StepFeed
+from odb_megatron.data.feed import ChunkIterator, StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.elastic import leave_reason
 from odb_megatron.megatron.config import OdbConfig
@@ -262,7 +262,7 @@ class ReplicaData:
             if self.place.is_source:
                 self._loaders = make_loaders()
         lengths = self._share_lengths()
-        part = ContextPart(size=self.place.context_size, rank=self.place.context_rank)
+        part = (self.place.context_size, self.place.context_rank)
         for at, split in enumerate(Split):
             feed = None
             if lengths[at] is not None:

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 from odb_megatron.comm.groups import SourceGroup
-from odb_megatron.data.feed import Delivered, StepFeed, StepHeader
+from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.iterable import ItemStream
 from odb_megatron.data.loop import SourceCounts
 from odb_megatron.data.sample import SkipReason
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatchLayout, cost_balance
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.checkpoint import gather_counts
 from odb_megatron.megatron.config import OdbConfig
@@ -200,7 +201,7 @@ class StepRecorder:
         values: dict[str, Any],
         *,
         memory: MemoryUse,
-        delivered: Delivered | None = None,
+        delivered: Mapping[str, Any] | None = None,
         reports: int = 0,
         cost: CostModel | None = None,
     ) -> StepRecord:
@@ -229,7 +230,7 @@ class StepRecorder:
             patches=tuple(self._patches) if any(self._patches) else (),
             costs=() if cost is None else self._costs(cost),
             micro_batch_s=self._times(),
-            **asdict(delivered or Delivered()),
+            **{"wait_s": 0.0, **(delivered or {})},
             reports=reports,
             peak_memory_bytes=memory.peak,
             reserved_memory_bytes=memory.reserved,
@@ -470,7 +471,7 @@ class RunReport:
         values: dict[str, Any],
         *,
         memory: MemoryUse,
-        delivered: Delivered | None,
+        delivered: Mapping[str, Any] | None,
         reports: int,
     ) -> StepRecord:
         """Record the step, show and return it; see `StepRecorder.end_step`."""
