@@ -14,11 +14,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from odb_megatron.comm.heartbeat import Deadline
@@ -64,7 +63,6 @@ class _Pass:
         self._made: deque[_Step | BaseException] = deque()
         self._over: BaseException | None = None
         self._closing = threading.Event()
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._thread = threading.Thread(target=self._run, name="the step queue", daemon=True)
 
     def waiting(self) -> list[_Step]:
@@ -117,9 +115,6 @@ class _Pass:
             if self._closing.is_set():
                 break
             try:
-                if self._device is not None:
-                    # A new thread would take up memory on the first device.
-                    torch.cuda.set_device(self._device)
                 found = self._make()
             except BaseException as error:
                 found = error
@@ -156,16 +151,13 @@ class _Pass:
             size, rank = self._part
             whole = decode_step(header, payload, pixels)
             items = [slice_micro_batch(item, size=size, rank=rank) for item in whole]
-        if self._device is not None:
-            items = list(map(_pinned, items))
         after = (channel.num_collectives, channel.num_bytes) if channel else (0, 0)
         delivered = {
             "plan_s": header.plan_us / 1e6,
             "collectives": after[0] - before[0],
             "bytes_delivered": after[1] - before[1],
         }
-        num_bytes = sum(one.nbytes for item in items for one in _tensors(item).values())
-        return _Step([header, *items], delivered, progress, num_bytes)
+        return _Step([header, *items], delivered, progress, sum(map(_num_bytes, items)))
 
     def _send(self, loader: StepLoader) -> tuple[StepHeader, Any, Any, Progress] | None:
         try:
@@ -217,15 +209,9 @@ class _Pass:
                 self._channel.header(encode_header(ending))
 
 
-def _tensors(item: MicroBatchLayout) -> dict[str, Tensor]:
-    values = {field.name: getattr(item, field.name) for field in fields(item)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-
-def _pinned(item: MicroBatchLayout) -> MicroBatchLayout:
-    """Return it in page-locked memory, which the device copies from without waiting."""
-    pinned: dict[str, Any] = {name: value.pin_memory() for name, value in _tensors(item).items()}
-    return replace(item, **pinned)
+def _num_bytes(item: MicroBatchLayout) -> int:
+    values = (getattr(item, field.name) for field in fields(item))
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 _feeds: weakref.WeakSet[StepFeed] = weakref.WeakSet()

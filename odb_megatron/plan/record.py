@@ -136,7 +136,7 @@ class PlanConfig:
         max_patches: most patches of a micro-batch; 0 for no cap.
         max_share: replicas that may share a long sample, at most.
         has_iterators: each replica reads an iterator of its own.
-        max_bad_records: see `data.sample.BadRecords`; None for no limit.
+        max_bad_records: most bad records of a run; None for no limit.
         block: most replicas of a block.
         data: digest of the data and its order, so that different files are noticed.
         loss_per: what counts once in the loss, and the scale of its weights.
