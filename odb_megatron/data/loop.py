@@ -18,7 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.data.iterable import HEAD_ITEMS
-from odb_megatron.data.sample import Sample, Skipped, SkipReason, TooManyBadRecordsError
+from odb_megatron.data.sample import (
+    BAD_RECORD_HINT,
+    Sample,
+    Skipped,
+    SkipReason,
+    TooManyBadRecordsError,
+)
 from odb_megatron.data.wire import (
     SampleWireError,
     StepHeader,
@@ -333,7 +339,8 @@ class StepLoop:
                 row["loss_tokens"] = item.reason
                 self._counts[item.source].add_skipped(item.reason, item.message)
                 if item.reason is SkipReason.BAD_RECORD:
-                    self._first_bad += [item.message.partition("\n")[0]]
+                    first_line = item.message.partition("\n")[0]
+                    self._first_bad.append(first_line.partition(BAD_RECORD_HINT)[0])
                     del self._first_bad[_MAX_NAMED:]
             else:
                 patches = item.num_patches | (TRUNCATED if item.truncated else 0)
