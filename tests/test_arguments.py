@@ -162,40 +162,6 @@ def _value(action: argparse.Action) -> list[str]:
     return [name, f"[{name} ...]"] if action.nargs == "+" else [name]
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"odb_epochs": 0}, "--odb-epochs must be at least 1, got 0"),
-        ({"train_samples": -4}, "--train-samples must be at least 1, got -4"),
-        ({}, "--odb-epochs"),
-        ({"train_samples": 4, "train_iters": 4}, "--train-samples"),
-    ],
-)
-def test_the_length_is_checked_before_it_is_used(values: dict[str, int], text: str) -> None:
-    pytest.importorskip("megatron.core")
-    from odb_megatron.megatron.setup import _check_length
-
-    nothing = {"odb_epochs": None, "train_samples": None, "train_iters": None}
-    _check_length(argparse.Namespace(**{**nothing, "train_samples": 4}))
-    given = {**nothing, **values}
-    with pytest.raises(ValueError, match=text):
-        _check_length(argparse.Namespace(**given))
-
-
-@pytest.mark.parametrize("name", ["missing", "missing/tokenizer.json"])
-def test_a_missing_tokenizer_is_named(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("megatron.core")
-    from odb_megatron.megatron.setup import _resolve_tokenizer
-
-    args = argparse.Namespace(
-        tokenizer_type="HuggingFaceTokenizer",
-        tokenizer_model=str(tmp_path / name),
-        data_cache_path=None,
-    )
-    with pytest.raises(ValueError, match=f"--tokenizer-model .*{name} does not exist"):
-        _resolve_tokenizer(args)
-
-
 SHAPE = argparse.Namespace(
     num_layers=2,
     hidden_size=8,

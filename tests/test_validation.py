@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from megatron_world import Megatron
 
 from odb_megatron.megatron import validation
 from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
-from odb_megatron.megatron.validation import _OFF, NEEDS, refuse_unsupported, set_needs
+from odb_megatron.megatron.validation import RULES, refuse_unsupported, set_needs
 from odb_megatron.megatron.versions import megatron_version
 
 pytest_plugins = ["megatron_fixtures"]
@@ -36,6 +37,7 @@ BUDGET = {"odb_pad_to": ["budget"]}
 LOCAL = {"cuda_graph_impl": "local", **BUDGET}
 GRAPHS = {"cuda_graph_impl": "transformer_engine", **BUDGET}
 EXPERTS = {"num_experts": 8}
+OFF = [rule.name for rule in RULES if not rule.values]
 
 
 def _check(**values: Any) -> None:
@@ -88,7 +90,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {**EXPERTS, "moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 2},
         "--odb needs --moe-token-dispatcher-type alltoall: ",
     ),
-    *(({name: True}, f": drop --{name.replace('_', '-')}") for name in _OFF),
+    *(({name: True}, f": drop --{name.replace('_', '-')}") for name in OFF),
     ({"mock_data": True}, "real samples are trained: give --data-path: drop --mock-data"),
     ({"transformer_impl": "inference_optimized"}, "use --transformer-impl local or transf"),
     (
@@ -115,6 +117,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({**LOCAL, "cuda_graph_modules": ["full_iteration"]}, "replays a whole step"),
     ({"cuda_graph_impl": "local"}, "add --odb-pad-to budget"),
     ({**LOCAL, "apply_rope_fusion": False}, "drop --no-rope-fusion"),
+    (
+        {**LOCAL, "attention_backend": SimpleNamespace(name="unfused")},
+        "--attention-backend unfused waits for the device at each sample: use flash, or leave",
+    ),
     (GRAPHS, "leave attention out with --cuda-graph-modules mlp"),
     ({**GRAPHS, "cuda_graph_modules": ["mlp", "attn"]}, "leave attention out"),
     ({**GRAPHS, **MLP, "odb_token_budget": 256}, "captures --seq-length 128 tokens, and"),
@@ -205,7 +211,7 @@ def test_the_names_are_megatrons(megatron: Megatron, data_flags: tuple[str, ...]
     known = set(re.findall(r"^  (\w+) \.{2,} ", printed, flags=re.MULTILINE))
     assert len(known) > 500
     looked_at = set(GOOD) | {name for bad, _ in BAD for name in bad}
-    unknown = (looked_at | {need.name for need in NEEDS}) - known
+    unknown = (looked_at | {rule.name for rule in RULES}) - known
     if megatron_version()[:2] == (0, 19):
         assert unknown == OTHER_VERSIONS
 
@@ -217,7 +223,7 @@ def test_the_names_are_megatrons(megatron: Megatron, data_flags: tuple[str, ...]
         (("--sft",), "--odb and --sft: two packings of the same data"),
         (("--rampup-batch-size", 4, 4, 100), "--rampup-batch-size"),
         (("--odb-token-budget", 32), "--odb-token-budget 32 is below --seq-length 64"),
-        (("--odb-epochs", 1), "--odb-epochs, --train-samples and --train-iters each give"),
+        (("--odb-epochs", 1), "--odb-epochs and --train-samples each give the run's length"),
         (("--attention-backend", "flash"), "there is no CUDA device"),
     ],
 )
