@@ -159,7 +159,7 @@ def test_a_log_line_has_the_flops_of_the_mean_step(monkeypatch: pytest.MonkeyPat
 
 
 def test_wheels_are_not_compiled_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / f"helpers_cpp{module.importlib.machinery.EXTENSION_SUFFIXES[0]}").touch()
+    (tmp_path / f"helpers_cpp{module.EXTENSION_SUFFIXES[0]}").touch()
     monkeypatch.setattr(module.inspect, "getfile", lambda _: str(tmp_path / "utils.py"))
     calls: list[int] = []
     compile_helpers = module._compiled_once(lambda: calls.append(1))

@@ -17,7 +17,7 @@ from odb_megatron.data.records import require_data
 from odb_megatron.data.sample import SampleRules
 from odb_megatron.errors import raise_usage_errors, usage_errors
 from odb_megatron.megatron.attention import Attention, select
-from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
+from odb_megatron.megatron.config import OdbConfig, add_odb_arguments, given
 from odb_megatron.megatron.modelopt.checkpoint import refuse_converted
 from odb_megatron.megatron.replica import replica_ranks
 from odb_megatron.megatron.validation import RULES, refuse_flags, refuse_unsupported, set_needs
@@ -94,6 +94,7 @@ def read_args(
     if args.odb_epochs is args.train_samples is args.train_iters is None:
         args.train_samples = length
     try:
+        args.odb_epochs = given(args).get("epochs")
         _check_flags(args)
         _resolve_epochs(args)
         megatron_arguments.validate_args(args, defaults)
@@ -231,13 +232,13 @@ def _check_flags(args: argparse.Namespace) -> None:
             "have that many samples: give it, or add --odb"
         )
     lengths = {name: getattr(args, name) for name in ("odb_epochs", "train_samples", "train_iters")}
-    given = {f"--{name.replace('_', '-')}": n for name, n in lengths.items() if n is not None}
-    for flag, value in given.items():
+    flags = {f"--{name.replace('_', '-')}": n for name, n in lengths.items() if n is not None}
+    for flag, value in flags.items():
         if value < 1:
             raise ValueError(f"{flag} must be at least 1, got {value}")
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} each give the run's length: keep one")
-    if not given:
+    if len(flags) > 1:
+        raise ValueError(f"{' and '.join(flags)} each give the run's length: keep one")
+    if not flags:
         raise ValueError(
             "the run has no length: give --train-samples N, --train-iters N or (with --odb) "
             "--odb-epochs N"
@@ -247,8 +248,8 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _resolve_epochs(args: argparse.Namespace) -> None:
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    if args.odb_epochs is None or not args.odb:
-        return  # OdbConfig refuses the flag without --odb
+    if args.odb_epochs is None:
+        return
     if not any(get_blend_and_blend_per_split(args)):  # the user's own data sets are to come
         _leave_length_open(args)
         return
