@@ -13,11 +13,9 @@ pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.megatron
 
 OTHER_MODELS: dict[str, tuple[int, str]] = {
-    "ep2": (2, f"{NO_ROUTER_LOSS} {EP}"),
     "ep2_cp2": (2, f"{NO_ROUTER_LOSS} {EP} {CP}"),
     "ep2_pp2": (4, f"{NO_ROUTER_LOSS} {EP} {PP}"),
     "ep2_tp2_sp": (4, f"{NO_ROUTER_LOSS} {EP} {TP} {SP}"),
-    "mtp": (2, "--mtp-num-layers 1"),
     "mtp_pp2": (2, f"--mtp-num-layers 1 {PP}"),
 }
 

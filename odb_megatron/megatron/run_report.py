@@ -451,7 +451,7 @@ class RunReport:
         peak, reserved, self._num_shapes, self._most_patches = map(max, zip(*measured, strict=True))
         self._memory = (peak, reserved)
         if not self._config.enabled:  # else each rank has seen the totals
-            self._evaluated = np.sum(evaluated, axis=0)
+            self._evaluated = np.array(evaluated).sum(axis=0)
         totals = []
         for name, parts in zip(
             self._stream.source_names, zip(*by_source, strict=True), strict=True
