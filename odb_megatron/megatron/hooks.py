@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from odb_megatron.data.feed import StepHeader
-from odb_megatron.megatron.versions import SUPPORTED, megatron_version
+from odb_megatron.megatron.versions import SUPPORTED
 from odb_megatron.plan.record import StepTotals
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Name(NamedTuple):
     module: str
     name: str
     reason: str
-    versions: str = SUPPORTED
+    versions: str = f"megatron-core {SUPPORTED}"
 
 
 _TRAINING = "megatron.training.training"
@@ -125,10 +125,9 @@ class Replacements:
                 owner = getattr(owner, part)
             original = inspect.getattr_static(owner, name) if classes else getattr(owner, name)
         except AttributeError:
-            version = ".".join(map(str, megatron_version()))
             raise ValueError(
-                f"megatron-core {version} has no {what.module}.{what.name}, which odb_megatron "
-                f"replaces ({what.reason}; {what.versions}): use megatron-core {SUPPORTED}"
+                f"what is installed here has no {what.module}.{what.name}, which odb_megatron "
+                f"replaces ({what.reason}): use {what.versions}"
             ) from None
         self.replace_in(owner, name, wrap, original=original)
 
