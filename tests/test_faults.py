@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import signal
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from test_benchmarks import module
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-
-
-def _module(name: str) -> ModuleType:
-    if str(BENCHMARKS) not in sys.path:
-        sys.path.append(str(BENCHMARKS))
-    return importlib.import_module(name)
+FAULTS = module("faults")
 
 
 def _run(kind: str, **options: Any) -> Any:
     flags = ("--num-workers", "1", *options.pop("flags", ()))
-    return _module("faults").run_fault(kind, flags=flags, **options)
+    return FAULTS.run_fault(kind, flags=flags, **options)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +45,7 @@ def test_a_survivor_ends_while_its_trainer_is_in_a_call_that_never_returns(
 
 @pytest.mark.parametrize("name", ["slow_evaluation_and_save", "sigterm", "leaves_in_step"])
 def test_a_case_of_the_benchmark(name: str) -> None:
-    faults = _module("faults")
-    (case,) = [case for case in faults.CASES if case.name == name]
-    found = faults._measure(case)
+    found = FAULTS.measure(name)
     assert found["passed"], found
 
 

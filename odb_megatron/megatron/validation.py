@@ -24,7 +24,9 @@ __all__ = ["RULES", "refuse_flags", "refuse_unsupported", "set_needs"]
 
 def _moves_micro_batches(args: argparse.Namespace) -> bool:
     """Whether experts meet in micro-batches of different sizes, those of several replicas."""
-    return _given(args, "num_experts") and (_given(args, "expert_model_parallel_size") or 1) > 1
+    has_one_shape = _given(args, "odb_pad_to") in ("budget", ["budget"])
+    shares = _given(args, "num_experts") and (_given(args, "expert_model_parallel_size") or 1) > 1
+    return bool(shares) and not has_one_shape
 
 
 def _given(args: argparse.Namespace, name: str) -> Any:
@@ -48,14 +50,17 @@ class Rule(NamedTuple):
 
 
 _LOSS = "without it the loss is averaged per micro-batch first: it depends on the packing"
-_SIZES = "micro-batches have different sizes on different replicas"
+_SIZES = "replicas' micro-batches differ in size ({odb_pad_to} budget gives all one)"
 _ORDER = "the data loader is its own, and takes the order of the samples from this"
 _SAMPLES = "it does nothing: samples never share positions or attention; loss follows the data"
-_FSDP = "FSDP is not in this version; use {use_distributed_optimizer}"
+_FSDP = "FSDP is not in this version (it has not been run: no test without CUDA can); use "
+_FSDP += "{use_distributed_optimizer}"
 _STEP = "it would count other samples than the checkpoint's own iteration; {ckpt_step} loads the "
 _STEP += "checkpoint of that iteration"
 _EVALUATION = "Megatron's own fails with one validation set (training.py 4382, 0.19.2); "
 _EVALUATION += "{eval_iters} gives the steps of an evaluation"
+_ROUTES = "its schedule routes without the padding mask (models/gpt/fine_grained_callables.py 130, "
+_ROUTES += "0.19.2): padding would count in routers' losses"
 _REASONS = {
     "not in this version": "rampup_batch_size step_batch_size_schedule iterations_to_skip "
     "phase_transition_iterations multiple_validation_sets",
@@ -74,7 +79,7 @@ _REASONS = {
     "rollouts are not batched": "perform_rl_step",
     "it leaves groups and threads; a restarted job goes on from a checkpoint": "inprocess_restart",
     "a teacher's saved logits are not read": "logits_load_dir",
-    "it needs schedule plans": "overlap_moe_expert_parallel_comm",
+    _ROUTES: "overlap_moe_expert_parallel_comm",
     "gradients are divided by the loss tokens of all replicas": "ddp_average_in_collective",
     "not in this version; use {fp8} or {bf16}": "fp4",
 }
@@ -82,7 +87,7 @@ RULES = (
     Rule("calculate_per_token_loss", _LOSS, (True,)),
     Rule("micro_batch_size", "a packed micro-batch is one row of many samples", (1,)),
     Rule("eval_micro_batch_size", "evaluations are packed too", (1,)),
-    Rule("moe_token_dispatcher_type", _SIZES, ("alltoall",), applies=_moves_micro_batches),
+    Rule("moe_token_dispatcher_type", _SIZES, ("alltoall", "flex"), applies=_moves_micro_batches),
     Rule("dataloader_type", _ORDER, ("single", "cyclic"), is_set=False),
     Rule("non_persistent_ckpt_type", "all nodes read its data state", ("global",), is_set=False),
     Rule("gtp_weight_remat_size", "it does not know this axis", (1,), is_set=False),
@@ -184,11 +189,29 @@ def _flag_texts(args: argparse.Namespace, *, enabled: bool) -> Iterator[str]:
             "{moe_router_load_balancing_type} quantile_balancing and sinkhorn take no padding "
             "mask, which {odb} needs: use aux_loss, seq_aux_loss, global_aux_loss or none"
         )
-    if has_experts and _given(args, "moe_expert_capacity_factor") is not None:
-        yield (
-            "{moe_expert_capacity_factor} drops tokens by what else is in a micro-batch, so with "
-            "{odb} the loss would depend on how samples are packed: drop it"
-        )
+    backend = ""
+    if _given(args, "moe_token_dispatcher_type") == "flex":
+        backend = getattr(args, "moe_flex_dispatcher_backend", "deepep")
+    for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
+        # NCCL's experts end the run where a rank's capacity is passed; the others drop tokens.
+        if _given(args, name) is not None and has_experts and backend != "ncclep":
+            yield (
+                f"{{{name}}} drops tokens by what else is in a micro-batch, so with {{odb}} the "
+                "loss would depend on how samples are packed: drop it"
+            )
+    if _moves_micro_batches(args):
+        evens_out = _given(args, "moe_hybridep_pad_uneven_dispatch_inputs")
+        if backend == "hybridep" and not evens_out:
+            yield (
+                "{moe_flex_dispatcher_backend} hybridep takes equal token counts "
+                "(token_dispatcher.py 1055, 0.19.2), and micro-batches differ in size: "
+                "add {moe_hybridep_pad_uneven_dispatch_inputs}, or {odb_pad_to} budget"
+            )
+        if backend == "ncclep":
+            yield (
+                "{moe_flex_dispatcher_backend} ncclep sizes its buffers by the first micro-batch "
+                "(token_dispatcher.py `_ensure_bootstrap`, 0.19.2): add {odb_pad_to} budget"
+            )
     if predicts and (_given(args, "context_parallel_size") or 1) > 1:
         yield (
             "multi-token prediction of packed samples is not exact under context parallelism "
@@ -236,7 +259,14 @@ def _weight_texts(args: argparse.Namespace, config: OdbConfig) -> Iterator[str]:
 def _graph_texts(
     args: argparse.Namespace, config: OdbConfig, values: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield which CUDA graphs do not fit packed micro-batches."""
+    """Yield which CUDA graphs and buffers do not fit packed micro-batches."""
+    has_length = config.pads_to_budget and values["captured"] == values["length"]
+    if _given(args, "tp_comm_overlap") and not has_length:
+        yield (
+            "{tp_comm_overlap} has buffers for {seq_length} {length} tokens (initialize.py 211, "
+            "0.19.2), and {odb} makes micro-batches of varying size: add {odb_pad_to} budget with "
+            "a budget of as many, or drop {tp_comm_overlap}"
+        )
     kind = _given(args, "cuda_graph_impl") or "none"
     modules = _given(args, "cuda_graph_modules") or ()  # enums or names; none for whole layers
     modules = modules.split(",") if isinstance(modules, str) else modules
@@ -259,15 +289,15 @@ def _graph_texts(
         rope = getattr(args, "position_embedding_type", "rope") in ("rope", "yarn")
         if rope and not _given(args, "apply_rope_fusion"):
             yield (
-                "{cuda_graph_impl} local captures attention, and unfused rotary embeddings of "
-                "packed samples wait for the device (rope_utils.py 219, 0.19.2): drop "
+                "{cuda_graph_impl} local captures attention with lengths of 0, by which rotary "
+                "embeddings without fusion find no positions (cuda_graphs.py 274, 0.19.2): drop "
                 f"{{no_rope_fusion}}, or {out}"
             )
         unfused = getattr(_given(args, "attention_backend"), "name", "") == "unfused"
         if unfused and getattr(args, "transformer_impl", "local") == "local":
             yield (
-                "{cuda_graph_impl} local captures attention, and {attention_backend} unfused waits "
-                f"for the device at each sample: use flash, or {out}"
+                "{attention_backend} unfused reads lengths on the host, which {cuda_graph_impl} "
+                f"local cannot capture: use {{attention_backend}} flash, or {out}"
             )
     elif kind != "local":
         use_local = "or use {cuda_graph_impl} local"
