@@ -222,7 +222,7 @@ def test_a_signalled_job(settings: dict[str, str], status: int, text: str, tmp_p
     code, said = _signal(tmp_path, **settings)
     assert code == status
     assert text in said
-    assert ("into the queue" in said) == (status < 0)
+    assert ("goes back into the queue" in said) == (status < 0)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -87,8 +87,10 @@ def configured(recipe: str, *, overlays: Sequence[str] = (), overrides: Sequence
     from odb_megatron.bridge.activation import require_active, switch_on
 
     cfg = _found(recipe, module="megatron.bridge.recipes")()
-    loaded = [(path, _loaded(path)) for path in overlays]
-    settings = [(path, {"dataset": {"odb": _taken(overlay)}}) for path, overlay in loaded]
+    loaded: list[tuple[str, Any]] = [(path, _loaded(path)) for path in overlays]
+    settings: list[tuple[str, Any]] = [
+        (path, {"dataset": {"odb": _taken(overlay)}}) for path, overlay in loaded
+    ]
     own = [text for text in overrides if text.lstrip("+~").startswith(_ODB)]
     others = [text for text in overrides if text not in own]
     for where, change in [*loaded, (" ".join(others), others)]:
