@@ -114,6 +114,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({**EXPERTS, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "use aux_loss, "),
     ({**EXPERTS, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor drops"),
     ({"mtp_num_layers": 1, "context_parallel_size": 2}, "drop --mtp-num-layers or --context"),
+    (
+        {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "load": "x"},
+        "with --mtp-num-layers add --untie-embeddings-and-output-weights",
+    ),
     ({"mtp_num_layers": 1, **EXPERTS}, "drop --mtp-num-layers or --num-experts"),
     ({"fp8": "e4m3"}, "--fp8-format is of Transformer Engine's layers: use --transformer-impl "),
     ({**TE, "fp8_recipe": "custom"}, "--fp8-recipe custom does not say"),

@@ -174,6 +174,16 @@ def _flag_texts(args: argparse.Namespace, *, enabled: bool) -> Iterator[str]:
             "local layers of {spec} may not take packed samples of {odb}: drop it, or use "
             "{transformer_impl} transformer_engine"
         )
+    predicts, stages = _given(args, "mtp_num_layers"), _given(args, "pipeline_model_parallel_size")
+    is_tied = not _given(args, "untie_embeddings_and_output_weights")
+    has_checkpoints = _given(args, "save") or _given(args, "load")
+    has_checkpoints = has_checkpoints and _given(args, "ckpt_format") != "torch"
+    if predicts and (stages or 1) > 1 and is_tied and has_checkpoints:
+        yield (
+            "multi-token prediction in pipeline stages has no checkpoints with tied embeddings "
+            "(language_module.py 497, 0.19.2): with {mtp_num_layers} add "
+            "{untie_embeddings_and_output_weights}, or drop {pipeline_model_parallel_size}"
+        )
     if not enabled:
         return
     for rule in RULES:
@@ -183,7 +193,7 @@ def _flag_texts(args: argparse.Namespace, *, enabled: bool) -> Iterator[str]:
         elif rule.values and value not in (None, *rule.values) and rule.applies(args):
             wanted = "" if rule.values[0] is True else f" {' or '.join(map(str, rule.values))}"
             yield f"{{odb}} needs {{{rule.name}}}{wanted}: {rule.why}"
-    has_experts, predicts = _given(args, "num_experts") is not None, _given(args, "mtp_num_layers")
+    has_experts = _given(args, "num_experts") is not None
     if {"quantile_balancing", "sinkhorn"} & routers(args):
         yield (
             "{moe_router_load_balancing_type} quantile_balancing and sinkhorn take no padding "
