@@ -146,6 +146,9 @@ CASES = {
     "ep2_seq_aux": _experts(_balanced("seq_aux_loss")),
     "ep2_global_aux": _experts(_balanced("global_aux_loss"), is_global=True),
     "ep2_z": _experts("--moe-router-load-balancing-type none --moe-z-loss-coeff 1e-1"),
+    "ep2_allgather": _experts(
+        f"{_balanced('aux_loss')} --moe-token-dispatcher-type allgather --odb-pad-to budget"
+    ),
     "ep2_bias": _experts("", model="biased_experts"),
     "ep2_pp2": Case(
         flags=f"{_EP2} {_PP2} {_balanced('aux_loss')}",

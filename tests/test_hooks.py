@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_reads import host_reads
 
 pytest.importorskip("megatron.training")
 
@@ -287,6 +288,31 @@ def test_router_losses_are_weighed_as_what_they_are_divided_by(
         assert MoEAuxLossAutoScaler.main_loss_backward_scale == scale
     finally:
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
+@pytest.mark.parametrize("is_of_the_pack", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rotation_as_megatrons_without_waiting_for_the_device(
+    size: int, is_of_the_pack: bool
+) -> None:
+    """By itself Megatron reads the lengths on the host, in every layer (cases.md, D12)."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    lengths = torch.tensor([0, *(2 * size * length for length in (3, 1, 7))])
+    offsets = lengths.cumsum(0, dtype=torch.int32)
+    total = int(offsets[-1])
+    freqs = torch.randn(total if is_of_the_pack else 64, 1, 1, 8)
+    original = rope_utils._apply_rotary_pos_emb_thd
+    rotate = module._rotated_at_once(original)
+    for rank in range(size):
+        t = torch.randn(total // size, 2, 12)
+        group = SimpleNamespace(size=lambda: size, rank=lambda own=rank: own)
+        for options in ({}, {"mscale": 0.5}, {"rotary_interleaved": True}):
+            expected = original(t, offsets, freqs, cp_group=group, **options)
+            with host_reads() as reads:
+                found = rotate(t, offsets, freqs, cp_group=group, **options)
+            assert torch.equal(found, expected)
+            assert reads == []
 
 
 def test_which_part_of_the_mask_a_stage_gets() -> None:

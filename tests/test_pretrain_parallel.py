@@ -295,17 +295,17 @@ def test_the_optimizers_side(
         (2, CP),
         (4, f"{TP} {SP} {PP}"),
         (2, f"{EXPERTS} {EP} --moe-z-loss-coeff 0.01"),
+        (4, f"{EXPERTS} {EP} {TP} {SP}"),
     ],
 )  # fmt: skip
 def test_micro_batches_padded_to_the_budget(
     megatron: Megatron, data_flags: tuple[str, ...], num_ranks: int, flags: str
 ) -> None:
-    """The budget is 64 tokens."""
+    """The budget is 64 tokens. One size is what the `allgather` dispatcher takes."""
     flags = (*MODEL, *LENGTH, *data_flags, *shlex.split(flags))
-    plain, padded = (
-        megatron.train(*flags, *more, replicas=num_ranks)
-        for more in ((), ("--odb-pad-to", "budget"))
-    )
+    pads = ["--odb-pad-to", "budget"]
+    pads += ["--moe-token-dispatcher-type", "allgather"] if "--num-experts" in flags else []
+    plain, padded = (megatron.train(*flags, *more, replicas=num_ranks) for more in ((), pads))
     assert_equal(padded, plain)
     for step in padded.steps:
         record = step.record

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -36,6 +37,10 @@ BUDGET = {"odb_pad_to": ["budget"]}
 LOCAL = {"cuda_graph_impl": "local", **BUDGET}
 GRAPHS = {"cuda_graph_impl": "transformer_engine", **BUDGET}
 EXPERTS = {"num_experts": 8}
+MEETS = {**EXPERTS, "expert_model_parallel_size": 2}
+FLEX = {**MEETS, "moe_token_dispatcher_type": "flex"}
+HYBRID = {**FLEX, "moe_flex_dispatcher_backend": "hybridep"}
+NCCL = {**FLEX, "moe_flex_dispatcher_backend": "ncclep"}
 
 
 def _check(**values: Any) -> None:
@@ -54,6 +59,12 @@ def _check(**values: Any) -> None:
             "moe_token_dispatcher_type": "allgather",  # on one replica
             "pipeline_model_parallel_size": 2,
         },
+        *({**MEETS, **BUDGET, "moe_token_dispatcher_type": one} for one in ("allgather", "flex")),
+        {**FLEX, "moe_flex_dispatcher_backend": "deepep"},
+        {**HYBRID, "moe_hybridep_pad_uneven_dispatch_inputs": True},
+        {**HYBRID, **BUDGET},
+        {**NCCL, **BUDGET, "moe_expert_rank_capacity_factor": 2.0},
+        {"tp_comm_overlap": True, **BUDGET},
         TE,
         {**TE, "fp8_recipe": "mxfp8"},
         LOCAL,
@@ -81,13 +92,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"non_persistent_ckpt_type": "local"}, "--odb needs --non-persistent-ckpt-type global: "),
     ({"gtp_weight_remat_size": 2}, "--odb needs --gtp-weight-remat-size 1: "),
     (
-        {**EXPERTS, "moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 2},
-        "--odb needs --moe-token-dispatcher-type alltoall: ",
+        {**MEETS, "moe_token_dispatcher_type": "allgather"},
+        "--odb needs --moe-token-dispatcher-type alltoall or flex: replicas' micro-batches differ "
+        "in size (--odb-pad-to budget gives all one)",
     ),
-    (
-        {**EXPERTS, "moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 2},
-        "--odb needs --moe-token-dispatcher-type alltoall: ",
-    ),
+    (HYBRID, "add --moe-hybridep-pad-uneven-dispatch-inputs, or --odb-pad-to budget"),
+    (NCCL, "ncclep sizes its buffers by the first micro-batch"),
+    ({**HYBRID, **BUDGET, "moe_expert_rank_capacity_factor": 2.0}, "--moe-expert-rank-capacity-"),
+    ({"tp_comm_overlap": True}, "--tp-comm-overlap has buffers for --seq-length 128 tokens"),
+    ({"tp_comm_overlap": True, **BUDGET, "odb_token_budget": 256}, "a budget of as many"),
+    ({"overlap_moe_expert_parallel_comm": True}, "its schedule routes without the padding mask"),
     *(({name: True}, f": drop --{name.replace('_', '-')}") for name in _OFF),
     ({"mock_data": True}, "real samples are trained: give --data-path: drop --mock-data"),
     ({"transformer_impl": "inference_optimized"}, "use --transformer-impl local or transf"),
@@ -115,6 +129,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({**LOCAL, "cuda_graph_modules": ["full_iteration"]}, "replays a whole step"),
     ({"cuda_graph_impl": "local"}, "add --odb-pad-to budget"),
     ({**LOCAL, "apply_rope_fusion": False}, "drop --no-rope-fusion"),
+    ({**LOCAL, "attention_backend": SimpleNamespace(name="unfused")}, "reads lengths on the host"),
     (GRAPHS, "leave attention out with --cuda-graph-modules mlp"),
     ({**GRAPHS, "cuda_graph_modules": ["mlp", "attn"]}, "leave attention out"),
     ({**GRAPHS, **MLP, "odb_token_budget": 256}, "captures --seq-length 128 tokens, and"),
@@ -181,8 +196,7 @@ def test_what_nobody_asked_for_is_set() -> None:
     said = set_needs(args, DEFAULTS)
     assert said == "--calculate-per-token-loss --micro-batch-size 1 --eval-micro-batch-size 1"
     assert args == argparse.Namespace(**GOOD, moe_token_dispatcher_type="allgather")
-    meets = {**GOOD, **EXPERTS, "expert_model_parallel_size": 2}
-    args = argparse.Namespace(**meets, moe_token_dispatcher_type=None)
+    args = argparse.Namespace(**{**GOOD, **MEETS}, moe_token_dispatcher_type=None)
     assert set_needs(args, {"moe_token_dispatcher_type": "allgather"}) == (
         "--moe-token-dispatcher-type alltoall"
     )

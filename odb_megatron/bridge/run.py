@@ -27,6 +27,7 @@ from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.checkpoint import restore
 from odb_megatron.megatron.config import OdbConfig
+from odb_megatron.megatron.forward_step import pinned
 from odb_megatron.megatron.hooks import Hooks
 from odb_megatron.megatron.replica import ReplicaData
 from odb_megatron.megatron.run import OdbRun
@@ -227,9 +228,12 @@ def as_batch(item: MicroBatchLayout) -> dict[str, Any]:
     offsets = item.cu_seqlens_padded
     offsets = torch.cat([offsets[:1], offsets[1:][offsets.diff() > 0]])
     longest = torch.tensor(1 << (item.max_seqlen - 1).bit_length(), dtype=torch.int32)
+    tokens = {name: getattr(item, name) for name in names} if has_tokens else {}
+    _, locked = pinned({**tokens, "offsets": offsets})
+    offsets = locked.pop("offsets")
     batch = {
-        **{name: getattr(item, name) if has_tokens else None for name in names},
-        "attention_mask": None,
+        **dict.fromkeys((*names, "attention_mask")),
+        **locked,
         "cu_seqlens_q": offsets,
         "cu_seqlens_kv": offsets,
         "max_seqlen_q": longest,

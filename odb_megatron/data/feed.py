@@ -15,11 +15,10 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from odb_megatron.comm.heartbeat import Deadline
@@ -131,7 +130,6 @@ class _Pass:
         self._made: deque[_Step | BaseException] = deque()
         self._over: BaseException | None = None
         self._closing = threading.Event()
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._thread = threading.Thread(target=self._run, name="the step queue", daemon=True)
 
     @property
@@ -186,9 +184,6 @@ class _Pass:
             if self._closing.is_set():
                 break
             try:
-                if self._device is not None:
-                    # A new thread would take up memory on the first device.
-                    torch.cuda.set_device(self._device)
                 found = self._make() or StopIteration()
             except BaseException as error:
                 found = error
@@ -225,8 +220,6 @@ class _Pass:
             size, rank = self._part.size, self._part.rank
             for item in decode_step(metadata, payload, pixels):
                 items.append(slice_micro_batch(item, size=size, rank=rank))
-        if self._device is not None:
-            items = list(map(_pinned, items))
         after = (channel.num_collectives, channel.num_bytes) if channel else (0, 0)
         return _Step(
             header=StepHeader(
@@ -241,7 +234,7 @@ class _Pass:
                 bytes_delivered=after[1] - before[1],
             ),
             progress=progress,
-            num_bytes=sum(one.nbytes for item in items for one in _tensors(item).values()),
+            num_bytes=sum(map(_num_bytes, items)),
         )
 
     def _send(
@@ -299,15 +292,9 @@ class _Pass:
                 self._channel.header(encode_header(ending))
 
 
-def _pinned(item: MicroBatchLayout) -> MicroBatchLayout:
-    """Return it in page-locked memory, which the device copies from without waiting."""
-    pinned: dict[str, Any] = {name: value.pin_memory() for name, value in _tensors(item).items()}
-    return replace(item, **pinned)
-
-
-def _tensors(item: MicroBatchLayout) -> dict[str, Tensor]:
-    values = {field.name: getattr(item, field.name) for field in fields(item)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+def _num_bytes(item: MicroBatchLayout) -> int:
+    values = (getattr(item, field.name) for field in fields(item))
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 _feeds: weakref.WeakSet[StepFeed] = weakref.WeakSet()

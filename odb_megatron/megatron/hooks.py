@@ -17,6 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from odb_megatron.data.feed import StepHeader
 from odb_megatron.megatron.versions import SUPPORTED, megatron_version
 from odb_megatron.plan.record import StepTotals
@@ -86,6 +89,12 @@ CORRECTED = {
             "MoEAuxLossAutoScaler.set_loss_scale",
             "divides routers' losses, which weigh tokens, by a step's loss weights, which need not "
             "be numbers of tokens",
+        ),
+        Name(
+            "megatron.core.models.common.embeddings.rope_utils",
+            "_apply_rotary_pos_emb_thd",
+            "without a fused kernel: reads the lengths on the host and rotates samples one by one, "
+            "in every layer (rope_utils.py 219 to 266, 0.19.2)",
         ),
         Name(
             "megatron.core.datasets.utils",
@@ -179,6 +188,7 @@ class Hooks(Replacements):
         if not self._packed:
             return
         self._replace("save_checkpoint", self._wrap_save_checkpoint)
+        self.replace(CORRECTED["_apply_rotary_pos_emb_thd"], _rotated_at_once)
         if self._has_experts:
             for name, wrap in _ROUTERS.items():
                 self.replace(CORRECTED[name], wrap)
@@ -310,6 +320,32 @@ _ROUTERS = {
     "TopKRouter._apply_expert_bias": _apply_expert_bias,
     "get_tokens_per_expert_and_token_count": _count_tokens,
 }
+
+
+def _rotated_at_once(_original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    def rotate(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, **options: Any) -> Tensor:
+        group = options.pop("cp_group")
+        options.pop("max_seqlen", None)  # of main
+        size, rank = group.size(), group.rank()
+        starts = cu_seqlens // size
+        place = torch.arange(t.size(0), device=t.device, dtype=starts.dtype)
+        sample = torch.searchsorted(starts, place, right=True) - 1
+        place = place - starts[sample]
+        if (
+            size > 1
+        ):  # of a sample's 2 * size chunks this rank has the one at `rank`, and its mirror
+            chunk = (starts[sample + 1] - starts[sample]) // 2
+            place = place + chunk * torch.where(place < chunk, rank, 2 * size - 2 - rank)
+        if freqs.size(0) == t.size(0) * size:  # of every place of the pack
+            place = place + cu_seqlens[sample]
+        rotated: Tensor = rope_utils._apply_rotary_pos_emb_bshd(
+            t.unsqueeze(1), freqs[place], **options
+        )
+        return rotated.squeeze(1)
+
+    return rotate
 
 
 def _compiled_once(original: Callable[[], Any]) -> Callable[[], Any]:

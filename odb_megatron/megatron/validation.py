@@ -32,7 +32,9 @@ def _has_experts(args: argparse.Namespace) -> bool:
 
 def _moves_micro_batches(args: argparse.Namespace) -> bool:
     """Whether experts meet in micro-batches of different sizes, those of several replicas."""
-    return _has_experts(args) and (getattr(args, "expert_model_parallel_size", None) or 1) > 1
+    has_one_shape = getattr(args, "odb_pad_to", None) in ("budget", ["budget"])
+    shares = _has_experts(args) and (getattr(args, "expert_model_parallel_size", None) or 1) > 1
+    return shares and not has_one_shape
 
 
 class Need(NamedTuple):
@@ -46,14 +48,14 @@ class Need(NamedTuple):
 
 
 _LOSS = "without it the loss is averaged per micro-batch first: it depends on the packing"
-_SIZES = "micro-batches have different sizes on different replicas"
+_SIZES = "replicas' micro-batches differ in size ({odb_pad_to} budget gives all one)"
 _ORDER = "the data loader is its own, and takes the order of the samples from this"
 
 NEEDS = (
     Need("calculate_per_token_loss", (True,), _LOSS),
     Need("micro_batch_size", (1,), "a packed micro-batch is one row of many samples"),
     Need("eval_micro_batch_size", (1,), "evaluations are packed too"),
-    Need("moe_token_dispatcher_type", ("alltoall",), _SIZES, _moves_micro_batches),
+    Need("moe_token_dispatcher_type", ("alltoall", "flex"), _SIZES, _moves_micro_batches),
     Need("dataloader_type", ("single", "cyclic"), _ORDER, is_set=False),
     Need("non_persistent_ckpt_type", ("global",), "all nodes read its data state", is_set=False),
     Need("gtp_weight_remat_size", (1,), "it does not know this axis", is_set=False),
@@ -84,7 +86,8 @@ _OFF = {
     ),
     **dict.fromkeys(
         ("use_megatron_fsdp", "use_torch_fsdp2"),
-        "FSDP is not in this version; use {use_distributed_optimizer}",
+        "FSDP is not in this version (it has not been run: no test without CUDA can); use "
+        "{use_distributed_optimizer}",
     ),
     "decrease_batch_size_if_needed": "the batch size stays",
     "override_ckpt_iteration": "it would count other samples than the checkpoint's own iteration; "
@@ -94,7 +97,8 @@ _OFF = {
     "perform_rl_step": "rollouts are not batched",
     "inprocess_restart": "it leaves groups and threads; a restarted job goes on from a checkpoint",
     "logits_load_dir": "a teacher's saved logits are not read",
-    "overlap_moe_expert_parallel_comm": "it needs schedule plans",
+    "overlap_moe_expert_parallel_comm": "its schedule routes without the padding mask "
+    "(models/gpt/fine_grained_callables.py 130, 0.19.2): padding would count in routers' losses",
     "ddp_average_in_collective": "gradients are divided by the loss tokens of all replicas",
     "fp4": "not in this version; use {fp8} or {bf16}",
 }
@@ -197,11 +201,29 @@ def _layer_texts(args: argparse.Namespace) -> Iterator[str]:
             "mask, and {odb} has padding and idle micro-batches: use aux_loss, seq_aux_loss, "
             "global_aux_loss or none"
         )
-    if has_experts and getattr(args, "moe_expert_capacity_factor", None) is not None:
-        yield (
-            "{moe_expert_capacity_factor} drops tokens by what else is in a micro-batch, so with "
-            "{odb} the loss would depend on how samples are packed: drop it"
-        )
+    backend = ""
+    if getattr(args, "moe_token_dispatcher_type", None) == "flex":
+        backend = getattr(args, "moe_flex_dispatcher_backend", "deepep")
+    for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
+        # NCCL's experts end the run where a rank's capacity is passed; the others drop tokens.
+        if getattr(args, name, None) is not None and has_experts and backend != "ncclep":
+            yield (
+                f"{{{name}}} drops tokens by what else is in a micro-batch, so with {{odb}} the "
+                "loss would depend on how samples are packed: drop it"
+            )
+    if _moves_micro_batches(args):
+        evens_out = getattr(args, "moe_hybridep_pad_uneven_dispatch_inputs", False)
+        if backend == "hybridep" and not evens_out:
+            yield (
+                "{moe_flex_dispatcher_backend} hybridep takes equal token counts "
+                "(token_dispatcher.py 1055, 0.19.2), and micro-batches differ in size: "
+                "add {moe_hybridep_pad_uneven_dispatch_inputs}, or {odb_pad_to} budget"
+            )
+        if backend == "ncclep":
+            yield (
+                "{moe_flex_dispatcher_backend} ncclep sizes its buffers by the first micro-batch "
+                "(token_dispatcher.py `_ensure_bootstrap`, 0.19.2): add {odb_pad_to} budget"
+            )
     if predicts and (getattr(args, "context_parallel_size", None) or 1) > 1:
         yield (
             "multi-token prediction of packed samples is not exact under context parallelism "
@@ -257,7 +279,14 @@ def _graphed_modules(args: argparse.Namespace) -> tuple[str, ...]:
 def _graph_texts(
     args: argparse.Namespace, config: OdbConfig, values: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield which CUDA graphs do not fit packed micro-batches."""
+    """Yield which CUDA graphs and buffers do not fit packed micro-batches."""
+    has_length = config.pads_to_budget and values["captured"] == values["length"]
+    if getattr(args, "tp_comm_overlap", False) and not has_length:
+        yield (
+            "{tp_comm_overlap} has buffers for {seq_length} {length} tokens (initialize.py 211, "
+            "0.19.2), and {odb} makes micro-batches of varying size: add {odb_pad_to} budget with "
+            "a budget of as many, or drop {tp_comm_overlap}"
+        )
     kind, modules = getattr(args, "cuda_graph_impl", None) or "none", _graphed_modules(args)
     has_attention = not modules or "attn" in modules
     rope = getattr(args, "position_embedding_type", "rope") in ("rope", "yarn")
@@ -276,9 +305,16 @@ def _graph_texts(
     elif kind == "local":
         if has_attention and rope and not getattr(args, "apply_rope_fusion", False):
             yield (
-                "{cuda_graph_impl} local captures attention, and without fusion rotary embeddings "
-                "of packed samples wait for the device (rope_utils.py 219, 0.19.2): drop "
+                "{cuda_graph_impl} local captures attention with lengths of 0, by which rotary "
+                "embeddings without fusion find no positions (cuda_graphs.py 274, 0.19.2): drop "
                 "{no_rope_fusion}, or leave attention out with {cuda_graph_modules} mlp"
+            )
+        backend = getattr(getattr(args, "attention_backend", None), "name", "")
+        if has_attention and backend == "unfused" and args.transformer_impl == "local":
+            yield (
+                "{attention_backend} unfused reads lengths on the host, which {cuda_graph_impl} "
+                "local cannot capture: use {attention_backend} flash, or leave attention out with "
+                "{cuda_graph_modules} mlp"
             )
     else:
         use_local = "or use {cuda_graph_impl} local"
