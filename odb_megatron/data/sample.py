@@ -183,7 +183,7 @@ class BadRecords:
     def note(self, skipped: Skipped) -> None:
         """Keep the message of one of this replica's first bad records."""
         if skipped.reason is SkipReason.BAD_RECORD and len(self._first) < _MAX_NAMED:
-            self._first.append(skipped.message.partition("\n")[0])
+            self._first.append(skipped.message.partition("\n")[0].partition(BAD_RECORD_HINT)[0])
 
     def add_up(self, totals: StepTotals) -> None:
         """Count the bad records of a planned step.
