@@ -117,20 +117,6 @@ def test_the_nearest_of_a_few_sizes() -> None:
     assert all(_shapes(item) == by_size[item.tokens.shape[1]] for item in items)
 
 
-@pytest.mark.slow
-@pytest.mark.megatron
-def test_losses_over_a_hundred_steps(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
-    """The acceptance: as without padding within 1e-5, and one shape."""
-    flags = ("--odb", "--train-samples", 808, "--lr", "1e-4", "--min-lr", "1e-5", *data_flags)
-    plain = megatron.train(*flags, replicas=1)
-    fixed = megatron.train(*flags, "--odb-pad-to", "budget", replicas=1)
-    assert len(fixed.steps) >= 100
-    assert [step.all_ids for step in fixed.steps] == [step.all_ids for step in plain.steps]
-    assert fixed.losses == pytest.approx(plain.losses, abs=1e-5)
-    assert fixed.steps[-1].record["num_shapes"] == 1
-    assert plain.steps[-1].record["num_shapes"] > 10
-
-
 @pytest.mark.megatron
 def test_buckets_are_counted(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
     """Of both replicas, in each step and in the summary."""

@@ -173,7 +173,7 @@ class TestBlocks:
         )
         rng = None if ordered else random.Random(7)
         tally = run_world(made, rng=rng)
-        assert (tally.num_violations, tally.several_blocks) == (0, 1)
+        assert (tally.num_violations, tally["several_blocks"]) == (0, 1)
 
     def test_a_block_that_needs_fewer_micro_batches_makes_as_many(self) -> None:
         lengths = [60 if at % 4 < 2 else 1 for at in range(16)]
