@@ -1,4 +1,4 @@
-"""Checks the protocol's model with SPIN: worlds without error, broken rules that must be noticed.
+"""Checks the protocol's models with SPIN: worlds without error, broken rules that must be noticed.
 
 Standard library only; what ties the model to the code is tests/test_verification.py. Exit status
 0: every check came out as it must.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 __all__ = ["Check", "CheckError", "Outcome", "all_checks", "find_tools", "main", "run"]
 
-MODEL = Path(__file__).resolve().parent / "odb.pml"
+FOLDER = Path(__file__).resolve().parent
 MEMORY_MIB = 1800
 """Most memory of one verifier; two run at a time."""
 
@@ -49,6 +49,7 @@ class Check:
         expected: part of the violation that must be found; empty when there must be none.
         liveness: check that every run ends (`<> done`) instead of deadlock.
         quick: belongs to the short selection.
+        model: file of the model.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Check:
     expected: str = ""
     liveness: bool = False
     quick: bool = False
+    model: str = "odb.pml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +84,8 @@ class Outcome:
 
 
 def all_checks() -> list[Check]:
-    """Return worlds, then mutations, then the cases that must occur."""
-    return [*_worlds(), *_mutations(), *_cases()]
+    """Return worlds, then mutations, then the cases that must occur; then shared micro-batches."""
+    return [*_worlds(), *_mutations(), *_cases(), *_sharing()]
 
 
 def find_tools() -> tuple[str, str]:
@@ -112,7 +114,7 @@ def run(check: Check, *, spin: str, compiler: str) -> Outcome:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="odb-spin-") as name:
         folder = Path(name)
-        command = [spin, *(f"-D{macro}" for macro in check.macros), "-a", str(MODEL)]
+        command = [spin, *(f"-D{macro}" for macro in check.macros), "-a", str(FOLDER / check.model)]
         text = _output(command, folder=folder, timeout_s=60)
         if not (folder / "pan.c").exists() or "Error" in text:
             raise CheckError(f"spin cannot read the model of '{check.name}':\n{text}")
@@ -306,6 +308,29 @@ def _cases() -> list[Check]:
             expected="assertion violated",
         )
         for name, macros in table
+    ]
+
+
+def _sharing() -> list[Check]:
+    table = (
+        ("REPLICAS=4 M=2", ""),
+        ("REPLICAS=2 STAGES=2 M=3", ""),
+        ("REPLICAS=2 STAGES=3 M=2", ""),
+        ("MUTATE=OTHER_ORDER", "doing"),
+        ("MUTATE=OTHER_COUNT", DEADLOCK),
+        ("MUTATE=NOT_ALIGNED", DEADLOCK),
+        ("MUTATE=LARGEST_FIRST", DEADLOCK),
+        ("MUTATE=GROUP_OF_OWN", DEADLOCK),
+    )
+    return [
+        Check(
+            name=f"sharing {macros}",
+            macros=tuple(macros.split()),
+            expected=expected,
+            quick=True,
+            model="sharing.pml",
+        )
+        for macros, expected in table
     ]
 
 
