@@ -65,7 +65,7 @@ typecheck: venv ## mypy --strict
 verify: venv ## check the protocol's model with SPIN (ARGS="--quick --json OUT")
 	$(PYTHON) verification/run.py $(ARGS)
 
-bench: venv ## every figure of the docs beside its goal: build/bench/bench.json, index.html (ARGS="--only planner --full")
+bench: venv ## every figure of the docs beside its goal: build/bench/bench.json (ARGS="--only planner --full")
 	$(PYTHON) benchmarks/bench.py $(ARGS)
 
 docs: venv ## build the documentation's site in build/docs, warnings are errors (no network)

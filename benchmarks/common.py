@@ -1,7 +1,6 @@
 """What benchmarks share: flags, data, real training runs in processes of their own, intervals.
 
-Imports neither torch nor Megatron: each run pays for its own start, and nothing of one run lives on
-in the next.
+Imports neither torch nor Megatron, which are the runs' own.
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from odb_megatron.command import whole
 from odb_megatron.report.steps import StepRecord, read_run
@@ -28,15 +29,16 @@ from odb_megatron.report.steps import StepRecord, read_run
 if TYPE_CHECKING:
     from odb_megatron.data.stream import SampleStream
 
-__all__ = ["ROOT", "ChatData", "Launch", "MissingDataError", "ModelSize", "TrainingRun"]
+__all__ = ["ROOT", "ChatData", "MissingDataError", "ModelSize", "Steps", "TrainingRun"]
 __all__ += ["chat_stream", "data_flags", "data_name", "mean_length", "output_file", "parser_of"]
 __all__ += ["prepare", "rate_ratio_interval", "ratio_interval", "read_steps", "run_batch"]
-__all__ += ["run_training", "sample_ids", "timed_rate", "whole", "write_json"]
+__all__ += ["run_training", "sample_ids", "whole", "write_json"]
+
+Steps = Sequence[Sequence[StepRecord]]
+"""Step records, `[replica][step]`."""
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLE_SCRIPT = ROOT / "examples" / "pretrain_gpt_odb.py"
 CACHE = ROOT / ".cache"
-NUM_WARM_UP_STEPS = 2
 
 # --- flags and results -----------------------------------------------------------------------
 
@@ -95,18 +97,11 @@ class MissingDataError(RuntimeError):
     """The files a data set is made of are not on this machine."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatData:
+class ChatData(NamedTuple):
     """A chat file and the tokenizer trained on it."""
 
     path: Path
     tokenizer: Path
-
-
-@cache
-def example() -> Mapping[str, Any]:
-    """Return the names of `examples/train_chat.py`."""
-    return runpy.run_path(str(ROOT / "examples" / "train_chat.py"))
 
 
 def prepare(name: str) -> ChatData:
@@ -115,13 +110,14 @@ def prepare(name: str) -> ChatData:
     Raises:
         MissingDataError: the chat mix's files are absent.
     """
+    example = runpy.run_path(str(ROOT / "examples" / "train_chat.py"))
     if name == "chitchat":
-        path: Path = example()["chitchat"](CACHE)
+        path: Path = example["chitchat"](CACHE)
     elif name == "chat-mix":
         path = _write_chat_mix()
     else:
         path = Path(name).resolve()
-    return ChatData(path=path, tokenizer=example()["tokenizer_for"](path, CACHE))
+    return ChatData(path, example["tokenizer_for"](path, CACHE))
 
 
 def chat_mix_folder() -> Path:
@@ -183,8 +179,6 @@ def mean_length(data: ChatData, *, seq_length: int) -> float:
 
 def chat_stream(data: ChatData, *, context: int, budget: int, num_samples: int) -> SampleStream:
     """Return a stream over the file; what does not fit is cut, bad records are skipped."""
-    import numpy as np
-
     from odb_megatron.data.chat import ChatRenderer
     from odb_megatron.data.order import PassOrder
     from odb_megatron.data.sample import SampleRules
@@ -242,39 +236,20 @@ class ModelSize:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """What to run: a pretrain script's flags, without `--odb-log-dir`, on so many replicas."""
-
-    name: str
-    flags: Sequence[str]
-    num_replicas: int
-    script: Path = EXAMPLE_SCRIPT
-    timeout_s: float = 900.0
-
-    def command(self, log_dir: str) -> list[str]:
-        """The command line."""
-        head = [*_launcher(self.num_replicas), str(self.script)]
-        return [*head, *self.flags, "--odb-log-dir", log_dir]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRun:
+class TrainingRun(NamedTuple):
     """What a finished run left.
 
     Attributes:
-        name: of the launch.
         command: the exact command line.
         wall_s: seconds from start to end of the processes.
         load_average: the machine's 1-minute load before the run started.
-        steps: step records, `[replica][step]`.
+        steps: step records.
     """
 
-    name: str
-    command: tuple[str, ...]
+    command: list[str]
     wall_s: float
     load_average: float
-    steps: tuple[tuple[StepRecord, ...], ...] = field(repr=False)
+    steps: Steps
 
 
 def data_flags(data: Path, tokenizer: Path, *, split: str = "100,0,0") -> list[str]:
@@ -283,22 +258,22 @@ def data_flags(data: Path, tokenizer: Path, *, split: str = "100,0,0") -> list[s
     return [*tokenizer_flags, str(tokenizer), "--data-path", str(data), "--split", split]
 
 
-def run_training(launch: Launch) -> TrainingRun:
-    """Run to the end and read the step logs.
+def run_training(
+    name: str, flags: Sequence[str], *, num_replicas: int, script: Path, timeout_s: float = 900.0
+) -> TrainingRun:
+    """Run a pretrain script to its end and read the step logs.
 
     Raises:
         RuntimeError: it failed or took too long; the end of its output is in the message.
     """
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="odb-bench-") as folder:
-        log_dir = os.path.join(folder, "log")
-        command = launch.command(log_dir)
-        wall_s = _run(command, f"the run {launch.name}", folder, timeout_s=launch.timeout_s)
-        steps = tuple(read_steps(log_dir, replica) for replica in range(launch.num_replicas))
-    print(f"  {launch.name}: {len(steps[0])} steps, {wall_s:.0f} s in all", flush=True)
-    return TrainingRun(
-        name=launch.name, command=tuple(command), wall_s=wall_s, load_average=load, steps=steps
-    )
+        log = os.path.join(folder, "log")
+        command = [*_launcher(num_replicas), str(script), *flags, "--odb-log-dir", log]
+        wall_s = _run(command, f"the run {name}", folder, timeout_s=timeout_s)
+        steps = [read_steps(log, replica) for replica in range(num_replicas)]
+    print(f"  {name}: {len(steps[0])} steps, {wall_s:.0f} s in all", flush=True)
+    return TrainingRun(command, wall_s, load, steps)
 
 
 def run_batch(
@@ -328,25 +303,12 @@ def read_steps(folder: str, replica: int) -> tuple[StepRecord, ...]:
     return tuple(step.records[replica] for step in read_run(folder).steps)
 
 
-def sample_ids(steps: Sequence[Sequence[StepRecord]]) -> list[list[str]]:
-    """Return the sorted sample ids of each step, over all replicas (`[replica][step]`)."""
+def sample_ids(steps: Steps) -> list[list[str]]:
+    """Return the sorted sample ids of each step, over all replicas."""
     return [
         sorted(name for record in records for ids in record.ids for name in ids)
         for records in zip(*steps, strict=True)
     ]
-
-
-def timed_rate(run: TrainingRun) -> tuple[float, float, int]:
-    """Return tokens per second behind the warm-up, the seconds, and the samples in them."""
-    timed = list(zip(*run.steps, strict=True))[NUM_WARM_UP_STEPS:]
-    seconds = sum(max(step.step_s for step in replicas) for replicas in timed)
-    tokens = sum(replicas[0].tokens for replicas in timed)
-    return tokens / seconds, seconds, sum(replicas[0].samples for replicas in timed)
-
-
-def environment() -> dict[str, str]:
-    """Return that of runs: one thread, and no GPU, which the CPU device layer would refuse."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _launcher(num_processes: int) -> list[str]:
@@ -357,23 +319,22 @@ def _launcher(num_processes: int) -> list[str]:
 def _run(command: Sequence[str], what: str, folder: str, *, timeout_s: float) -> float:
     """Run to the end, which the launcher passes on to its processes; return the seconds."""
     output, started = Path(folder) / "output.txt", time.perf_counter()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with output.open("wb") as file:
         process = subprocess.Popen(
-            command, env=environment(), stdout=file, stderr=subprocess.STDOUT, cwd=ROOT
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT
         )
-        problem = ""
         try:
-            if code := process.wait(timeout=timeout_s):
-                problem = f"ended with exit code {code}"
+            code = process.wait(timeout=timeout_s)
+            problem = f"ended with exit code {code}" if code else ""
         except subprocess.TimeoutExpired:
             problem = f"was ended after {timeout_s:.0f} s"
         finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(timeout=_GRACE_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+            process.terminate()  # nothing, if it has ended
+            try:
+                process.wait(timeout=_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
     if problem:
         printed = output.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         shown = "".join(printed[-_SHOWN_LINES:])
@@ -449,23 +410,20 @@ def rate_ratio_interval(
     Raises:
         ValueError: rounds that do not pair, none, or work or time that is not positive.
     """
-    values = [value for pair in (*over, *under) for value in pair]
-    if not over or len(over) != len(under) or min(values) <= 0:
+    if not over or len(over) != len(under) or np.min([over, under]) <= 0:
         raise ValueError(
             "work and time must be positive, of the same rounds and at least one; got "
             f"{list(over)} and {list(under)}"
         )
-
-    def log_ratio(left_out: int | None) -> float:
-        sums = [
-            sum(pair[part] for index, pair in enumerate(rounds) if index != left_out)
-            for rounds in (over, under)
-            for part in (0, 1)
-        ]
-        return math.log(sums[0] / sums[1] / (sums[2] / sums[3]))
-
-    count, whole_run = len(over), log_ratio(None)
+    table = np.column_stack((over, under))
+    total, count = table.sum(axis=0), len(over)
+    whole_run = float(_log_ratio(total))
     if count == 1:
         return Interval(mean=math.exp(whole_run))
-    pseudo = [count * whole_run - (count - 1) * log_ratio(index) for index in range(count)]
-    return _of_logs(pseudo, whole_run)
+    pseudo = count * whole_run - (count - 1) * _log_ratio(total - table)
+    return _of_logs(pseudo.tolist(), whole_run)
+
+
+def _log_ratio(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    found: npt.NDArray[np.float64] = np.log(sums) @ (1.0, -1.0, -1.0, 1.0)
+    return found

@@ -14,73 +14,42 @@ sleep of 50 ms per step. Two measurements:
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
 import os
 import statistics
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import prepare
+from common import ChatData, chat_stream, parser_of, prepare, write_json
 
 from odb_megatron.comm.groups import SourceGroup
-from odb_megatron.data.chat import ChatRenderer
-from odb_megatron.data.feed import StepFeed, StepHeader
-from odb_megatron.data.order import PassOrder
-from odb_megatron.data.sample import Sample, SampleRules
-from odb_megatron.data.sources import ChatSource
+from odb_megatron.data.feed import StepFeed
+from odb_megatron.data.sample import Sample
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.stream import SampleStream, SourcePart
-from odb_megatron.data.thd import MicroBatch, assemble
-from odb_megatron.data.tokenizer import load_tokenizer
+from odb_megatron.data.stream import SampleStream
+from odb_megatron.data.thd import MicroBatch
+from odb_megatron.data.wire import StepHeader, assemble
 from odb_megatron.plan.cost import CostModel
-from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.plan.record import PlanConfig
 from odb_megatron.testing.gloo import run_replicas
 from odb_megatron.testing.replicas import thread_channels
 
-CONTEXT = 4096
-BUDGET = 8192
+try:
+    import odb as reference
+except ImportError:
+    reference = None
+
+CONTEXT, BUDGET = 4096, 8192
+WARM_UP, STEP_S = 10, 0.05
 CLOSE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What is measured.
-
-    Attributes:
-        path: chat file.
-        tokenizer: its tokenizer's folder.
-        replicas: processes of the first measurement.
-        workers: worker processes of each replica.
-        share: samples per replica and step.
-        steps: steps timed.
-        warm_up: steps before them.
-        step_s: seconds the trainer takes for a step.
-        plan_ahead: see `StepFeed`.
-    """
-
-    path: str
-    tokenizer: str
-    replicas: int
-    workers: int
-    share: int
-    steps: int
-    warm_up: int
-    step_s: float
-    plan_ahead: int
 
 
 def main() -> None:
     """Measure both, print and write them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json", type=Path, required=True, metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--data", default="chitchat", help="chitchat, chat-mix, or a JSON file")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--workers", type=int, default=1, help="of each replica")
@@ -92,36 +61,59 @@ def main() -> None:
     parser.add_argument("--plan-ahead", type=int, default=2)
     args = parser.parse_args()
     data = prepare(args.data)
-    setting = Setting(
-        path=str(data.path),
-        tokenizer=str(data.tokenizer),
-        replicas=args.replicas,
-        workers=args.workers,
-        share=args.share,
-        steps=args.steps,
-        warm_up=10,
-        step_s=0.05,
-        plan_ahead=args.plan_ahead,
+    setting = {name: value for name, value in vars(args).items() if name != "json"}
+    result: dict[str, Any] = {"setting": setting, "sample_ms": sample_ms(data)}
+    found = run_replicas(train, args.replicas, data, args, timeout_s=600.0)
+    worst = max(found, key=lambda one: one["wait_fraction"])
+    slowest = max(one["worst_step_wait_us"] for one in found)
+    result |= {**worst, "worst_step_wait_us": slowest, "by_replica": found}
+    print(
+        f"wait {result['wait_fraction']:.3%} of {result['step_ms']:.1f} ms steps; next(): median "
+        f"{result['p50_next_us']:.0f} µs, p99 {result['p99_next_us']:.0f} µs; worst step waited "
+        f"{slowest:.0f} µs ({result['sample_ms']:.2f} ms of processor time per sample)",
+        flush=True,
     )
-    result: dict[str, Any] = {"setting": asdict(setting), "sample_ms": sample_ms(setting)}
-    result |= measure_wait(setting)
-    print(_wait_line(result), flush=True)
-    larger = replace(setting, share=args.batch)
-    result |= measure_throughput(larger, repeats=args.repeats, num_samples=args.samples)
-    print(_throughput_line(result), flush=True)
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result |= measure_throughput(data, args)
+    print(
+        *(f"{name} {value}" for name, value in result.items() if "per_s" in name or "rel" in name)
+    )
+    write_json(args.json, result)
+
+
+def sample_ms(data: ChatData) -> float:
+    """Milliseconds to read, template and tokenize a sample, in one process."""
+    stream = stream_of(data, num_samples=300)
+    for position in range(50):
+        stream.fetch(position)
+    started = time.process_time()
+    for position in range(50, 300):
+        stream.fetch(position)
+    return 1e3 * (time.process_time() - started) / 250
+
+
+def stream_of(data: ChatData, *, num_samples: int) -> SampleStream:
+    """Return the first samples of a random order."""
+    return chat_stream(data, context=CONTEXT, budget=BUDGET, num_samples=num_samples)
+
+
+def feed_of(
+    data: ChatData, args: argparse.Namespace, channel: Any, *, share: int, num_samples: int
+) -> StepFeed:
+    """Return one replica's feed."""
+    stream = stream_of(data, num_samples=num_samples)
+    config = PlanConfig(
+        total=num_samples,
+        global_batch_size=share * channel.num_replicas,
+        num_replicas=channel.num_replicas,
+        token_budget=BUDGET,
+        cost=CostModel.from_ratios(quadratic=1 / 8192, fixed_tokens=400),
+        data=stream.fingerprint(),
+    )
+    loader = StepLoader(stream, config, channel=channel, num_workers=args.workers)
+    return StepFeed(loader, plan_ahead=args.plan_ahead)
 
 
 # --- wait ------------------------------------------------------------------------------------
-
-
-def measure_wait(setting: Setting) -> dict[str, Any]:
-    """Return how long trainers waited, of the replica where it was longest."""
-    found = run_replicas(_train, setting.replicas, setting, timeout_s=600.0)
-    worst = max(found, key=lambda one: one["wait_fraction"])
-    slowest = max(one["worst_step_wait_us"] for one in found)
-    return {**worst, "worst_step_wait_us": slowest, "by_replica": found}
 
 
 def wait_figures(next_us: Sequence[Sequence[float]], total_s: float) -> dict[str, Any]:
@@ -144,29 +136,28 @@ def wait_figures(next_us: Sequence[Sequence[float]], total_s: float) -> dict[str
     }
 
 
-def _train(rank: int, setting: Setting) -> dict[str, Any]:
+def train(_rank: int, data: ChatData, args: argparse.Namespace) -> dict[str, Any]:
     """Take steps as a trainer would; runs in one process per replica."""
-    del rank
-    replicas = list(range(setting.replicas))
-    group = SourceGroup(replicas, name="train", timeout_s=120.0)
-    steps = setting.warm_up + setting.steps
-    feed = _feed(setting, group, num_samples=2 * steps * setting.share * setting.replicas)
+    group = SourceGroup(range(args.replicas), name="train", timeout_s=120.0)
+    steps = WARM_UP + args.steps
+    num_samples = 2 * steps * args.share * args.replicas
+    feed = feed_of(data, args, group, share=args.share, num_samples=num_samples)
     next_us: list[list[float]] = []
     queue_bytes, starts = 0, 0.0
     (iterator,) = feed.iterators
     try:
         for step in range(steps):
-            if step == setting.warm_up:
+            if step == WARM_UP:
                 starts = time.perf_counter()
-            times = [_timed(iterator)]
-            header = times[0][0]
+            header, took = _timed(iterator)
             assert isinstance(header, StepHeader), "the run is long enough"
+            times = [took]
             for _ in range(header.totals.num_micro_batches):
-                times.append(_timed(iterator))
-                time.sleep(setting.step_s / header.totals.num_micro_batches)
-            if step >= setting.warm_up:
-                next_us.append([us for _, us in times])
-            queue_bytes = max(queue_bytes, feed.delivered.queue_bytes)
+                times.append(_timed(iterator)[1])
+                time.sleep(STEP_S / header.totals.num_micro_batches)
+            if step >= WARM_UP:
+                next_us.append(times)
+            queue_bytes = max(queue_bytes, feed.delivered["queue_bytes"])
         figures = wait_figures(next_us, time.perf_counter() - starts)
     finally:
         feed.close(timeout_s=CLOSE_S)
@@ -182,96 +173,80 @@ def _timed(iterator: Iterator[Any]) -> tuple[Any, float]:
 # --- throughput ------------------------------------------------------------------------------
 
 
-def measure_throughput(setting: Setting, *, repeats: int, num_samples: int) -> dict[str, Any]:
+def measure_throughput(data: ChatData, args: argparse.Namespace) -> dict[str, Any]:
     """Return samples per second of the whole path and of what it is compared with."""
     ways = {"whole_path": whole_path, "dataloader": plain_dataloader}
-    if _reference() is not None:
+    if reference is not None:
         ways["online_dynamic_batching"] = online_dynamic_batching
     rates: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(repeats):
+    for repeat in range(args.repeats):
         order = list(ways.items())
         for name, way in order if repeat % 2 else reversed(order):
-            rates[name].append(way(setting, num_samples=num_samples))
-    ratios = {
-        name: [ours / theirs for ours, theirs in zip(rates["whole_path"], rates[name], strict=True)]
-        for name in ways
-        if name != "whole_path"
-    }
+            rates[name].append(way(data, args))
     result: dict[str, Any] = {
         "samples_per_s": {name: statistics.median(found) for name, found in rates.items()},
         "samples_per_s_repeats": rates,
     }
+    ours = rates.pop("whole_path")
     return result | {
-        f"relative_to_{name}": statistics.median(found) for name, found in ratios.items()
+        f"relative_to_{name}": statistics.median(map(float.__truediv__, ours, theirs))
+        for name, theirs in rates.items()
     }
 
 
-def whole_path(setting: Setting, *, num_samples: int) -> float:
+def whole_path(data: ChatData, args: argparse.Namespace) -> float:
     """Take steps of one replica as fast as they come."""
-    feed = _feed(setting, thread_channels(1)[0], num_samples=2 * num_samples)
+    (channel,) = thread_channels(1)
+    feed = feed_of(data, args, channel, share=args.batch, num_samples=2 * args.samples)
     (iterator,) = feed.iterators
     try:
-        counts = (len(item.positions) for item in iterator if isinstance(item, MicroBatch))
-        return _rate(counts, num_samples=num_samples, warm_up=4 * setting.share)
+        return _rate(
+            (len(item.positions) for item in iterator if isinstance(item, MicroBatch)), args
+        )
     finally:
         feed.close(timeout_s=CLOSE_S)
 
 
-def plain_dataloader(setting: Setting, *, num_samples: int) -> float:
+def plain_dataloader(data: ChatData, args: argparse.Namespace) -> float:
     """Take batches of as many samples as one of our micro-batches has, collated by workers."""
-    per_batch = _per_micro_batch(_stream(setting, num_samples=200))
-    stream = _stream(setting, num_samples=2 * (num_samples + per_batch))
+    items = map(stream_of(data, num_samples=200).fetch, range(200))
+    mean = statistics.mean(len(item) for item in items if isinstance(item, Sample))
+    per_batch = max(1, round(BUDGET / mean))
     loader = torch.utils.data.DataLoader(
-        _Samples(stream),
+        _Samples(stream_of(data, num_samples=2 * (args.samples + per_batch))),
         batch_size=per_batch,
-        num_workers=setting.workers,
+        num_workers=args.workers,
         collate_fn=_collate,
         multiprocessing_context="forkserver",
     )
-    counts = (len(item.positions) for item in loader)
-    return _rate(counts, num_samples=num_samples, warm_up=4 * setting.share)
+    return _rate((len(item.positions) for item in loader), args)
 
 
-def online_dynamic_batching(setting: Setting, *, num_samples: int) -> float:
+def online_dynamic_batching(data: ChatData, args: argparse.Namespace) -> float:
     """Take the package's batches; its look-ahead is its default."""
-    odb = _reference()
-    stream = _stream(setting, num_samples=2 * num_samples)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loader = odb.ODBDataLoader(
-            _Tensors(stream),
+        loader = reference.ODBDataLoader(
+            _Tensors(stream_of(data, num_samples=2 * args.samples)),
             token_budget=BUDGET,
             batch_size=1,
             shuffle=False,
-            num_workers=setting.workers,
+            num_workers=args.workers,
             prefetch_factor=64,
             collate_fn=_padded,
         )
-        counts = (len(batch["input_ids"]) for batch in loader)
-        return _rate(counts, num_samples=num_samples, warm_up=4 * setting.share)
+        return _rate((len(batch["input_ids"]) for batch in loader), args)
 
 
-def _rate(counts: Iterator[int], *, num_samples: int, warm_up: int) -> float:
-    """Samples per second between the first `warm_up` samples and the rest."""
+def _rate(counts: Iterator[int], args: argparse.Namespace) -> float:
+    """Samples per second, once those of four steps have come."""
     taken = 0
-    while taken < warm_up:
+    while taken < 4 * args.batch:
         taken += next(counts)
     started, before = time.perf_counter(), taken
-    while taken - before < num_samples:
+    while taken - before < args.samples:
         taken += next(counts)
     return (taken - before) / (time.perf_counter() - started)
-
-
-def _per_micro_batch(stream: SampleStream) -> int:
-    lengths = [len(item) for item in map(stream.fetch, range(200)) if isinstance(item, Sample)]
-    return max(1, round(BUDGET / statistics.mean(lengths)))
-
-
-def _reference() -> Any:
-    try:
-        return importlib.import_module("odb")
-    except ImportError:
-        return None
 
 
 class _Samples(torch.utils.data.Dataset[Any]):
@@ -314,67 +289,6 @@ def _padded(items: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
         name: torch.nn.utils.rnn.pad_sequence([item[name] for item in items], batch_first=True)
         for name in names
     }
-
-
-# --- both ------------------------------------------------------------------------------------
-
-
-def sample_ms(setting: Setting) -> float:
-    """Milliseconds to read, template and tokenize a sample, in one process."""
-    stream = _stream(setting, num_samples=300)
-    for position in range(50):
-        stream.fetch(position)
-    started = time.process_time()
-    for position in range(50, 300):
-        stream.fetch(position)
-    return 1e3 * (time.process_time() - started) / 250
-
-
-def _feed(setting: Setting, channel: Any, *, num_samples: int) -> StepFeed:
-    stream = _stream(setting, num_samples=num_samples)
-    config = PlanConfig(
-        total=num_samples,
-        global_batch_size=setting.share * channel.num_replicas,
-        num_replicas=channel.num_replicas,
-        token_budget=BUDGET,
-        cost=CostModel.from_ratios(quadratic=1 / 8192, fixed_tokens=400),
-        data=stream.fingerprint(),
-    )
-    loader = StepLoader(stream, config, channel=channel, num_workers=setting.workers)
-    return StepFeed(loader, plan_ahead=setting.plan_ahead)
-
-
-def _stream(setting: Setting, *, num_samples: int) -> SampleStream:
-    rules = SampleRules(
-        context=CONTEXT,
-        token_budget=BUDGET,
-        multiple=1,
-        overlong=OverlongPolicy.TRUNCATE,
-        skip_bad=True,
-    )
-    renderer = ChatRenderer(load_tokenizer(setting.tokenizer))
-    source = ChatSource(setting.path, rules=rules, renderer=renderer)
-    order = PassOrder(np.arange(len(source)), seed=1)
-    return SampleStream([SourcePart(source=source, order=order)], num_samples=num_samples)
-
-
-def _wait_line(result: dict[str, Any]) -> str:
-    return (
-        f"wait {result['wait_fraction']:.3%} of {result['step_ms']:.1f} ms steps; next(): median "
-        f"{result['p50_next_us']:.0f} µs, p99 {result['p99_next_us']:.0f} µs; worst step waited "
-        f"{result['worst_step_wait_us']:.0f} µs ({result['sample_ms']:.2f} ms of processor time "
-        "per sample)"
-    )
-
-
-def _throughput_line(result: dict[str, Any]) -> str:
-    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in result["samples_per_s"].items())
-    ratios = ", ".join(
-        f"{name.removeprefix('relative_to_')} {value:.3f}"
-        for name, value in result.items()
-        if name.startswith("relative_to_")
-    )
-    return f"samples/s: {rates}; the whole path relative to {ratios}"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 """A pretrain script in which one thing goes wrong: `fault_script.py KIND RANK FOLDER [FLAGS...]`.
 
-As examples/pretrain_gpt_odb.py on the CPU device layer, with `fault_data` as its data. The kinds:
-`killed_in_step` and `killed_planning` (RANK ends by SIGKILL), `device_call` (the same, while the
-others are in a call that no signal or error ends), `leaves_in_step` and `leaves_between` (RANK
-calls sys.exit(0) in a step, or after it), `waits` (RANK notes that it is in a step, for whoever
-stops or signals it), `armed` (`faulthandler.dump_traceback_later` is running), `slow` (RANK takes
-SLOW_S seconds for its first evaluation, and for its first checkpoint), and those of `fault_data`.
+As examples/pretrain_gpt_odb.py on the CPU device layer. The kinds:
+
+- `killed_in_step` and `killed_planning`: RANK ends by SIGKILL;
+- `device_call`: the same, while the others are in a call that no signal or error ends;
+- `leaves_in_step` and `leaves_between`: RANK calls sys.exit(0) in a step, or after it;
+- `waits`: RANK notes that it is in a step, for whoever stops or signals it;
+- `armed`: `faulthandler.dump_traceback_later` is running;
+- `slow`: RANK takes SLOW_S seconds for its first evaluation, and for its first checkpoint;
+- `worker_raises`, `worker_killed`, `worker_stopped`, `worker_hangs`, `worker_none`: what becomes of
+  the data-loader worker that is asked for the bad item, or of the item.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import ctypes
 import faulthandler
 import functools
 import os
+import random
 import signal
 import sys
 import threading
@@ -22,12 +27,61 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fault_data import FaultyDataset, mark
-
-from odb_megatron.testing import cpu_device
-
-FAULT_STEP = 4
+FAULT_STEP, BAD_ITEM = 4, 45
 SLOW_S = float(os.environ.get("SLOW_S", "0"))
+
+
+def mark(folder: str, name: str = "fault") -> None:
+    """Note that it happens now."""
+    target = Path(folder) / name
+    if not target.exists():
+        scratch = target.with_suffix(f".{os.getpid()}")
+        scratch.write_text(f"{time.time()} {os.getpid()}", encoding="utf-8")
+        scratch.replace(target)
+
+
+def kill_self(folder: str, number: int = signal.SIGKILL) -> None:
+    """End, or stop, by a signal."""
+    mark(folder)
+    os.kill(os.getpid(), number)
+
+
+def leave(folder: str) -> None:
+    """End as a script that has done its work."""
+    mark(folder)
+    sys.exit(0)
+
+
+class FaultyDataset:
+    """Random items of 8 to 60 tokens, one of which is bad.
+
+    Args:
+        size: number of items.
+        kind: of the fault.
+        folder: where its moment is noted.
+    """
+
+    def __init__(self, size: int, *, kind: str, folder: str) -> None:
+        self._size, self._kind, self._folder = size, kind, folder
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        if index == BAD_ITEM and self._kind.startswith("worker_"):
+            mark(self._folder)
+            match self._kind:
+                case "worker_raises":
+                    raise KeyError("no such image: 4711.png")
+                case "worker_killed" | "worker_stopped" as kind:
+                    stops = kind == "worker_stopped"
+                    kill_self(self._folder, signal.SIGSTOP if stops else signal.SIGKILL)
+                case "worker_hangs":
+                    time.sleep(3600)
+            return None
+        made = random.Random(index)
+        tokens = [made.randrange(1, 100) for _ in range(made.randint(8, 60))]
+        return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": [1] * (len(tokens) - 1)}
 
 
 def main() -> None:
@@ -37,9 +91,12 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # prints where a rank is that does not end
     if kind == "armed":
         faulthandler.dump_traceback_later(3600)
+    from odb_megatron.testing import cpu_device
+
     cpu_device.activate()
     from megatron.training import training
 
+    from odb_megatron.comm.groups import SourceGroup
     from odb_megatron.megatron import replica
     from odb_megatron.megatron.run import OdbRun
     from odb_megatron.megatron.setup import parse_and_validate_args
@@ -48,19 +105,44 @@ def main() -> None:
         replica._GRACE_S = float(os.environ["GRACE_S"])
     args = parse_and_validate_args({"tokenizer_type": "NullTokenizer"})
     is_victim = args.rank == victim
-    fault = kind.removeprefix("worker_") if kind.startswith("worker_") else ""
-    data = FaultyDataset(args.train_samples, fault=fault, folder=folder)
-    if kind == "killed_planning" and is_victim:
-        _killed_in_gather(folder)
-    if kind == "device_call" and is_victim:
-        threading.Thread(target=_killed_once_stuck, args=(folder,), daemon=True).start()
-    if kind == "slow" and is_victim:
-        _slow_save(training)
-    if kind == "leaves_between" and is_victim:
-        _leaves_between(training, folder)
+    steps, slow_s = iter(range(1, 1000)), iter([SLOW_S])
+
+    def gathering(group: Any, _record: bytes) -> None:
+        if group._rounds == FAULT_STEP and "train" in group._gather:
+            kill_self(folder)
+
+    def saving(*_arguments: Any, **_named: Any) -> None:
+        time.sleep(next(slow_s, 0))
+
+    def logging(*_arguments: Any, **_named: Any) -> None:
+        if next(steps) == FAULT_STEP:
+            leave(folder)
+
+    match kind, is_victim:
+        case "killed_planning", True:
+            _before(SourceGroup, "gather", gathering)
+        case "device_call", True:
+            threading.Thread(target=_killed_once_stuck, args=(folder,), daemon=True).start()
+        case "slow", True:
+            _before(training, "save_checkpoint", saving)
+        case "leaves_between", True:
+            _before(training, "training_log", logging)
+    data = FaultyDataset(args.train_samples, kind=kind, folder=folder)
     with OdbRun(args, datasets=lambda _: [data, data, None]) as run:
         step = _watched(run.forward_step, args, kind=kind, is_victim=is_victim, folder=folder)
         run.pretrain(forward_step=step)
+
+
+def _before(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Have something done before a function is called, with its arguments."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)  # hooks look at its signature
+    def replacement(*arguments: Any, **named: Any) -> Any:
+        action(*arguments, **named)
+        return original(*arguments, **named)
+
+    setattr(owner, name, replacement)
 
 
 def _watched(
@@ -68,28 +150,28 @@ def _watched(
 ) -> Callable[..., Any]:
     import torch
 
-    slow_s = [SLOW_S] if kind == "slow" and is_victim else []
+    slow_s = iter([SLOW_S] if kind == "slow" and is_victim else [])
 
     def watched(*arguments: Any) -> Any:
-        is_time = torch.is_grad_enabled() and args.curr_iteration + 1 == FAULT_STEP
-        if is_time and kind == "killed_in_step" and is_victim:
-            mark(folder)
-            os.kill(os.getpid(), signal.SIGKILL)
-        if is_time and kind == "leaves_in_step" and is_victim:
-            mark(folder)
-            sys.exit(0)
-        if is_time and kind == "device_call" and not is_victim:
-            mark(folder, "stuck")
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_IGN)
-            while True:  # as a collective on the device whose peer is gone
-                ctypes.CDLL(None).sleep(1000)
-        if is_time and kind in ("waits", "armed") and is_victim:
-            mark(folder)
-        if kind == "waits" and torch.is_grad_enabled():
+        is_training = torch.is_grad_enabled()
+        is_time = is_training and args.curr_iteration + 1 == FAULT_STEP
+        match kind, is_victim:
+            case "killed_in_step", True if is_time:
+                kill_self(folder)
+            case "leaves_in_step", True if is_time:
+                leave(folder)
+            case "device_call", False if is_time:
+                mark(folder, "stuck")
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(number, signal.SIG_IGN)
+                while True:  # as a collective on the device whose peer is gone
+                    ctypes.CDLL(None).sleep(1000)
+            case "waits" | "armed", True if is_time:
+                mark(folder)
+        if kind == "waits" and is_training:
             time.sleep(0.2)
-        if slow_s and not torch.is_grad_enabled():
-            time.sleep(slow_s.pop())
+        if not is_training:
+            time.sleep(next(slow_s, 0))
         return forward_step(*arguments)
 
     return watched
@@ -99,48 +181,7 @@ def _killed_once_stuck(folder: str) -> None:
     while not (Path(folder) / "stuck").exists():
         time.sleep(0.05)
     time.sleep(1.0)
-    mark(folder)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _killed_in_gather(folder: str) -> None:
-    from odb_megatron.comm.groups import SourceGroup
-
-    original = SourceGroup.gather
-
-    def gather(self: SourceGroup, record: bytes) -> list[bytes]:
-        if self._gather == "train gather" and self._rounds == FAULT_STEP:
-            mark(folder)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, record)
-
-    SourceGroup.gather = gather  # type: ignore[method-assign]
-
-
-def _leaves_between(training: Any, folder: str) -> None:
-    original, num_logged = training.training_log, [0]
-
-    @functools.wraps(original)  # hooks look at its signature
-    def training_log(*arguments: Any, **named: Any) -> Any:
-        result = original(*arguments, **named)
-        num_logged[0] += 1
-        if num_logged[0] == FAULT_STEP:
-            mark(folder)
-            sys.exit(0)
-        return result
-
-    training.training_log = training_log
-
-
-def _slow_save(training: Any) -> None:
-    original, slow_s = training.save_checkpoint, [SLOW_S]
-
-    def save_checkpoint(*arguments: Any, **named: Any) -> Any:
-        if slow_s:
-            time.sleep(slow_s.pop())
-        return original(*arguments, **named)
-
-    training.save_checkpoint = save_checkpoint
+    kill_self(folder)
 
 
 if __name__ == "__main__":

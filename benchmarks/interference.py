@@ -14,18 +14,15 @@ The other replicas' records and samples are synthetic here, since their loops ru
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import ChatData, chat_stream, prepare
+from common import ChatData, chat_stream, parser_of, prepare, write_json
 
 from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.sample import Sample
@@ -117,7 +114,7 @@ class Trainer:
         """Take a step."""
         started = time.perf_counter()
         header = next(self._items)
-        for _ in header.micro_batches:
+        for _ in header.positions:
             next(self._items)
         self.take_s += time.perf_counter() - started
         self.steps += 1
@@ -176,8 +173,7 @@ def _wait_until_full(feed: StepFeed) -> None:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json", type=Path, required=True, metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--data", default="chitchat", help="chitchat, chat-mix, or a JSON file")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each turn")
@@ -190,8 +186,7 @@ def main() -> None:
         f"slowdown {found['slowdown']:.2%} at {found['steps_per_s']:.1f} steps/s "
         f"({found['samples_planned_per_s']:.0f} samples planned per second)"
     )
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(args.json, found)
 
 
 if __name__ == "__main__":

@@ -8,28 +8,31 @@ padded baseline, then ODB at two token budgets. Nothing is averaged over steps.
 
 from __future__ import annotations
 
-import argparse
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from common import (
-    Launch,
+    ROOT,
     MissingDataError,
     ModelSize,
-    TrainingRun,
+    Steps,
     data_flags,
     data_name,
     parser_of,
     prepare,
-    run_training,
+    read_steps,
+    run_batch,
     sample_ids,
     whole,
     write_json,
 )
 
+SCRIPT = ROOT / "benchmarks" / "parity_script.py"
 MAX_LOSS_DIFF = 1e-5
 MODEL = ModelSize(num_layers=2, hidden=64, num_heads=4, ffn_hidden=176, seq_length=256)
 
@@ -38,8 +41,11 @@ TRAIN_FLAGS = shlex.split(
     "--odb-overlong drop --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 "
     "--clip-grad 1.0 --weight-decay 0.01 --adam-beta2 0.95"
 )
-BASELINE_MICRO_BATCH_SIZE = 3
 SAMPLES_PER_REPLICA = 12
+RUNS = {"padded": ["--micro-batch-size", "3"]}
+for _budget in (MODEL.seq_length, 3 * MODEL.seq_length):
+    _flags = f"--odb --odb-token-budget {_budget} --micro-batch-size 1"
+    RUNS[f"odb_budget_{_budget}"] = _flags.split()
 
 
 def main() -> int:
@@ -53,11 +59,24 @@ def main() -> int:
     add("--loss-per", choices=["sample", "token"], help="--odb-loss-per, in all runs")
     options = parser.parse_args()
     try:
-        chosen = launches(options)
+        data = prepare(options.data)
     except (MissingDataError, ValueError) as error:
         print(f"loss_parity.py: error: {error}", file=sys.stderr)
         return 2
-    result = compare([run_training(launch) for launch in chosen])
+    batch = SAMPLES_PER_REPLICA * options.dp
+    shared = [*MODEL.flags(), *data_flags(data.path, data.tokenizer), *TRAIN_FLAGS]
+    shared += ["--seed", str(options.seed), "--global-batch-size", str(batch)]
+    shared += ["--train-samples", str(options.steps * batch)]
+    shared += ["--odb-loss-per", options.loss_per] if options.loss_per else []
+    with tempfile.TemporaryDirectory(prefix="odb-loss-") as folder:
+        logs = {name: str(Path(folder) / name) for name in RUNS}
+        flags = {name: [*shared, *own, "--odb-log-dir", logs[name]] for name, own in RUNS.items()}
+        run_batch([*flags.values()], script=SCRIPT, num_processes=options.dp, timeout_s=1800.0)
+        result = compare(
+            {name: [read_steps(log, at) for at in range(options.dp)] for name, log in logs.items()}
+        )
+    for run in result["runs"]:
+        run["command"] = flags[run["name"]]
     setting = {name: str(value) for name, value in vars(options).items() if name != "json"}
     result["setting"] = setting | {"model": str(MODEL), "train_flags": TRAIN_FLAGS}
     write_json(options.json, result)
@@ -70,30 +89,15 @@ def main() -> int:
     return 1 if problems else 0
 
 
-def launches(options: argparse.Namespace) -> list[Launch]:
-    """The runs: the padded baseline, then ODB at each token budget."""
-    data = prepare(options.data)
-    batch = SAMPLES_PER_REPLICA * options.dp
-    shared = [*MODEL.flags(), *data_flags(data.path, data.tokenizer), *TRAIN_FLAGS]
-    shared += ["--seed", str(options.seed), "--global-batch-size", str(batch)]
-    shared += ["--train-samples", str(options.steps * batch)]
-    if options.loss_per is not None:
-        shared += ["--odb-loss-per", options.loss_per]
-    variants = {"padded": ["--micro-batch-size", str(BASELINE_MICRO_BATCH_SIZE)]}
-    for budget in (MODEL.seq_length, 3 * MODEL.seq_length):
-        odb = ["--odb", "--odb-token-budget", str(budget), "--micro-batch-size", "1"]
-        variants[f"odb_budget_{budget}"] = odb
-    return [
-        Launch(name=name, flags=[*shared, *flags], num_replicas=options.dp)
-        for name, flags in variants.items()
-    ]
+def compare(runs: Mapping[str, Steps]) -> dict[str, Any]:
+    """Compare every run with the first, step by step.
 
-
-def compare(runs: Sequence[TrainingRun]) -> dict[str, Any]:
-    """Compare every run with the first, step by step."""
-    firsts = [run.steps[0] for run in runs]
+    Args:
+        runs: step records, `[replica][step]`, by name.
+    """
+    firsts = {name: steps[0] for name, steps in runs.items()}
     columns = {
-        name: [[getattr(step, name) for step in steps] for steps in firsts]
+        name: [[getattr(step, name) for step in steps] for steps in firsts.values()]
         for name in ("loss", "grad_norm", "consumed_samples", "learning_rate")
     }
 
@@ -107,17 +111,21 @@ def compare(runs: Sequence[TrainingRun]) -> dict[str, Any]:
         ]
         return math.nan if not found or any(map(math.isnan, found)) else max(found)
 
-    ids = [sample_ids(run.steps) for run in runs]
+    ids = [sample_ids(steps) for steps in runs.values()]
     values = [value for name in ("loss", "grad_norm") for own in columns[name] for value in own]
-    counts = ("num_micro_batches", "idle", "moved", "tokens", "computed_tokens")
-    details = []
-    for run, steps in zip(runs, firsts, strict=True):
-        found = {name: [getattr(step, name) for step in steps] for name in (*columns, *counts)}
-        sums = {name: sum(found.pop(name)) for name in counts[1:]}
-        names = {"name": run.name, "command": list(run.command), "wall_s": round(run.wall_s, 1)}
-        details.append({**names, **sums, "m": found.pop("num_micro_batches"), **found})
+    counts = ("idle", "moved", "tokens", "computed_tokens")
+    details: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "m": [step.num_micro_batches for step in steps],
+            **{key: own[at] for key, own in columns.items()},
+            **{key: sum(getattr(step, key) for step in steps) for key in counts},
+        }
+        for at, (name, steps) in enumerate(firsts.items())
+    ]
+    base, *packed = details
     return {
-        "steps": min(map(len, firsts)),
+        "steps": min(map(len, firsts.values())),
         "max_abs_loss_diff": largest("loss"),
         "max_abs_grad_norm_diff": largest("grad_norm"),
         "all_finite": all(value is not None and math.isfinite(value) for value in values),
@@ -126,11 +134,11 @@ def compare(runs: Sequence[TrainingRun]) -> dict[str, Any]:
             f"{name}_equal": all(own == columns[name][0] for own in columns[name])
             for name in ("consumed_samples", "learning_rate")
         },
-        "m_values": sorted({m for one in details[1:] for m in one["m"]}),
-        "idle_microbatches": sum(one["idle"] for one in details[1:]),
-        "samples_left_out": sum(step.left_out for step in firsts[0]),
-        "first_loss": columns["loss"][0][0] if firsts[0] else None,
-        "last_loss": columns["loss"][0][-1] if firsts[0] else None,
+        "m_values": sorted({m for one in packed for m in one["m"]}),
+        "idle_microbatches": sum(one["idle"] for one in packed),
+        "samples_left_out": sum(step.left_out for step in next(iter(firsts.values()))),
+        "first_loss": base["loss"][0],
+        "last_loss": base["loss"][-1],
         "runs": details,
     }
 

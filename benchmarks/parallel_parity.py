@@ -7,36 +7,40 @@ not average anything over steps. What a case is compared with:
 
 - dense models: one ordinary ODB run of one process. A step's samples are the same whatever the
   topology, its micro-batches are not.
-- mixtures of experts, multi-token prediction: `replay_steps.py`, which trains the micro-batches of
-  the case's own step log in one process: their losses are per micro-batch.
+- mixtures of experts, multi-token prediction: a run of one process that trains the micro-batches of
+  the case's own step log (`--replay`): their losses are per micro-batch.
 - global auxiliary loss: the same, with tokens counted over the micro-batches that the replicas ran
-  at the same time (`run_together`).
+  at the same time (`--together`).
 
 Where a token's expert scores tie within rounding, runs may choose other experts: the reference then
-takes the case's choice (`routing_log`). Such tokens are in the results, and any other token that
-goes to other experts is a failure.
+takes the case's choice. Such tokens are in the results, and any other token that goes to other
+experts is a failure.
 
-`max_rel_grad_diff` is the largest relative difference of one parameter's gradient in any step
-(`gradient_log`). Every case must idle and see three values of M. So cases of one replica run with M
-rounded up to a multiple of 4, and the last step has one sample.
+`max_rel_grad_diff` is the largest relative difference of one parameter's gradient in any step.
+Every case must idle and see three values of M. So cases of one replica run with M rounded up to a
+multiple of 4, and the last step has one sample. `parity_script.py` is what the processes run.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from common import (
     ROOT,
     ModelSize,
+    Steps,
     data_flags,
     prepare,
     read_steps,
@@ -44,17 +48,16 @@ from common import (
     sample_ids,
     write_json,
 )
-from gradient_log import compare_gradients
-from routing_log import MAX_MARGIN, compare_routing
 
-from odb_megatron.report.steps import StepRecord
-
-Steps = tuple[tuple[StepRecord, ...], ...]
-"""Step records, `[replica][step]`."""
+Token = tuple[int, int, int, int]
+"""Step, sample, place in it, layer: a token's name, whatever the topology."""
 
 MAX_LOSS_DIFF = 1e-5
 MAX_REL_GRAD_DIFF = 1e-4
-SCRIPT = ROOT / "benchmarks" / "replay_steps.py"
+MAX_MARGIN = 1e-6
+"""Between the scores of the last expert that is chosen and the first that is not, for a tie."""
+
+SCRIPT = ROOT / "benchmarks" / "parity_script.py"
 MODEL = ModelSize(num_layers=4, hidden=64, num_heads=4, ffn_hidden=176, seq_length=256)
 BATCH = 12
 NUM_BATCHES = 7
@@ -98,6 +101,11 @@ class Case:
     count_multiple: int = 1
     is_global: bool = False
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether its tokens are routed."""
+        return self.model.endswith("experts")
+
 
 def _one_replica(flags: str, num_ranks: int) -> Case:
     return Case(flags=flags, num_ranks=num_ranks, count_multiple=4)
@@ -138,6 +146,9 @@ CASES = {
     "ep2_seq_aux": _experts(_balanced("seq_aux_loss")),
     "ep2_global_aux": _experts(_balanced("global_aux_loss"), is_global=True),
     "ep2_z": _experts("--moe-router-load-balancing-type none --moe-z-loss-coeff 1e-1"),
+    "ep2_allgather": _experts(
+        f"{_balanced('aux_loss')} --moe-token-dispatcher-type allgather --odb-pad-to budget"
+    ),
     "ep2_bias": _experts("", model="biased_experts"),
     "ep2_pp2": Case(
         flags=f"{_EP2} {_PP2} {_balanced('aux_loss')}",
@@ -162,116 +173,89 @@ CASES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """One run of a batch.
-
-    Attributes:
-        name: unique; its step log is `folder/name`.
-        flags: the script's.
-        gradients: folder of its gradients.
-        routing: folder of its tokens' experts; None for models without.
-        num_replicas: data-parallel size.
-        num_processes: of all replicas.
-    """
+class Planned(NamedTuple):
+    """One run of a batch: its name, which is unique, the script's flags, and its processes."""
 
     name: str
-    flags: Sequence[str]
-    gradients: Path
-    routing: Path | None
-    num_replicas: int
-    num_processes: int
+    flags: list[str]
+    case: Case
+
+    @property
+    def num_processes(self) -> int:
+        """Of all replicas."""
+        return self.case.num_replicas * self.case.num_ranks
 
 
 class Runs:
     """Plans runs, and does all of one number of processes in the same processes.
 
     Args:
-        folder: for checkpoints and step logs.
+        folder: for checkpoints and all that runs write, `NAME`, `NAME-gradients`, `NAME-routing`.
         options: of the command line.
     """
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         data = prepare(options.data)
-        self._folder = folder
+        self.folder = folder
         self._shared = [*MODEL.flags(), *data_flags(data.path, data.tokenizer), *TRAIN_FLAGS]
         self._shared += ["--seed", str(options.seed)]
 
     def checkpoint(self, model: str) -> Planned:
         """The run that makes the checkpoint which all runs of a model start from."""
-        flags = [*self._shared, *shlex.split(MODELS[model])]
-        flags += ["--global-batch-size", str(BATCH), "--train-samples", str(BATCH)]
-        flags += ["--save", str(self._initial(model)), "--save-interval", "1000000"]
-        return self._planned(f"checkpoint-{model}", flags, Case())
+        flags = ["--train-samples", str(BATCH), "--save-interval", "1000000"]
+        flags += ["--save", str(self.folder / f"initial-{model}")]
+        return self._planned(f"checkpoint-{model}", Case(model=model), flags)
 
-    def case(self, name: str, case: Case) -> Planned:
+    def case(self, name: str, case: Case, *flags: str) -> Planned:
         """A case's run."""
-        is_more = case.count_multiple > 1
-        flags = ["--count-multiple", str(case.count_multiple)] if is_more else []
-        return self._from_checkpoint(name, case, flags=flags)
+        if case.count_multiple > 1:
+            flags = (*flags, "--count-multiple", str(case.count_multiple))
+        load = ["--load", str(self.folder / f"initial-{case.model}"), "--finetune"]
+        load += ["--no-load-optim", "--no-load-rng"]
+        load += ["--train-samples", str(BATCH * (NUM_BATCHES - 1) + LAST)]
+        return self._planned(name, case, [*load, *flags])
 
     def reference(self, name: str, case: Case) -> Planned:
         """What a case is compared with."""
         if case.model == "dense":
             return self.case("one-process", Case())
-        kept = case.flags if case.model.endswith("experts") else ""
+        kept = case.flags if case.has_experts else ""
         for parallel in (_EP2, _PP2, _CP2, _TP2, "--sequence-parallel"):
             kept = kept.replace(parallel, "")
-        return self._from_checkpoint(
-            f"{name}-replayed",
-            Case(flags=kept, model=case.model),
-            flags=[
-                *("--replay", str(self._folder / name)),
-                *(["--together"] if case.is_global else []),
-                *(["--like", str(self._routing(name))] if kept else []),
-            ],
-        )
+        flags = ["--replay", str(self.folder / name)]
+        flags += ["--together"] if case.is_global else []
+        flags += ["--like", str(self.folder / f"{name}-routing")] if case.has_experts else []
+        return self.case(f"{name}-replayed", Case(flags=kept, model=case.model), *flags)
 
     def run(self, planned: Sequence[Planned]) -> None:
         """Do the runs, those of the fewest processes first."""
         for count in sorted({item.num_processes for item in planned}):
-            batch = [item for item in planned if item.num_processes == count]
-            timeout_s = 300.0 + 120.0 * len(batch)
-            run_batch(
-                [item.flags for item in batch],
-                script=SCRIPT,
-                num_processes=count,
-                timeout_s=timeout_s,
-            )
+            flags = [item.flags for item in planned if item.num_processes == count]
+            timeout_s = 300.0 + 120.0 * len(flags)
+            run_batch(flags, script=SCRIPT, num_processes=count, timeout_s=timeout_s)
 
     def steps(self, item: Planned) -> Steps:
         """Step records of a run, `[replica][step]`."""
-        log = str(self._folder / item.name)
-        return tuple(read_steps(log, replica) for replica in range(item.num_replicas))
+        log = str(self.folder / item.name)
+        return [read_steps(log, replica) for replica in range(item.case.num_replicas)]
 
-    def _routing(self, name: str) -> Path:
-        return self._folder / f"{name}-routing"
+    def compare(self, found: Planned, reference: Planned) -> dict[str, Any]:
+        """Compare two runs, step by step."""
+        folders = [str(self.folder / item.name) for item in (found, reference)]
+        result = compare(self.steps(found), self.steps(reference))
+        gradients = compare_gradients(*(Path(f"{one}-gradients") for one in folders))
+        result["max_rel_grad_diff"], result["worst_gradient"] = gradients
+        if found.case.has_experts:
+            result |= compare_routing(*(read_routing(Path(f"{one}-routing")) for one in folders))
+        return result
 
-    def _initial(self, model: str) -> Path:
-        return self._folder / f"initial-{model}"
-
-    def _from_checkpoint(self, name: str, case: Case, *, flags: Sequence[str]) -> Planned:
-        shared = [*self._shared, *shlex.split(MODELS[case.model]), *shlex.split(case.flags)]
-        shared += ["--load", str(self._initial(case.model)), "--finetune"]
-        shared += ["--no-load-optim", "--no-load-rng", "--global-batch-size", str(BATCH)]
-        shared += ["--train-samples", str(BATCH * (NUM_BATCHES - 1) + LAST)]
-        return self._planned(name, [*shared, *flags], case)
-
-    def _planned(self, name: str, flags: list[str], case: Case) -> Planned:
-        gradients = self._folder / f"{name}-gradients"
-        own = ["--odb-log-dir", str(self._folder / name)]
-        own += ["--gradients", str(gradients)]
-        routing = self._routing(name) if case.model.endswith("experts") else None
-        if routing is not None:
-            own += ["--routing", str(routing)]
-        return Planned(
-            name=name,
-            flags=[*flags, *own],
-            gradients=gradients,
-            routing=routing,
-            num_replicas=case.num_replicas,
-            num_processes=case.num_replicas * case.num_ranks,
-        )
+    def _planned(self, name: str, case: Case, more: Sequence[str]) -> Planned:
+        log = str(self.folder / name)
+        flags = [*self._shared, *shlex.split(f"{MODELS[case.model]} {case.flags}"), *more]
+        flags += ["--global-batch-size", str(BATCH)]
+        flags += ["--odb-log-dir", log, "--gradients", f"{log}-gradients"]
+        flags += ["--routing", f"{log}-routing"] if case.has_experts else []
+        return Planned(name, flags, case)
 
 
 def compare(found: Steps, reference: Steps) -> dict[str, Any]:
@@ -281,12 +265,12 @@ def compare(found: Steps, reference: Steps) -> dict[str, Any]:
     return {
         "steps": len(steps),
         "reference_steps": len(expected),
-        "max_abs_loss_diff": _largest(
-            None if a.loss is None or b.loss is None else abs(a.loss - b.loss) for a, b in pairs
+        # NaN where one is missing or NaN.
+        "max_abs_loss_diff": float(
+            np.max([abs(_number(a.loss) - _number(b.loss)) for a, b in pairs])
         ),
-        "max_rel_grad_norm_diff": _largest(
-            None if not a.grad_norm or not b.grad_norm else abs(a.grad_norm / b.grad_norm - 1)
-            for a, b in pairs
+        "max_rel_grad_norm_diff": float(
+            np.max([abs(_number(a.grad_norm) / _number(b.grad_norm) - 1) for a, b in pairs])
         ),
         "ids_equal": sample_ids(found) == sample_ids(reference),
         "collectives_per_step": max(step.collectives for step in steps),
@@ -295,8 +279,8 @@ def compare(found: Steps, reference: Steps) -> dict[str, Any]:
         "m_values": sorted({step.num_micro_batches for step in steps}),
         "idle_microbatches": sum(step.idle for step in steps),
         "moved_samples": sum(step.moved for step in steps),
-        "context_balance": _smallest(step.context_balance for step in steps),
-        "idle_router_share": _largest_or_none(step.idle_router_share for step in steps),
+        "context_balance": min(_given(step.context_balance for step in steps), default=None),
+        "idle_router_share": max(_given(step.idle_router_share for step in steps), default=None),
         "losses": [step.loss for step in steps],
         "grad_norms": [step.grad_norm for step in steps],
     }
@@ -339,6 +323,120 @@ def find_problems(name: str, result: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def compare_gradients(found: Path, reference: Path) -> tuple[float, str]:
+    """Return the largest relative difference of a parameter's gradient in any step, and whose.
+
+    That is ||g - reference|| / ||reference||, and 0 where both are 0. Of a shard that several ranks
+    have, the one farthest off counts.
+
+    Raises:
+        ValueError: the runs have other steps or parameters, or shards do not cover a parameter.
+    """
+    steps = _steps(found)
+    if not steps or steps != _steps(reference):
+        raise ValueError(f"steps with gradients: {steps} in {found}, others in {reference}")
+    worst, whose = 0.0, ""
+    for step in steps:
+        expected, shards = _whole(_shards(reference, step)), _shards(found, step)
+        if others := {shard.name for shard in shards} ^ set(expected):
+            raise ValueError(f"step {step}: parameters in one run only: {sorted(others)}")
+        _whole(shards)  # they cover it
+        errors: dict[Any, dict[str, float]] = {}
+        for name, _, place, values in shards:
+            error = float(np.square(values - expected[name][place]).sum())
+            parts = errors.setdefault(name, {})
+            parts[str(place)] = max(parts.get(str(place), 0.0), error)
+        for name, parts in errors.items():
+            error, size = np.sqrt(sum(parts.values())), np.linalg.norm(expected[name].ravel())
+            relative = float(error / size) if size else float("inf" if error else 0)
+            if not relative <= worst:  # also where it is NaN
+                worst, whose = relative, f"{name[0]}{list(name[1]) or ''}, step {step + 1}"
+    return worst, whose
+
+
+class _Shard(NamedTuple):
+    """A part of a parameter's gradient.
+
+    Attributes:
+        name: its key in checkpoints, and the layer or expert of one that is stacked there.
+        shape: of the whole.
+        place: in it.
+        values: the part.
+    """
+
+    name: tuple[str, tuple[int, ...]]
+    shape: tuple[int, ...]
+    place: tuple[slice, ...]
+    values: npt.NDArray[np.float64]
+
+
+def _steps(folder: Path) -> list[int]:
+    return sorted({int(path.stem.split("-")[0]) for path in folder.glob("*.npz")})
+
+
+def _shards(folder: Path, step: int) -> list[_Shard]:
+    shards = []
+    for path in sorted(folder.glob(f"{step}-*.npz")):
+        with np.load(path) as file:
+            for index, (key, shape, offset, stacked) in enumerate(json.loads(str(file["where"]))):
+                values = file[str(index)].astype(np.float64)
+                begins = zip(offset[stacked:], values.shape, strict=True)
+                place = tuple(slice(begin, begin + size) for begin, size in begins)
+                name = (key, tuple(offset[:stacked]))
+                shards.append(_Shard(name, tuple(shape[stacked:]), place, values))
+    return shards
+
+
+def _whole(shards: Sequence[_Shard]) -> dict[Any, npt.NDArray[np.float64]]:
+    made: dict[Any, npt.NDArray[np.float64]] = {}
+    for name, shape, place, values in shards:
+        made.setdefault(name, np.full(shape, np.nan))[place] = values
+    if missing := [name for name, whole in made.items() if np.isnan(whole).any()]:
+        raise ValueError(f"NaN, or shards that do not cover them: {sorted(missing)}")
+    return made
+
+
+Routing = Mapping[Token, tuple[tuple[int, ...], float]]
+"""Experts and margin of each token."""
+
+
+def read_routing(folder: Path) -> Routing:
+    """Return what the ranks of a run have written."""
+    found: dict[Token, tuple[tuple[int, ...], float]] = {}
+    for path in sorted(folder.glob("*.npy")):
+        for *row, margin in np.load(path).tolist():
+            step, sample, place, layer, *experts = map(int, row)
+            found[step, sample, place, layer] = tuple(experts), margin
+    if not found:
+        raise ValueError(f"no token was routed in {folder}")
+    return found
+
+
+def compare_routing(one: Routing, other: Routing) -> dict[str, Any]:
+    """Say where two runs chose other experts.
+
+    Returns:
+        `routed_tokens`: of all layers and steps. `routed_otherwise`: those whose experts differ,
+        with the margin in both runs. `max_margin_diff`: the largest difference of a margin between
+        the runs, which is how far rounding goes.
+    """
+    if one.keys() != other.keys():
+        raise ValueError(f"{len(one.keys() ^ other.keys())} tokens were routed in one run only")
+    otherwise, differences = [], []
+    for name, (experts, margin) in sorted(one.items()):
+        there, margin_there = other[name]
+        differences.append(abs(margin - margin_there) if experts == there else 0.0)
+        if experts != there:
+            token = dict(zip(("step", "sample", "place", "layer"), name, strict=True))
+            pairs = {"experts": [list(experts), list(there)], "margins": [margin, margin_there]}
+            otherwise.append({**token, **pairs})
+    return {
+        "routed_tokens": len(one),
+        "routed_otherwise": otherwise,
+        "max_margin_diff": max(differences),
+    }
+
+
 def main() -> int:
     """Run, compare, report; return the exit code."""
     options = _parse()
@@ -356,13 +454,7 @@ def main() -> int:
         references = {name: runs.reference(name, CASES[name]) for name in options.cases}
         runs.run(list({item.name: item for item in references.values()}.values()))
         for name in options.cases:
-            result = compare(runs.steps(cases[name]), runs.steps(references[name]))
-            result["max_rel_grad_diff"], result["worst_gradient"] = compare_gradients(
-                cases[name].gradients, references[name].gradients
-            )
-            routings = cases[name].routing, references[name].routing
-            if routings[0] is not None and routings[1] is not None:
-                result |= compare_routing(routings[0], routings[1])
+            result = runs.compare(cases[name], references[name])
             for key, item in (("command", cases[name]), ("reference_command", references[name])):
                 launch = f"torchrun --nproc-per-node {item.num_processes} -m odb_megatron.cpu"
                 result[key] = f"{launch} {SCRIPT.name} {shlex.join(item.flags)}"
@@ -389,18 +481,12 @@ def _line(name: str, result: Mapping[str, Any]) -> str:
     )
 
 
-def _largest(values: Any) -> float:
-    """Largest value; NaN where one is missing or NaN."""
-    found = [math.nan if value is None else value for value in values]
-    return math.nan if not found or any(map(math.isnan, found)) else max(found)
+def _number(value: float | None) -> float:
+    return value or math.nan
 
 
-def _largest_or_none(values: Any) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _smallest(values: Any) -> float | None:
-    return min((value for value in values if value is not None), default=None)
+def _given(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def _parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import (
-    EXAMPLE_SCRIPT,
-    NUM_WARM_UP_STEPS,
-    Launch,
+    ROOT,
     MissingDataError,
     ModelSize,
     TrainingRun,
@@ -34,12 +32,13 @@ from common import (
     ratio_interval,
     run_training,
     sample_ids,
-    timed_rate,
     whole,
     write_json,
 )
 
-SORTED_SCRIPT = Path(__file__).resolve().parent / "sorted_padded.py"
+EXAMPLE_SCRIPT = ROOT / "examples" / "pretrain_gpt_odb.py"
+SORTED_SCRIPT = ROOT / "benchmarks" / "sorted_padded.py"
+NUM_WARM_UP_STEPS = 2
 MODEL = ModelSize(num_layers=3, hidden=96, num_heads=4, ffn_hidden=288, seq_length=1024)
 QUICK_MODEL = ModelSize(num_layers=1, hidden=32, num_heads=2, ffn_hidden=64, seq_length=256)
 TRAIN_FLAGS = shlex.split("--odb-overlong truncate --lr 1e-3 --lr-decay-style constant --seed 1234")
@@ -144,10 +143,8 @@ def main() -> int:
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
             _, flags, script = variants[name]
-            launch = Launch(
-                name=name, flags=[*shared, *flags], num_replicas=options.dp, script=script
-            )
-            runs[name].append(run_training(launch))
+            run = run_training(name, [*shared, *flags], num_replicas=options.dp, script=script)
+            runs[name].append(run)
     result = summarize({name: text for name, (text, *_) in variants.items()}, runs)
     result["setting"] = {
         "data": options.data,
@@ -193,8 +190,7 @@ def summarize(
             "max_micro_batch_tokens": max(map(_max_micro_batch_tokens, runs[name])),
             "speedup_vs_standard": ratio(name, "standard"),
             "runs": [
-                {**one, "command": list(run.command)}
-                for one, run in zip(own, runs[name], strict=True)
+                {**one, "command": run.command} for one, run in zip(own, runs[name], strict=True)
             ],
         }
     ids = {
@@ -220,7 +216,10 @@ def measure(run: TrainingRun) -> dict[str, float]:
     `timed_samples_per_s`.
     """
     steps = run.steps[0]
-    tokens_per_s, seconds, timed_samples = timed_rate(run)
+    timed = list(zip(*run.steps, strict=True))[NUM_WARM_UP_STEPS:]
+    seconds = sum(max(step.step_s for step in replicas) for replicas in timed)
+    tokens_per_s = sum(replicas[0].tokens for replicas in timed) / seconds
+    timed_samples = sum(replicas[0].samples for replicas in timed)
     num_samples = sum(step.samples for step in steps)
     num_tokens = sum(step.tokens for step in steps)
     return {

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(600)
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
-def _module(name: str) -> ModuleType:
+def module(name: str) -> ModuleType:
     """Import a benchmark's module as its scripts do: from the scripts' own folder."""
     if str(BENCHMARKS) not in sys.path:
         sys.path.append(str(BENCHMARKS))
@@ -76,7 +76,7 @@ def test_wrong_flags_are_refused_before_anything_runs(
     argv = [script, "--json", str(tmp_path / "out.json"), *flags.split()]
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit) as ended:
-        _module(script).main()
+        module(script).main()
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
 
@@ -85,7 +85,7 @@ def test_wrong_flags_are_refused_before_anything_runs(
 
 
 def test_the_interval_of_known_ratios() -> None:
-    ratio = _module("common").ratio_interval([1.0, math.e, math.e**2])
+    ratio = module("common").ratio_interval([1.0, math.e, math.e**2])
     half = 4.303 / math.sqrt(3)  # logs 0, 1, 2: mean 1, standard deviation 1, 2 degrees of freedom
     assert ratio.mean == pytest.approx(math.e)
     assert ratio.low == pytest.approx(math.exp(1 - half))
@@ -94,7 +94,7 @@ def test_the_interval_of_known_ratios() -> None:
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
-    ratio_interval = _module("common").ratio_interval
+    ratio_interval = module("common").ratio_interval
     generator = random.Random(0)
     hits = 0
     for _ in range(1000):
@@ -108,20 +108,20 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
 
 @pytest.mark.slow
 def test_control_plane(tmp_path: Path) -> None:
-    flags = ("--ranks", "4", "--blocks", "2", "64", "--rounds", "5")
+    flags = ("--ranks", "3", "--blocks", "2", "64", "--rounds", "5")
     result, _ = _run("control_plane.py", *flags, folder=tmp_path)
     rows = {row["block"]: row for row in result["rows"]}
-    assert [row["source_ranks"] for row in rows.values()] == [4, 4]
+    assert [row["source_ranks"] for row in rows.values()] == [3, 3]
     for row in rows.values():
         assert min(row["gather_ms"], row["exchange_ms"], row["cpu_ms"], row["sockets"]) > 0
-    assert rows[2]["gather_blocks_ms"] > rows[4]["gather_blocks_ms"]  # one block has none
+    assert rows[2]["gather_blocks_ms"] > rows[3]["gather_blocks_ms"]  # one block has none
 
 
 # --- data path ---------------------------------------------------------------------------------
 
 
 def test_figures_of_a_trainers_waits() -> None:
-    figures = _module("data_path").wait_figures([[10.0, 20.0], [30.0, 940.0]], total_s=0.1)
+    figures = module("data_path").wait_figures([[10.0, 20.0], [30.0, 940.0]], total_s=0.1)
     assert figures["wait_fraction"] == pytest.approx(0.01)
     assert figures["worst_step_wait_us"] == 970.0
     assert figures["p50_next_us"] == 25.0
@@ -145,28 +145,7 @@ def test_data_path(tmp_path: Path) -> None:
     rates = result["samples_per_s"]
     ratio = rates["whole_path"] / rates["dataloader"]
     assert result["relative_to_dataloader"] == pytest.approx(ratio)
-    assert "the whole path relative to dataloader" in output
-
-
-# --- long run ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "flat"),
-    [
-        ("threads", [9, 30, 30, 31, 30, 31, 30, 31], True),
-        ("threads", [9, 30, 30, 31, 31, 31, 31, 32], False),
-        ("file_descriptors", [9, 30, 30, 31, 32, 33, 34, 35], False),
-        ("memory_bytes", [50, 90, 95, 1000, 1004, 1002, 1008, 1006], True),
-        ("memory_bytes", [50, 90, 95, 1000, 1010, 1020, 1030, 1040], False),
-        ("shm_bytes", [0, 0, 0, 1000, 1010, 1020, 1030, 1040], False),
-        ("shm_bytes", [0, 0, 0, 0, 0, 0, 0, 0], True),
-    ],
-)
-def test_what_grows_in_a_long_run(name: str, values: list[float], flat: bool) -> None:
-    judged = _module("long_run").judge(values, name)
-    assert judged["flat"] is flat
-    assert (judged["first"], judged["last"]) == (values[3], values[-1])
+    assert f"relative_to_dataloader {result['relative_to_dataloader']}" in output
 
 
 # --- sorted batches ----------------------------------------------------------------------------
@@ -181,20 +160,20 @@ def test_what_grows_in_a_long_run(name: str, values: list[float], flat: bool) ->
 def test_sorted_batches_keep_the_budget_and_every_sample(
     lengths: list[int], num_replicas: int, max_samples: int, seed: int
 ) -> None:
-    module = _module("sorted_padded")
+    script = module("sorted_padded")
     lengths = lengths[: len(lengths) // num_replicas * num_replicas]
-    rounds = module.sorted_rounds(
+    rounds = script.sorted_rounds(
         lengths, token_budget=100, max_samples=max_samples, num_replicas=num_replicas
     )
     batch_size = max_samples * num_replicas
-    steps = module.sorted_steps(rounds, global_batch_size=batch_size, seed=seed)
-    assert steps == module.sorted_steps(rounds, global_batch_size=batch_size, seed=seed)
+    steps = script.sorted_steps(rounds, global_batch_size=batch_size, seed=seed)
+    assert steps == script.sorted_steps(rounds, global_batch_size=batch_size, seed=seed)
     batches = [batch for step in steps for one in step for batch in one]
     assert all(len(one) == num_replicas for step in steps for one in step)
     assert sorted(position for batch in batches for position in batch) == list(range(len(lengths)))
     for batch in batches:
         assert 1 <= len(batch) <= max_samples
-        assert module.num_padded(batch, lengths) <= 100
+        assert script.num_padded(batch, lengths) <= 100
     emitted = 0
     for number, step in enumerate(steps[:-1], start=1):
         emitted += sum(len(batch) for one in step for batch in one)
@@ -214,7 +193,7 @@ def test_a_tree_gives_each_conversation_that_ends_in_an_answer_once(tmp_path: Pa
     trees = [_node("a", "prompter", answer, _node("g", "assistant")), _node("h", "prompter")]
     path = tmp_path / "trees.jsonl"
     path.write_text("".join(json.dumps({"prompt": tree}) + "\n" for tree in trees))
-    found = list(_module("common").oasst_conversations(path))
+    found = list(module("common").oasst_conversations(path))
     assert [[message["content"][-1] for message in messages] for messages in found] == [
         ["a", "b"],  # cut before c; not again for f
         ["a", "b", "d", "e"],
@@ -295,7 +274,7 @@ def _step(**values: Any) -> StepRecord:
 
 
 def test_what_the_comparison_of_topologies_finds() -> None:
-    parity = _module("parallel_parity")
+    parity = module("parallel_parity")
     counts = (1, 2, 3)
     steps = (tuple(_step(num_micro_batches=count) for count in counts),)
     same = {**parity.compare(steps, steps), "max_rel_grad_diff": 0.0}
@@ -331,7 +310,7 @@ def _write_gradients(folder: Path, *ranks: list[tuple[Any, ...]]) -> Path:
 
 
 def test_gradients_are_compared_parameter_by_parameter(tmp_path: Path) -> None:
-    log = _module("gradient_log")
+    log = module("parallel_parity")
     whole = _write_gradients(
         tmp_path / "whole",
         [("w", (2, 4), (0, 0), 1, [1.0, 2, 2, 0]), ("w", (2, 4), (1, 0), 1, [0.0, 0, 3, 4])],
@@ -362,7 +341,7 @@ def test_gradients_are_compared_parameter_by_parameter(tmp_path: Path) -> None:
     ],
 )
 def test_gradients_that_cannot_be_compared(tmp_path: Path, shard: Any, text: str) -> None:
-    log = _module("gradient_log")
+    log = module("parallel_parity")
     whole = _write_gradients(tmp_path / "whole", [("w", (2,), (0,), 0, [3.0, 4])])
     found = _write_gradients(tmp_path / "found", *([] if shard is None else [[shard]]))
     with pytest.raises(ValueError, match=re.escape(text)):
@@ -372,25 +351,18 @@ def test_gradients_that_cannot_be_compared(tmp_path: Path, shard: Any, text: str
 @pytest.mark.megatron
 @pytest.mark.slow
 def test_a_topology_trains_as_one_process(tmp_path: Path) -> None:
-    result, output = _run("parallel_parity.py", "--cases", "tp2", folder=tmp_path)
-    ((name, case),) = result["cases"].items()
-    assert name == "tp2"
-    assert case["max_abs_loss_diff"] <= 1e-5
-    assert case["max_rel_grad_diff"] <= 1e-4
-    assert case["max_rel_grad_norm_diff"] <= 1e-4
-    assert case["ids_equal"] is True
-    assert case["collectives_per_step"] == 2
+    """Of a dense model as an ordinary run, of one with several losses as its own micro-batches."""
+    result, output = _run("parallel_parity.py", "--cases", "tp2,ep2_bias", folder=tmp_path)
+    assert list(result["cases"]) == ["tp2", "ep2_bias"]
+    for case in result["cases"].values():
+        assert case["max_abs_loss_diff"] <= 1e-5
+        assert case["max_rel_grad_diff"] <= 1e-4
+        assert case["max_rel_grad_norm_diff"] <= 1e-4
+        assert case["ids_equal"] is True
+    assert result["cases"]["tp2"]["collectives_per_step"] == 2
+    assert "--replay" in result["cases"]["ep2_bias"]["reference_command"]
+    assert result["cases"]["ep2_bias"]["routed_tokens"] > 1000
     assert "tp2: loss" in output
-
-
-@pytest.mark.megatron
-@pytest.mark.slow
-def test_a_step_is_replayed_in_one_process(tmp_path: Path) -> None:
-    result, _ = _run("parallel_parity.py", "--cases", "mtp", folder=tmp_path)
-    case = result["cases"]["mtp"]
-    assert case["max_abs_loss_diff"] <= 1e-5
-    assert case["max_rel_grad_diff"] <= 1e-4
-    assert "--replay" in case["reference_command"]
 
 
 # --- the simulator's table ---------------------------------------------------------------------
@@ -406,7 +378,7 @@ def test_a_step_is_replayed_in_one_process(tmp_path: Path) -> None:
     ],
 )
 def test_what_misses_a_target(figures: dict[str, float], missed: list[str]) -> None:
-    table = _module("simulate_table")
+    table = module("simulate_table")
     row = table.Row(name="a", flags=(), target=0.992)
     own = {"fraction_of_bound": 0.995, "over_budget": 0} | figures
     policies = {"odb": {"steady": own}, "ffd": {"steady": {"fraction_of_bound": 0.99}}}

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+
+from odb_megatron.data.sample import Sample
+from odb_megatron.data.thd import padding_mask, sample_index, slice_micro_batch
+from odb_megatron.data.wire import assemble
+from odb_megatron.plan.padding import SizeRule
 
 pytest.importorskip("megatron.training")
 
@@ -61,3 +68,41 @@ def test_a_count_beside_real_ones_is_unchanged() -> None:
     empty = forward_step.loss_func(torch.zeros(1, 4), torch.ones(1, 4))[2]["lm loss"]
     real = forward_step.loss_func(torch.ones(1, 4), torch.ones(1, 4))[2]["lm loss"]
     assert (empty + real)[1].item() == 4.0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_copy_from_locked_memory(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a micro-batch and what goes with it: the routers' mask, `seq_idx`."""
+    ids = [np.arange(length, dtype=np.int64) for length in (5, 1, 8)]
+    samples = [Sample(tokens=one, labels=one + 1, loss_mask=np.float32(one > 0)) for one in ids]
+    item = assemble(samples, positions=range(3), rule=SizeRule(multiple=4))
+    item = slice_micro_batch(item, size=size, rank=0)
+    mask = padding_mask(item, size=size)
+    copies, locked = [], []
+    empty, to = torch.empty, torch.Tensor.to
+
+    def counted(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        copies.append((self.dtype, kwargs))
+        return to(self, *args, **kwargs).clone()
+
+    def allocated(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        locked.append(pin_memory)
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", allocated)
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    batch = forward_step.packed_batch(
+        item, has_state_layers=True, context_size=size, model_inputs={"padding_mask": mask}
+    )
+    monkeypatch.undo()
+    assert copies == [(torch.uint8, {"non_blocking": True})]
+    assert locked == [True]
+    for name in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens"):
+        assert torch.equal(getattr(batch, name), getattr(item, name))
+        assert getattr(batch, name).dtype is getattr(item, name).dtype
+        assert getattr(batch, name).data_ptr() % 16 == 0
+    assert torch.equal(batch.model_inputs["padding_mask"], mask)
+    assert torch.equal(batch.packed_seq_params.seq_idx, sample_index(item))
+    assert torch.equal(batch.packed_seq_params.cu_seqlens_q, item.cu_seqlens_padded)

@@ -80,7 +80,7 @@ def test_replicas_of_several_ranks_end_together(
 
 
 def test_nothing_grows_over_epochs(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
-    """As `benchmarks/long_run.py`, on few samples; the first quarter is not judged."""
+    """Threads, files and processes; the first quarter is not judged."""
     flags = ("--odb", "--odb-epochs", 10, "--num-workers", 1)
     run = megatron.train(*flags, *data_flags, "--eval-interval", 5)
     for replica in run.replicas:

@@ -40,7 +40,6 @@ TESTS = (
     "test_run_script.py",
     "test_thd.py",
     "test_topology.py",
-    "test_train_core_only.py",
     "test_validation.py",
     "test_versions.py",
 )

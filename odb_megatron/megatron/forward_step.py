@@ -5,11 +5,12 @@ Follows pretrain_gpt.py of Megatron-LM core_v0.19 (`get_batch`, `loss_func`, `fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -26,7 +27,9 @@ __all__ = [
     "make_forward_step",
     "packed_batch",
     "padded_batch",
+    "pinned",
     "reported",
+    "to_device",
     "validate_loss",
 ]
 
@@ -35,6 +38,9 @@ Loss = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 LossOf = Callable[[Any, Tensor | None, Tensor], Loss]
 """A loss of the model chunk, the loss mask and the chunk's output."""
+
+_ALIGNMENT = 16
+"""Bytes: of what kernels read at once."""
 
 _SMALLEST_COUNT = 1e-30
 _SPIKY_LOSS_FACTOR = 10
@@ -85,60 +91,90 @@ class RouterMask:
         return mask.chunk(self.sequence_size, dim=1)[self.sequence_rank].contiguous()
 
 
+def to_device(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return them on the device: one copy from page-locked memory, which nothing waits for.
+
+    In the trainer's thread: page-locking in another one ends a capture of CUDA graphs (mode
+    "global": cuda_graphs.py 1428, megatron-core 0.19.2; Transformer Engine's graph.py 99).
+    """
+    buffer = pinned(tensors)[0].to(torch.cuda.current_device(), non_blocking=True)
+    return _views(buffer, tensors)
+
+
+def pinned(tensors: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a buffer with copies of them, page-locked where there is a device, and the copies."""
+    num_bytes = sum(_room(one) for one in tensors.values())
+    is_locked = torch.cuda.is_available()
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_locked)
+    views = _views(buffer, tensors)
+    for name, view in views.items():
+        view.copy_(tensors[name])
+    return buffer, views
+
+
+def _views(buffer: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found, start = {}, 0
+    for name, one in tensors.items():
+        found[name] = buffer[start : start + one.nbytes].view(one.dtype).view(one.shape)
+        start += _room(one)
+    return found
+
+
+def _room(tensor: Tensor) -> int:
+    return padded_length(tensor.nbytes, _ALIGNMENT)
+
+
 def packed_batch(
-    item: MicroBatchLayout, *, has_state_layers: bool = False, context_size: int = 1
+    item: MicroBatchLayout,
+    *,
+    has_state_layers: bool = False,
+    context_size: int = 1,
+    model_inputs: Mapping[str, Tensor] | None = None,
 ) -> Batch:
     """Move a packed micro-batch to the device and describe its layout to Megatron.
+
+    Each sample's padding is named as tokens of its own; it lies behind those that attention sees.
+    Told of padding between samples, Transformer Engine leaves out FlashAttention and, from 2.4 to
+    2.16, waits for the device in every layer to find out whether there is any. Its context
+    parallelism asks for padded offsets all the same: then they are the very same tensor.
 
     Args:
         item: the micro-batch, or its layout.
         has_state_layers: whether the model has state-space layers (`--hybrid-layer-pattern`), which
             go by `seq_idx`: without it their state runs on into the next sample.
         context_size: context-parallel size.
+        model_inputs: on the CPU; see `Batch`.
     """
-    device = torch.cuda.current_device()
-    names = ("tokens", "labels", "loss_mask", "position_ids")
-    used = names if isinstance(item, MicroBatch) else ()
-    tensors: dict[str, Any] = {
-        name: getattr(item, name).to(device, non_blocking=True) for name in used
-    }
-    return Batch(
-        **tensors,
-        cu_seqlens=item.cu_seqlens.to(device, non_blocking=True),
-        packed_seq_params=_layout_of(item, device, has_state_layers, context_size),
-    )
-
-
-def _layout_of(
-    item: MicroBatchLayout, device: Any, has_state_layers: bool, context_size: int
-) -> Any:
-    """Name each sample's padding as tokens of its own; it lies behind those that attention sees.
-
-    Told of padding between samples, Transformer Engine leaves out FlashAttention and, from 2.4 to
-    2.16, waits for the device in every layer to find out whether there is any. Its context
-    parallelism asks for padded offsets all the same: then they are the very same tensor.
-    """
-    offsets = item.cu_seqlens_padded
+    inputs = model_inputs or {}
+    tensors = {"cu_seqlens": item.cu_seqlens, "offsets": item.cu_seqlens_padded, **inputs}
+    names: tuple[str, ...] = ()
     if isinstance(item, MicroBatch):
-        whole = item.tokens.size(1) * context_size
-        assert offsets[0] == 0 and offsets[-1] == whole and (offsets.diff() >= 0).all()  # noqa: PT018
-    cu_seqlens = offsets.to(device, non_blocking=True)
-    padded = cu_seqlens if context_size > 1 else None
+        names = ("tokens", "labels", "loss_mask", "position_ids")
+        tensors |= {name: getattr(item, name) for name in names}
+        ends, whole = item.cu_seqlens_padded.numpy(), item.tokens.size(1) * context_size
+        assert ends[0] == 0 and ends[-1] == whole and (np.diff(ends) >= 0).all()  # noqa: PT018
+    if has_state_layers:  # of the whole pack, also under context parallelism: it is gathered there
+        tensors["seq_idx"] = sample_index(item)
+    placed = to_device(tensors)
+    padded = placed["offsets"] if context_size > 1 else None
     # Rotary tables are kept for 32 different lengths (`RotaryEmbedding.forward`), and cuDNN plans
     # by length: a power of two makes few of them, and no kernel computes more by it.
     longest = 1 << (item.max_seqlen - 1).bit_length()
-    state = {}
-    if has_state_layers:  # of the whole pack, also under context parallelism: it is gathered there
-        state["seq_idx"] = sample_index(item).to(device, non_blocking=True)
-    return packed_seq_params(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        **state,
+    own: dict[str, Any] = {name: placed[name] for name in names}
+    return Batch(
+        **own,
+        cu_seqlens=placed["cu_seqlens"],
+        model_inputs={name: placed[name] for name in inputs},
+        packed_seq_params=packed_seq_params(
+            qkv_format="thd",
+            cu_seqlens_q=placed["offsets"],
+            cu_seqlens_kv=placed["offsets"],
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            **({"seq_idx": placed["seq_idx"]} if has_state_layers else {}),
+        ),
     )
 
 
@@ -156,12 +192,9 @@ def padded_batch(item: dict[str, Tensor], *, multiple: int = 1) -> Batch:
         item: from Megatron's own loader.
         multiple: columns that are left are a multiple of this, as sequence parallelism needs.
     """
-    device = torch.cuda.current_device()
     width = padded_length(max(1, int(item["length"].max())), multiple)
     names = ("tokens", "labels", "loss_mask", "position_ids")
-    tensors: dict[str, Any] = {
-        name: item[name][:, :width].contiguous().to(device, non_blocking=True) for name in names
-    }
+    tensors: dict[str, Any] = to_device({name: item[name][:, :width] for name in names})
     return Batch(**tensors)
 
 
@@ -194,7 +227,7 @@ def reported(loss: Tensor, count: Tensor) -> Tensor:
 
 
 def make_forward_step(
-    build_batch: Callable[[Any], Batch],
+    build_batch: Callable[..., Batch],
     *,
     on_batch: Callable[[Any], None],
     router_mask: RouterMask | None = None,
@@ -203,7 +236,7 @@ def make_forward_step(
     """Return the forward step function for `pretrain()`.
 
     Args:
-        build_batch: `packed_batch` or `padded_batch`.
+        build_batch: `packed_batch` or `padded_batch`; with a router mask `packed_batch`.
         on_batch: called once with every micro-batch, for logging.
         router_mask: for packed mixtures of experts; None for dense models.
         loss: None for `loss_func`.
@@ -218,23 +251,21 @@ def make_forward_step(
         data_iterator: Iterator[Any], model: Any, return_schedule_plan: bool = False
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         if return_schedule_plan:
-            raise ValueError(
-                "--overlap-moe-expert-parallel-comm is not supported with this forward step: "
-                "drop the flag"
-            )
+            raise ValueError("--overlap-moe-expert-parallel-comm is refused with --odb: drop it")
         timers = get_timers()
         timers("batch-generator", log_level=2).start()
         with stimer(bdata=True):
             item = next(data_iterator)
-            batch = build_batch(item)
+            more = {}
+            if router_mask is not None:
+                is_first_stage = _attribute(model, "pre_process")
+                mask = router_mask.build(item, is_first_stage=is_first_stage)
+                more["model_inputs"] = {"padding_mask": mask}
+            batch = build_batch(item, **more)
         if _is_first_chunk(model):
             on_batch(item)
             if batch.cu_seqlens is not None and torch.is_grad_enabled():
                 update_seqlen_stats_from_cu_seqlens(batch.cu_seqlens)
-        options = dict(batch.model_inputs)
-        if router_mask is not None:
-            mask = router_mask.build(item, is_first_stage=_attribute(model, "pre_process"))
-            options["padding_mask"] = mask.to(torch.cuda.current_device(), non_blocking=True)
         timers("batch-generator").stop()
         with stimer:
             output = model(
@@ -244,7 +275,7 @@ def make_forward_step(
                 labels=batch.labels,
                 loss_mask=batch.loss_mask,
                 packed_seq_params=batch.packed_seq_params,
-                **options,
+                **batch.model_inputs,
             )
         if loss is not None:
             return output, partial(loss, model, batch.loss_mask)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from odb_megatron.data.images import mrope_positions
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
@@ -44,12 +44,16 @@ class ImageRun(OdbRun):
         )
 
 
-def image_batch(item: MicroBatchLayout, *, is_mrope: bool) -> Batch:
+def image_batch(
+    item: MicroBatchLayout, *, is_mrope: bool, model_inputs: Mapping[str, Tensor] | None = None
+) -> Batch:
     """Return `packed_batch` with images, and with positions on every pipeline stage."""
-    batch = packed_batch(item)
+    tensors = dict(model_inputs or {})
+    if isinstance(item, MicroBatch) and item.pixel_values is not None:
+        tensors["pixel_values"] = item.pixel_values
     if is_mrope:
-        positions = mrope_positions(item.cu_seqlens_padded, item.images)
-        device = torch.cuda.current_device()
-        batch = replace(batch, position_ids=positions.to(device, non_blocking=True))
-    pixels = item.pixel_values if isinstance(item, MicroBatch) else None
-    return replace(batch, model_inputs={"images": item.images, "pixel_values": pixels})
+        tensors["mrope"] = mrope_positions(item.cu_seqlens_padded, item.images)
+    batch = packed_batch(item, model_inputs=tensors)
+    inputs = {"pixel_values": None, **batch.model_inputs, "images": item.images}
+    positions = inputs.pop("mrope", batch.position_ids)
+    return replace(batch, position_ids=positions, model_inputs=inputs)
