@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odb_megatron.plan import CostModel, StepPlan, plan_step
-from odb_megatron.plan.step_planner import SHARE_OVERHEAD
 
 
 def check(plan: StepPlan, lengths: list[int], **args: Any) -> None:
@@ -46,7 +45,7 @@ def check(plan: StepPlan, lengths: list[int], **args: Any) -> None:
             if len(units) > 1:
                 assert sum(patches[index] for index in samples) <= cap
             price = sum(cost.sample(padded[index], num_patches=patches[index]) for index in samples)
-            shared = price * (100 + SHARE_OVERHEAD) / (100 * width) if width > 1 else price
+            shared = price * (100 + cost.share) / (100 * width) if width > 1 else price
             assert shared <= plan.loads[replica][m] <= shared + len(samples)
         own = [one for one in row if not plan.shares.keys() & set(one)]
         units_here = {(groups[i], i if groups[i] < 0 else 0) for one in own for i in one}

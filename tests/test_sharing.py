@@ -74,7 +74,8 @@ def _compare(options: dict[str, Any], groups: dict[str, int]) -> dict[str, Any]:
     collection = ProcessGroupCollection.use_mpu_process_groups()
     torch.manual_seed(3)
     model = _model(options, groups)
-    shared = SharedGroups(collection, range(4), timeout=timedelta(seconds=30), chunks=[model])
+    modules = list(model.modules())
+    shared = SharedGroups(collection, range(4), timeout=timedelta(seconds=30), modules=modules)
     context, replica = collection.cp.size(), collection.dp.rank()
     generator = torch.Generator().manual_seed(7)
     samples = [
@@ -84,7 +85,7 @@ def _compare(options: dict[str, Any], groups: dict[str, int]) -> dict[str, Any]:
     ]  # fmt: skip
     shared.make({width for column in COLUMNS for width, _ in column})
     multiple = groups["tensor_model_parallel_size"]
-    checked = largest_difference(model, shared, multiple=multiple)
+    checked = largest_difference(modules, shared, multiple=multiple)
     results = {}
     for is_shared in (True, False):
         model.zero_grad(set_to_none=True)

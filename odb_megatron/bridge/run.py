@@ -67,6 +67,9 @@ class BridgeRun(OdbRun):
         self._is_restored = self._has_begun = self._has_ended = False
         super().__init__(args, datasets=(lambda _: self._built) if self._reads_recipe else None)
 
+    def _why_not_shared(self) -> str:
+        return "not under Megatron-Bridge in this version"
+
     def __enter__(self) -> BridgeRun:
         super().__enter__()
         self._dataset._run = self

@@ -229,7 +229,7 @@ class StepFeed:
     Args:
         loader: the source rank's; None on other ranks.
         channel: to the replica's other ranks; None for a replica of one rank.
-        part: context-parallel size and this rank's place in it.
+        part: a replica's context-parallel size, and this rank's place in it.
         num_chunks: virtual pipeline chunks of this rank.
         plan_ahead: most finished steps that wait for the trainer, at least 1.
         num_steps: steps of one pass over the stream.

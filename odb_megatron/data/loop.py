@@ -35,6 +35,7 @@ from odb_megatron.data.wire import (
 )
 from odb_megatron.data.workers import Reader
 from odb_megatron.plan.blocks import blocks_of, even_blocks, offered
+from odb_megatron.plan.padding import shared_length
 from odb_megatron.plan.pipeline import in_best_order
 from odb_megatron.plan.record import (
     HEADER,
@@ -461,7 +462,7 @@ class StepLoop:
             min_micro_batches=least,
             max_share=config.max_share,
             owner=np.maximum(rows["owner"], 0),
-            solo=padded > budget,
+            solo=padded > shared_length(budget, config.multiple, config.max_share),
         )
 
     def _plan(self, rows: Array) -> Requests[StepPlan | None]:
@@ -487,6 +488,8 @@ class StepLoop:
         tokens = trained["tokens"].astype(np.int64)
         index, replica = _trainers(plan)
         moved = trained[index][trained["owner"][index] != replica]
+        rule, shared = self._rule, [(int(tokens[at]), k) for at, k in plan.shares.items()]
+        longer = sum(rule.shared(k).padded(num) - rule.padded(num) for num, k in shared)
         is_final = self._consumed + self._num_consumed >= self._config.total
         if self._config.has_unknown_end:
             is_final = not any(self._num_live)
@@ -501,12 +504,13 @@ class StepLoop:
             num_bad=int((skipped["loss_tokens"] == SkipReason.BAD_RECORD).sum()),
             num_truncated=int((trained["patches"] >= TRUNCATED).sum()),
             num_tokens=int(tokens.sum()),
-            num_padded_tokens=int(self._rule.padded_all(tokens).sum()),
+            num_padded_tokens=int(self._rule.padded_all(tokens).sum()) + longer,
             num_squared_tokens=int((tokens**2).sum()),
             num_loss_tokens=int(trained["loss_tokens"].sum()),
             loss_weight=int(headers["loss_weight"].sum()),
             num_patches=int(num_patches(trained).sum()),
             num_idle=sum(not one for row in plan.micro_batches for one in row),
+            num_shared=len(shared),
             num_moved=len(moved),
             bytes_moved=int(moved["bytes"].sum()),
             cost_sum=sum(plan.costs),
@@ -560,18 +564,20 @@ class StepLoop:
 
     def _pack(self, rows: Array, plan: StepPlan, totals: StepTotals) -> Packed:
         slots, budget, most = rows["slot"], self._config.token_budget, self._config.max_patches
-        found = [
-            [self._held[slot] for slot in slots[list(row)].tolist()]
-            for row in plan.micro_batches[self._own]
-        ]
-        for _, sample in (pair for members in found for pair in members):
-            self._counts[sample.source].add_sample(
-                num_tokens=len(sample),
-                num_loss_tokens=sample.num_loss_tokens,
-                truncated=sample.truncated > 0,
-                solo=self._rule.padded(len(sample)) > budget or sample.num_patches > most > 0,
-            )
-        return pack_step(totals, found, rule=self._rule)
+        found, shares = [], []
+        for row in plan.micro_batches[self._own]:
+            found.append([self._held[slot] for slot in slots[[*row]].tolist()])
+            width = plan.shares.get(row[0], 1) if row else 1
+            shares.append((width, self._own % width))
+            for _, sample in found[-1] if shares[-1][1] == 0 else ():
+                is_over = self._rule.padded(len(sample)) > budget and width == 1
+                self._counts[sample.source].add_sample(
+                    num_tokens=len(sample),
+                    num_loss_tokens=sample.num_loss_tokens,
+                    truncated=sample.truncated > 0,
+                    solo=is_over or sample.num_patches > most > 0,
+                )
+        return pack_step(totals, found, rule=self._rule, shares=shares)
 
     def _attempt(self, function: Callable[..., T], *args: Any) -> T | None:
         """Return what a function does; its error, or an earlier one, is told in the next gather."""

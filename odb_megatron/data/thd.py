@@ -19,8 +19,8 @@ from torch import Tensor
 from odb_megatron.data.images import ImageLayout, image_layout
 from odb_megatron.plan.padding import SizeRule
 
-__all__ = ["PAD_TOKEN", "MicroBatch", "MicroBatchLayout", "chunk_indices", "cost_balance", "filled"]
-__all__ += ["layout", "padding_mask", "sample_index", "slice_micro_batch"]
+__all__ = ["PAD_TOKEN", "MicroBatch", "MicroBatchLayout", "chunk_indices", "context_part"]
+__all__ += ["cost_balance", "filled", "layout", "padding_mask", "sample_index", "slice_micro_batch"]
 
 PAD_TOKEN = 0
 """Token id at padded places and in idle micro-batches: any id of the vocabulary serves, because
@@ -44,6 +44,7 @@ class MicroBatchLayout:
         positions: stream positions of the samples, in their order here; empty when idle.
         num_patches: image patches that its samples stand for.
         images: where its images lie; None where there are none.
+        share: how many replicas train it together, and which of them this one is.
     """
 
     cu_seqlens: Tensor
@@ -52,6 +53,7 @@ class MicroBatchLayout:
     positions: tuple[int, ...]
     num_patches: int = 0
     images: ImageLayout | None = None
+    share: tuple[int, int] = (1, 0)
 
     @property
     def is_idle(self) -> bool:
@@ -79,7 +81,7 @@ class MicroBatch(MicroBatchLayout):
     pixel_values: Tensor | None = None
 
 
-def layout(
+def layout(  # noqa: PLR0913
     lengths: Sequence[int],
     *,
     positions: Sequence[int],
@@ -87,6 +89,7 @@ def layout(
     num_patches: int = 0,
     images: Sequence[Sequence[int]] = (),
     merge: int = 1,
+    share: tuple[int, int] = (1, 0),
 ) -> MicroBatchLayout:
     """Lay out samples of the given lengths by a rule; none for an idle micro-batch.
 
@@ -101,6 +104,7 @@ def layout(
         num_patches: image patches that the samples stand for.
         images: see `wire.StepHeader`.
         merge: see `images.ImageLayout`.
+        share: see `MicroBatchLayout`; the rule is that for as many.
 
     Raises:
         ValueError: the samples need more than the largest size.
@@ -125,6 +129,7 @@ def layout(
         positions=tuple(positions),
         num_patches=num_patches,
         images=image_layout(images, offsets[: len(positions)], merge=merge) if images else None,
+        share=share,
     )
 
 
@@ -206,18 +211,36 @@ def chunk_indices(cu_seqlens_padded: Integers, *, size: int, rank: int) -> Integ
     return np.repeat(begins - before, sizes) + np.arange(int(sizes.sum()))
 
 
+def context_part(item: MicroBatchLayout, size: int, rank: int) -> tuple[int, int]:
+    """Return over how many ranks a micro-batch is cut, and which part a rank has.
+
+    Args:
+        item: the micro-batch, perhaps shared by several replicas.
+        size: context-parallel size of a replica.
+        rank: context-parallel rank.
+    """
+    width, place = item.share
+    return width * size, place * size + rank
+
+
 def slice_micro_batch(item: MicroBatch, *, size: int, rank: int) -> MicroBatch:
     """Return a rank's part of a micro-batch; cumulative lengths stay those of the whole.
+
+    Args:
+        item: the micro-batch.
+        size: context-parallel size of a replica.
+        rank: context-parallel rank.
 
     Raises:
         ValueError: see `chunk_indices`; or it has images, which a rank cannot encode in part.
     """
+    size, rank = context_part(item, size, rank)
     if size == 1:
         return item
     if item.images is not None:
         raise ValueError(
             "samples with images cannot be cut for context parallelism in this version: use "
-            "--context-parallel-size 1"
+            "--context-parallel-size 1 and --odb-share-long 1"
         )
     index = torch.from_numpy(chunk_indices(item.cu_seqlens_padded.numpy(), size=size, rank=rank))
     names = ("tokens", "labels", "loss_mask", "position_ids")
@@ -226,7 +249,7 @@ def slice_micro_batch(item: MicroBatch, *, size: int, rank: int) -> MicroBatch:
 
 
 def padding_mask(item: MicroBatchLayout, *, size: int = 1, rank: int = 0) -> Tensor:
-    """Return where a rank's part is padding (True), bool [1, T / size].
+    """Return where a rank's part is padding (True), bool [1, T / size]; see `slice_micro_batch`.
 
     The first token of an idle micro-batch counts as real: a router's load-balancing loss divides by
     the number of real tokens, so that none at all gives 0 / 0.
@@ -238,6 +261,7 @@ def padding_mask(item: MicroBatchLayout, *, size: int = 1, rank: int = 0) -> Ten
     padded = np.diff(starts)
     within = np.arange(int(starts[-1])) - np.repeat(starts[:-1], padded)
     mask = within >= np.repeat(real, padded)
+    size, rank = context_part(item, size, rank)
     if size > 1:
         mask = mask[chunk_indices(starts, size=size, rank=rank)]
     return torch.from_numpy(mask)[None]

@@ -154,6 +154,7 @@ class StepHeader:
         images: a row for each image of each micro-batch: number of its sample there, patches in
             time, height and width, and its first token in the sample.
         pixels: what their patches are; None without images.
+        shares: how many replicas train each micro-batch together, and which this one is of them.
         plan_us: microseconds that making it took, waits included.
     """
 
@@ -164,15 +165,23 @@ class StepHeader:
     rule: SizeRule = _ANY
     images: tuple[tuple[tuple[int, ...], ...], ...] = ()
     pixels: PixelFormat | None = None
+    shares: tuple[tuple[int, int], ...] = ()
     plan_us: int = 0
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens of each micro-batch, padding and all context-parallel parts included."""
-        return [
-            self.rule.size_of(sum(map(self.rule.padded, lengths)) or self.rule.multiple)
-            for lengths in self.lengths
-        ]
+        """Tokens of this replica's part of each micro-batch, padding included."""
+        found = []
+        for lengths, (width, _) in zip(self.lengths, self.shares, strict=True):
+            rule = self.rule.shared(width)
+            found.append(rule.size_of(sum(map(rule.padded, lengths)) or rule.multiple) // width)
+        return found
+
+    @property
+    def own_positions(self) -> list[tuple[int, ...]]:
+        """Stream positions by micro-batch, each on the first of the replicas that share it."""
+        pairs = zip(self.positions, self.shares, strict=True)
+        return [() if place else row for row, (_, place) in pairs]
 
     @property
     def payload_bytes(self) -> int:
@@ -191,7 +200,8 @@ class StepHeader:
             layout(
                 lengths,
                 positions=self.positions[at],
-                rule=self.rule,
+                rule=self.rule.shared(self.shares[at][0]),
+                share=self.shares[at],
                 num_patches=self.patches[at],
                 images=self.images[at] if self.pixels else (),
                 merge=self.pixels.merge if self.pixels else 1,
@@ -240,6 +250,7 @@ def pack_step(
     micro_batches: Sequence[Sequence[tuple[int, Sample]]],
     *,
     rule: SizeRule,
+    shares: Sequence[tuple[int, int]] = (),
 ) -> tuple[StepHeader, Bytes, Bytes | None]:
     """Return a step's header, its payload, and its patches (None without images).
 
@@ -247,6 +258,7 @@ def pack_step(
         totals: the step.
         micro_batches: stream position and sample, by micro-batch; none for an idle one.
         rule: what samples and micro-batches are padded to.
+        shares: see `StepHeader`; none for micro-batches that nobody shares.
 
     Raises:
         ValueError: patches of different kinds.
@@ -268,6 +280,7 @@ def pack_step(
         rule=rule,
         images=tuple(map(_image_rows, members)) if formats else (),
         pixels=formats.pop() if formats else None,
+        shares=tuple(shares) or ((1, 0),) * len(members),
     )
     pixels = [np.ascontiguousarray(one.pixel_values).reshape(-1).view(np.uint8) for one in images]
     return header, _tokens(samples), np.concatenate(pixels) if pixels else None

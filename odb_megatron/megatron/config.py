@@ -27,7 +27,13 @@ from odb_megatron.data.sample import (
 from odb_megatron.errors import SettingError
 from odb_megatron.megatron.topology import sync_of
 from odb_megatron.plan.cost import CostCoefficients, CostModel, ModelShape
-from odb_megatron.plan.padding import OverlongPolicy, SizeRule, budget_length, size_rule
+from odb_megatron.plan.padding import (
+    OverlongPolicy,
+    SizeRule,
+    budget_length,
+    shared_length,
+    size_rule,
+)
 from odb_megatron.plan.record import Sync
 
 __all__ = ["SETTINGS", "OdbConfig", "Setting", "add_odb_arguments", "given"]
@@ -137,8 +143,12 @@ _HELP = {
     "pad_to": "Pad every micro-batch to the nearest of these token counts, by segments without "
     "loss: a few shapes, for compilers and allocators. The token budget is always one of them; "
     "budget alone gives all one shape, as CUDA graphs need it. The metrics count the padding.",
+    "share_long": "Most replicas that train one sample together, each a part of it, where it is "
+    "longer than the token budget or would keep the others waiting; 1 for none. Unless given, as "
+    "many as plan together, if the model can be shared and a check at the start proves it.",
     "cost": "Predicted cost of a token, a token squared (summed over each sample's own length), a "
-    "micro-batch and an image patch, in one unit of your choice; what is left out is 0. "
+    "micro-batch and an image patch, in one unit of your choice; what is left out is 0. share is "
+    "what a sample costs more where replicas share it, as a part of its cost. "
     "'odb-megatron trace LOGS --fit-cost' finds them from the times of a run.",
     "max_patches": "Most image patches of a micro-batch. A sample with more gets one of its own, "
     "counted.",
@@ -187,10 +197,11 @@ class OdbConfig:
     max_bad_records: int = _setting(partial(_count, least=0), 0, "N", "0", baseline=True)
     epochs: int | None = _setting(_count, None, "N", in_bridge=False)
     pad_to: tuple[int, ...] = _setting(_sizes, (), "TOKENS", "as long as their samples", many=True)
+    share_long: int | None = _setting(_count, None, "K", "as many as can", in_bridge=False)
     cost: CostCoefficients | None = _setting(
         lambda value: CostCoefficients.parse(str(value)),
         None,
-        "linear=X,quadratic=X,overhead=X,patch=X",
+        "linear=X,quadratic=X,overhead=X,patch=X,share=X",
         "FLOPs of the model's shape, and 5 per cent of a full micro-batch as its overhead",
     )
     max_patches: int = _setting(_count, 0, "N", "no cap")
@@ -267,11 +278,12 @@ class OdbConfig:
             return 1
         return count_scale(self.loss_per, batch_size=self.batch_size, context=self.context)
 
-    def sample_rules(self, *, multiple: int) -> SampleRules:
+    def sample_rules(self, *, multiple: int, max_share: int = 1) -> SampleRules:
         """Return the policies for records; without `--odb` only the context limits a sample."""
+        longest = shared_length(self.token_budget, multiple, max_share)
         return SampleRules(
             context=self.context,
-            token_budget=self.token_budget if self.enabled else self.context,
+            token_budget=longest if self.enabled else self.context,
             multiple=multiple,
             overlong=self.overlong,
             skip_bad=self.max_bad_records > 0,

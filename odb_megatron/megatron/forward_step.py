@@ -15,7 +15,13 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, padding_mask, sample_index
+from odb_megatron.data.thd import (
+    MicroBatch,
+    MicroBatchLayout,
+    context_part,
+    padding_mask,
+    sample_index,
+)
 from odb_megatron.plan.padding import padded_length
 
 __all__ = [
@@ -129,6 +135,7 @@ def packed_batch(
     *,
     has_state_layers: bool = False,
     context_size: int = 1,
+    group_of: Callable[[int], Any] | None = None,
     model_inputs: Mapping[str, Tensor] | None = None,
 ) -> Batch:
     """Move a packed micro-batch to the device and describe its layout to Megatron.
@@ -142,7 +149,9 @@ def packed_batch(
         item: the micro-batch, or its layout.
         has_state_layers: whether the model has state-space layers (`--hybrid-layer-pattern`), which
             go by `seq_idx`: without it their state runs on into the next sample.
-        context_size: context-parallel size.
+        context_size: context-parallel size of a replica.
+        group_of: returns the context-parallel group of so many replicas; where some micro-batches
+            are shared, each names its group, since the model keeps the last one named.
         model_inputs: on the CPU; see `Batch`.
     """
     inputs = model_inputs or {}
@@ -151,12 +160,17 @@ def packed_batch(
     if isinstance(item, MicroBatch):
         names = ("tokens", "labels", "loss_mask", "position_ids")
         tensors |= {name: getattr(item, name) for name in names}
-        ends, whole = item.cu_seqlens_padded.numpy(), item.tokens.size(1) * context_size
+        size, _ = context_part(item, context_size, 0)
+        ends, whole = item.cu_seqlens_padded.numpy(), item.tokens.size(1) * size
         assert ends[0] == 0 and ends[-1] == whole and (np.diff(ends) >= 0).all()  # noqa: PT018
     if has_state_layers:  # of the whole pack, also under context parallelism: it is gathered there
         tensors["seq_idx"] = sample_index(item)
     placed = to_device(tensors)
-    padded = placed["offsets"] if context_size > 1 else None
+    group: dict[str, Any] = {}
+    if group_of is not None:
+        group = {"cp_group": group_of(item.share[0])}
+        group["local_cp_size"] = context_size * item.share[0]
+    padded = placed["offsets"] if context_size * item.share[0] > 1 else None
     # Rotary tables are kept for 32 different lengths (`RotaryEmbedding.forward`), and cuDNN plans
     # by length: a power of two makes few of them, and no kernel computes more by it.
     longest = 1 << (item.max_seqlen - 1).bit_length()
@@ -173,6 +187,7 @@ def packed_batch(
             cu_seqlens_kv_padded=padded,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            **group,
             **({"seq_idx": placed["seq_idx"]} if has_state_layers else {}),
         ),
     )
@@ -264,7 +279,7 @@ def make_forward_step(
             batch = build_batch(item, **more)
         if _is_first_chunk(model):
             on_batch(item)
-            if batch.cu_seqlens is not None and torch.is_grad_enabled():
+            if batch.cu_seqlens is not None and torch.is_grad_enabled() and not item.share[1]:
                 update_seqlen_stats_from_cu_seqlens(batch.cu_seqlens)
         timers("batch-generator").stop()
         with stimer:

@@ -35,6 +35,9 @@ class ImageRun(OdbRun):
             router_mask=self._router_mask(),
         )
 
+    def _why_not_shared(self) -> str:
+        return "pictures are encoded whole"
+
     def _make_replica(self) -> ReplicaData:
         return ReplicaData(
             self._args,

@@ -42,6 +42,7 @@ def build_streams(
     datasets: Sequence[Any] | None = None,
     reads_data: bool = True,
     tokenizer: Any = None,
+    max_share: int = 1,
 ) -> list[SampleStream | ItemStream | None]:
     """Build the train, valid and test streams; every rank must call it (world barriers).
 
@@ -53,9 +54,10 @@ def build_streams(
             map-style, the train dataset also iterable.
         reads_data: whether this rank leads a replica; others get None for every split.
         tokenizer: None for Megatron's global one.
+        max_share: most replicas that share a sample.
     """
     rules = replace(
-        config.sample_rules(multiple=padding_multiple(args)),
+        config.sample_rules(multiple=padding_multiple(args), max_share=max_share),
         vocab_size=getattr(args, "padded_vocab_size", None) or 0,
     )
     lengths = [total_samples(args), *sizes[1:]]
@@ -108,6 +110,7 @@ def build_loader(
     split: Split,
     group: SourceGroup,
     deadline: Deadline | None = None,
+    max_share: int = 1,
 ) -> StepLoader:
     """Build a split's step loader."""
     training = split is Split.train
@@ -132,6 +135,7 @@ def build_loader(
         sync=config.sync,
         pipeline=pipeline_of(args),
         max_patches=config.max_patches,
+        max_share=max_share,
         has_iterators=isinstance(stream, ItemStream),
         max_bad_records=config.max_bad_records if training else None,
         loss_per="" if config.loss_per is None else f"{config.loss_per.value} {config.count_scale}",

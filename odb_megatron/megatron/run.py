@@ -9,12 +9,17 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.datasets.utils import Split
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from odb_megatron import doctor
 from odb_megatron.comm.groups import SourceGroup
@@ -59,8 +64,10 @@ from odb_megatron.megatron.run_report import (
     start_lines,
 )
 from odb_megatron.megatron.setup import choose_backend, total_samples
-from odb_megatron.megatron.topology import has_state_layers, padding_multiple
+from odb_megatron.megatron.sharing import PARTS, SharedGroups, largest_difference
+from odb_megatron.megatron.topology import has_state_layers, padding_multiple, why_not_shared
 from odb_megatron.megatron.versions import describe_megatron
+from odb_megatron.plan.blocks import blocks_of
 from odb_megatron.plan.record import ReplicaFailedError
 
 __all__ = ["OdbRun"]
@@ -76,6 +83,10 @@ _CLEAN_CLOSE_S = 60.0
 
 _CLOSE_S = 2.0
 """The same after an error, which others may not know of: this process must end for them to."""
+
+_EXACT, _ROUNDED = 1e-4, 0.05
+"""Largest difference, relative to the largest value, of a sample shared and alone: in float32, and
+in half precision."""
 
 _SHOWN = 600
 """Most characters of an error that the other ranks are told."""
@@ -120,6 +131,10 @@ class OdbRun:
         self._peers: PeerWatch | None = None
         self._checkpoint: DataCheckpoint | None = None
         self._unfit = ""  # what of this machine fails, in a dry run
+        self._parts: list[torch.nn.Module] = []  # of the model, that sharing is about
+        self._watch: RemovableHandle | None = None
+        self._shared: SharedGroups | None = None
+        self._max_share = 1
         self._attention = self._choose_attention()
         lines = self._start_lines()
         self._report = RunReport(args, self.config, lines=lines, writers=self._writers)
@@ -159,6 +174,7 @@ class OdbRun:
             packed_batch,
             has_state_layers=has_state_layers(args),
             context_size=self._place.context_size,
+            group_of=self._group_of,
         )
         return make_forward_step(
             packed if self.config.enabled else padded,
@@ -166,6 +182,50 @@ class OdbRun:
             router_mask=self._router_mask(),
             loss=self._loss(),
         )
+
+    def _group_of(self, width: int) -> Any:
+        """Return the context-parallel group of so many replicas; None where nothing is shared."""
+        return None if self._shared is None else self._shared.of(width)
+
+    def _why_not_shared(self) -> str:
+        """Return why replicas cannot train a sample together; "" where a check may tell."""
+        if self._attention.name.startswith("flash"):
+            return "flash-attn of local layers has no context parallelism"
+        return why_not_shared(self._args)
+
+    def _share(self) -> int:
+        """Return how many replicas may share a sample, at most; every rank calls it.
+
+        Raises:
+            ValueError: some were asked for, and it cannot be done.
+        """
+        args, asked, parts = self._args, self.config.share_long, self._parts
+        if self._watch is not None:
+            self._watch.remove()
+        blocks = blocks_of(args.data_parallel_size)
+        most = min(map(len, blocks))
+        most = 1 << min(asked or most, most).bit_length() - 1
+        reason, self._parts = self._why_not_shared(), []
+        if most == 1:
+            return 1
+        if not reason and not parts:
+            reason = "no layer of megatron-core was built"
+        if not reason:
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            block = next(one for one in blocks if mpu.get_data_parallel_rank() in one)
+            timeout = timedelta(minutes=args.distributed_timeout_minutes)
+            shared = SharedGroups(groups, block, timeout=timeout, modules=parts)
+            shared.make({shared.pair})
+            found = largest_difference(parts, shared, multiple=padding_multiple(args))
+            if found <= (_ROUNDED if args.bf16 or args.fp16 else _EXACT):
+                self._shared = shared
+                return most
+            reason = f"a shared sample differs from the same alone by {found:.2g} of its values"
+        if asked:
+            raise SettingError("{odb_share_long} {asked}: {reason}", asked=asked, reason=reason)
+        if args.rank == 0:
+            print(f"odb: long samples are not shared by replicas: {reason}", flush=True)
+        return 1
 
     def _loss(self) -> LossOf | None:
         """Return the loss of a micro-batch; None for that of `forward_step`."""
@@ -280,7 +340,13 @@ class OdbRun:
     def __enter__(self) -> OdbRun:
         self._hooks.install()
         self._undo_attention = self._attention.install()
+        if self.config.enabled and self.config.share_long != 1:
+            self._watch = register_module_module_registration_hook(self._note_part)
         return self
+
+    def _note_part(self, _owner: Any, _name: str, part: Any) -> None:
+        if isinstance(part, PARTS):
+            self._parts.append(part)
 
     def __exit__(
         self,
@@ -299,6 +365,8 @@ class OdbRun:
             self._tell_failure(error)
         self._hooks.undo()
         self._undo_attention()
+        if self._watch is not None:
+            self._watch.remove()
         ended = True
         if self._replica is not None:  # stop the threads that make steps, here and everywhere
             ended = self._replica.close(timeout_s=_CLEAN_CLOSE_S if clean else _CLOSE_S)
@@ -344,8 +412,10 @@ class OdbRun:
                 self._checkpoint.note_trained()
 
     def on_header(self, header: StepHeader, *, training: bool) -> None:
-        """Fix the loop's end and the step's sample count."""
+        """Fix the loop's end and the step's sample count; make the groups that it needs."""
         totals = header.totals
+        if self._shared is not None:
+            self._shared.make({width for width, _ in header.shares})
         if not training:
             self._report.evaluated(
                 samples=totals.num_samples,
@@ -417,6 +487,7 @@ class OdbRun:
                     self._peers = PeerWatch(self._args, self.config)
                 self._replica = self._make_replica()
                 if self.config.enabled:
+                    self._max_share = self._share()
                     self._build_packed(self._replica, sizes)
                 else:
                     self._padded = self._build_streams(sizes)
@@ -446,6 +517,7 @@ class OdbRun:
             datasets=datasets,
             reads_data=reads_data,
             tokenizer=self._tokenizer(),
+            max_share=self._max_share,
         )
         if not reads_data:
             return []
@@ -507,6 +579,7 @@ class OdbRun:
                 split=split,
                 group=group,
                 deadline=self._deadlines.get(split.name),
+                max_share=self._max_share,
             )
             for split, stream, group in zip(Split, streams, self._groups, strict=False)
         ]

@@ -208,9 +208,12 @@ class RunReport:
         self.mark()
         patches = 0
         if isinstance(item, MicroBatchLayout):
-            positions = item.positions
-            lengths = tuple(item.cu_seqlens.diff().tolist()[: len(positions)])
-            rows, width = 1, int(item.cu_seqlens_padded[-1])
+            share, place = item.share
+            lengths = tuple(item.cu_seqlens.diff().tolist()[: len(item.positions)])
+            self._shares.append((share, lengths))
+            # Named is a sample once, over all replicas.
+            positions, lengths = ((), ()) if place else (item.positions, lengths)
+            rows, width = 1, int(item.cu_seqlens_padded[-1]) // share
             patches = item.num_patches
         else:
             kept = item["length"] > 0
@@ -251,6 +254,7 @@ class RunReport:
         self._memory = memory
         loss, grad_norm = logged_loss(values["loss_dict"]), values["grad_norm"]
         totals = self._padded_totals() if self._header is None else self._packed_totals()
+        shares = tuple(k for k, _ in self._shares)
         record = StepRecord(
             iteration=int(values["iteration"]),
             loss=None if loss is None else float(loss),
@@ -263,6 +267,7 @@ class RunReport:
             lengths=tuple(self._lengths),
             widths=tuple(self._widths),
             patches=tuple(self._patches) if any(self._patches) else (),
+            shares=shares if any(k > 1 for k in shares) else (),
             costs=self._costs(),
             micro_batch_s=self._times(),
             **{"wait_s": 0.0, **(delivered or {})},
@@ -287,6 +292,7 @@ class RunReport:
         self._lengths: list[tuple[int, ...]] = []
         self._widths: list[int] = []
         self._patches: list[int] = []
+        self._shares: list[tuple[int, tuple[int, ...]]] = []  # replicas, and their samples' tokens
         self._marks: list[Any] = []
         # Of the padded baseline: left out, loss tokens, truncated, bad records, loss weight.
         self._padded = np.zeros(5)
@@ -330,12 +336,11 @@ class RunReport:
         """Return the predicted cost of each micro-batch, where the cost model is known."""
         if (cost := self._cost) is None:
             return ()
-        rule = self._config.size_rule(self._multiple)
-        sums = [
-            sum((cost.sample(rule.padded(length)) for length in lengths), cost.fixed)
-            + patches * cost.per_patch
-            for lengths, patches in zip(self._lengths, self._patches, strict=True)
-        ]
+        rule, sums = self._config.size_rule(self._multiple), []
+        for (share, lengths), patches in zip(self._shares, self._patches, strict=True):
+            padded = map(rule.shared(share).padded, lengths)
+            price = sum(map(cost.sample, padded)) + patches * cost.per_patch
+            sums.append(cost.fixed + cost.part(price, share))
         return tuple(round(one / COST_UNIT, 3) for one in sums)
 
     def _times(self) -> tuple[float, ...]:
@@ -367,6 +372,7 @@ class RunReport:
             "truncated": totals.num_truncated,
             "bad_records": totals.num_bad,
             "idle": totals.num_idle,
+            "shared": totals.num_shared,
             "fill": totals.num_tokens / (num_bins * self._config.token_budget),
             "balance": totals.balance,
             "moved": totals.num_moved,

@@ -19,20 +19,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import unwrap_model
 from torch import nn
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from odb_megatron.data.thd import chunk_indices
 
-__all__ = ["SharedGroups", "largest_difference"]
+__all__ = ["PARTS", "SharedGroups", "largest_difference"]
 
 _OF_DEV = "_get_aux_loss_groups"
+_TABLES = (RotaryEmbedding, YarnRotaryEmbedding)
+PARTS = (Attention, TransformerLayer, *_TABLES)
+"""Kinds of the modules that sharing is about."""
 
 
 class SharedGroups:
@@ -46,7 +49,7 @@ class SharedGroups:
         groups: Megatron's.
         block: the replicas, counted by `groups.dp`, that plan together; this rank's is one.
         timeout: of collectives.
-        chunks: the model's, whose modules follow from now on the group that a micro-batch names.
+        modules: of the model; they follow from now on the group that a micro-batch names.
     """
 
     def __init__(
@@ -55,36 +58,36 @@ class SharedGroups:
         block: range,
         *,
         timeout: timedelta,
-        chunks: Iterable[nn.Module],
+        modules: Iterable[nn.Module],
     ) -> None:
         self._timeout, self.tensor_group = timeout, groups.tp
         context = groups.cp.size()
         # By replica, context-parallel ranks in their order (parallel_state.py, RankGenerator).
         ranks = get_process_group_ranks(groups.dp_cp)
         self._replicas = [ranks[at * context : (at + 1) * context] for at in block]
-        self._own = groups.dp_cp.rank() // context - block.start
+        self._own: int = groups.dp_cp.rank() // context - block.start
         # Tensor-parallel ranks are neighbours in every order of ranks that Megatron has.
         tensor = get_process_group_ranks(groups.tp)
         self._tensor_steps = [other - tensor[groups.tp.rank()] for other in tensor]
         self._made: dict[int, ProcessGroup] = {1: groups.cp}
         # Context- and tensor-parallel group of what routers balance, by context-parallel group.
-        self._routing: dict[ProcessGroup, ProcessGroup] = {groups.cp: groups.tp_cp}
+        self._routing: dict[Any, ProcessGroup] = {groups.cp: groups.tp_cp}
         self._routes = False
-        for chunk in chunks:
-            for module in chunk.modules():
-                if isinstance(module, Attention):
-                    module.pg_collection = copy.copy(module.pg_collection)
-                    module.register_forward_pre_hook(_take_group, with_kwargs=True)
-                if isinstance(module, TransformerLayer):
-                    for router in module.modules():
-                        # That of `dev` takes the group from the parameters by itself.
-                        if isinstance(router, TopKRouter) and not hasattr(router, _OF_DEV):
-                            self._follow(module, router)
+        _make_stream()
+        for module in modules:
+            if isinstance(module, Attention):
+                module.pg_collection = copy.copy(module.pg_collection)
+                module.register_forward_pre_hook(_take_group, with_kwargs=True)
+            if isinstance(module, TransformerLayer):
+                for router in module.modules():
+                    # That of `dev` takes the group from the parameters by itself.
+                    if isinstance(router, TopKRouter) and not hasattr(router, _OF_DEV):
+                        self._follow(module, router)
 
     @property
     def pair(self) -> int:
         """2, or 1 for the last replica of an odd number."""
-        return 1 + (self._own ^ 1 < len(self._replicas))
+        return 2 if self._own ^ 1 < len(self._replicas) else 1
 
     def of(self, width: int) -> ProcessGroup:
         """Return this rank's context-parallel group of so many replicas; see `make`."""
@@ -105,9 +108,10 @@ class SharedGroups:
                 self._routing[group] = self._group(members) if several else group
 
     def _group(self, members: list[int]) -> ProcessGroup:
-        return torch.distributed.new_group(
+        group: ProcessGroup = torch.distributed.new_group(
             sorted(members), timeout=self._timeout, use_local_synchronization=True
         )
+        return group
 
     def _follow(self, layer: TransformerLayer, router: TopKRouter) -> None:
         """Let a router balance over the tokens of all replicas that share a micro-batch."""
@@ -117,7 +121,7 @@ class SharedGroups:
 
         def take(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
             packed = kwargs.get("packed_seq_params")
-            router.tp_cp_group = static if packed is None else self._routing[packed.cp_group]
+            router.tp_cp_group = self._routing.get(packed and packed.cp_group, static)
 
         def attach_and_log(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
@@ -129,22 +133,24 @@ class SharedGroups:
         router.attach_and_log_load_balancing_loss = attach_and_log
 
 
-def largest_difference(model: nn.Module, shared: SharedGroups, *, multiple: int = 1) -> float:
-    """Run the model's first layer over a sample that two replicas share, and over the same alone.
+def largest_difference(
+    modules: Iterable[nn.Module], shared: SharedGroups, *, multiple: int = 1
+) -> float:
+    """Run a model's first layer over a sample that two replicas share, and over the same alone.
 
     All ranks call it, with equal parameters on all replicas. Gradients of parameters are left
     behind, as before a step's first micro-batch, when they are set to zero.
 
     Args:
-        model: a chunk.
+        modules: of the model, or of this rank's part of it.
         shared: their groups, those of two made.
         multiple: what a rank's tokens are a multiple of (sequence parallelism, FP8).
 
     Returns:
         The largest difference of outputs and of gradients of inputs, relative to the largest.
     """
-    layer = next(one for one in model.modules() if isinstance(one, TransformerLayer))
-    config, tables = layer.config, getattr(unwrap_model(model), "rotary_pos_emb", None)
+    layer = next(one for one in modules if isinstance(one, TransformerLayer))
+    config, tables = layer.config, next((one for one in modules if isinstance(one, _TABLES)), None)
     pair, static = shared.of(shared.pair), shared.of(1)
     length = 4 * pair.size() * math.lcm(2, multiple)
     device = torch.cuda.current_device()
@@ -192,7 +198,17 @@ def largest_difference(model: nn.Module, shared: SharedGroups, *, multiple: int 
     return float(largest)
 
 
-def _take_group(module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+def _make_stream() -> None:
+    """Give Transformer Engine's attention what it makes with static context parallelism alone."""
+    try:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+    except ImportError:  # is not installed
+        return
+    if torch.cuda.is_available() and getattr(TEDotProductAttention, "cp_stream", 0) is None:
+        TEDotProductAttention.cp_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def _take_group(module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
     packed = kwargs.get("packed_seq_params")
-    if packed is not None:
+    if packed is not None and packed.cp_group is not None:
         module.pg_collection.cp = packed.cp_group

@@ -12,7 +12,7 @@ from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.plan.record import Sync
 
 __all__ = ["count_multiple", "has_state_layers", "padding_multiple", "pipeline_of", "routers"]
-__all__ += ["sync_of"]
+__all__ += ["sync_of", "why_not_shared"]
 
 
 def sync_of(args: argparse.Namespace) -> tuple[Sync, str]:
@@ -51,6 +51,34 @@ def padding_multiple(args: argparse.Namespace) -> int:
         else 1,
         rank_multiple=(32 if is_mx else 16) if getattr(args, "fp8", None) else 1,
     )
+
+
+def why_not_shared(args: argparse.Namespace) -> str:
+    """Return why replicas cannot train a sample together; "" where they can.
+
+    Args:
+        args: Megatron's arguments, and ODB's; what is absent is off.
+    """
+    parts = getattr(args, "recompute_modules", None) or ()
+    recomputes = getattr(args, "recompute_granularity", None) == "selective" and "moe" in parts
+    kinds = getattr(args, "cp_comm_type", None) or ["p2p"]
+    kinds = {kinds} if isinstance(kinds, str) else {*kinds}
+    reasons = (
+        (getattr(args, "odb_pad_to", None), "micro-batches have fixed sizes"),
+        ((getattr(args, "cuda_graph_impl", None) or "none") != "none", "CUDA graphs are captured"),
+        (getattr(args, "tp_comm_overlap", False), "tensor-parallel buffers have one size"),
+        (getattr(args, "multi_latent_attention", False), "multi-latent attention"),
+        (getattr(args, "mtp_num_layers", None), "multi-token prediction"),
+        (has_state_layers(args), "state-space layers"),
+        (getattr(args, "experimental_attention_variant", None), "an experimental attention"),
+        (getattr(args, "window_size", None), "sliding-window attention"),
+        (getattr(args, "softmax_type", "vanilla") != "vanilla", "attention sinks"),
+        (getattr(args, "position_embedding_type", "rope") == "mrope", "mrope positions"),
+        (kinds != {"p2p"}, f"context parallelism by {', '.join(sorted(map(str, kinds)))}"),
+        ("global_aux_loss" in routers(args), "global auxiliary loss"),
+        (recomputes and getattr(args, "num_experts", None), "experts are recomputed by themselves"),
+    )
+    return next((reason for applies, reason in reasons if applies), "")
 
 
 def has_state_layers(args: argparse.Namespace) -> bool:

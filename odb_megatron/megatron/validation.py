@@ -16,7 +16,12 @@ import numpy as np
 
 from odb_megatron.errors import SettingError
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.topology import count_multiple, padding_multiple, routers
+from odb_megatron.megatron.topology import (
+    count_multiple,
+    padding_multiple,
+    routers,
+    why_not_shared,
+)
 from odb_megatron.plan.padding import OverlongPolicy, budget_length
 
 __all__ = ["RULES", "refuse_flags", "refuse_unsupported", "set_needs"]
@@ -339,7 +344,10 @@ def _planning_texts(
             "parallelism, FP8): {odb_token_budget} {budget} and {seq_length} {length} must not be "
             "below it"
         )
-    if config.token_budget < args.seq_length and config.overlong is OverlongPolicy.ERROR:
+    is_shared = config.share_long != 1 and (_given(args, "data_parallel_size") or 1) > 1
+    is_shared = is_shared and not why_not_shared(args)
+    places_all = is_shared or config.token_budget >= args.seq_length
+    if not places_all and config.overlong is OverlongPolicy.ERROR:
         yield (
             "{odb_token_budget} {budget} is below {seq_length} {length}: samples in between could "
             "not be placed; raise the budget, or give {odb_overlong} truncate, drop or solo"

@@ -71,15 +71,19 @@ class CostModel:
 
     The unit is one token's linear cost; a micro-batch adds the price `fixed`.
 
+    A sample that k replicas share costs each of them `1 / k` of it, and `share` percent more.
+
     Attributes:
         quadratic: `quadratic / linear` as a fixed-point integer with 32 fractional bits.
         fixed: per-micro-batch overhead in `COST_UNIT`s of one token (an integer).
         per_patch: cost of one patch (image encoder) in `COST_UNIT`s of one token (an integer).
+        share: percent that a sample costs more where replicas share it: keys and values travel.
     """
 
     quadratic: int = 0
     fixed: int = 0
     per_patch: int = 0
+    share: int = 8
 
     def __post_init__(self) -> None:
         for name in ("quadratic", "fixed", "per_patch"):
@@ -89,9 +93,18 @@ class CostModel:
                     f"to {MAX_SAMPLE_COST // COST_UNIT}: lower it, or raise that of a token"
                 )
 
+    def part(self, price: int, width: int) -> int:
+        """Return what each of `width` replicas pays of a sample that costs `price` alone."""
+        return price if width == 1 else -(-price * (100 + self.share) // (100 * width))
+
     @classmethod
     def from_ratios(
-        cls, *, quadratic: Real, fixed_tokens: Real, patch_tokens: Real = 0.0
+        cls,
+        *,
+        quadratic: Real,
+        fixed_tokens: Real,
+        patch_tokens: Real = 0.0,
+        share: Real = Fraction(8, 100),
     ) -> CostModel:
         """Build from real numbers.
 
@@ -99,8 +112,10 @@ class CostModel:
             quadratic: cost per token squared over cost per token.
             fixed_tokens: overhead of a micro-batch, as a number of tokens.
             patch_tokens: cost of one patch, as a number of tokens.
+            share: what sharing adds to a sample's cost, as a part of it.
         """
         return cls(
+            share=round(share * 100),
             quadratic=round(quadratic * (1 << _QUADRATIC_BITS)),
             fixed=round(fixed_tokens * COST_UNIT),
             per_patch=round(patch_tokens * COST_UNIT),
@@ -134,19 +149,21 @@ class CostModel:
 class CostCoefficients:
     """A cost model in real numbers of one unit, such as microseconds; the unit itself cancels.
 
-    Written as `linear=1,quadratic=2.5e-5,overhead=400,patch=0`; what is left out is 0.
+    Written as `linear=1,quadratic=2.5e-5,overhead=400`; what is left out is 0, `share` .08.
 
     Attributes:
         linear: of a token; above 0.
         quadratic: of a token squared, summed over each sample's own length.
         overhead: of a micro-batch.
         patch: of an image patch.
+        share: what a sample costs more where replicas share it, as a part of its cost; no price.
     """
 
     linear: float
     quadratic: float = 0.0
     overhead: float = 0.0
     patch: float = 0.0
+    share: float = 0.08
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -177,16 +194,19 @@ class CostCoefficients:
             raise ValueError(f"{text!r}: {error}") from error
 
     def __str__(self) -> str:
-        values = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        return ",".join(f"{name}={value!r}" for name, value in values if value)
+        given = [one for one in fields(self) if getattr(self, one.name) != one.default]
+        return ",".join(f"{one.name}={getattr(self, one.name)!r}" for one in given)
 
     def model(self) -> CostModel:
         """Return the model, the same integers on every machine."""
-        linear, quadratic, fixed, patch = (
+        linear, quadratic, fixed, patch, share = (
             Fraction(getattr(self, one.name)) for one in fields(self)
         )
         return CostModel.from_ratios(
-            quadratic=quadratic / linear, fixed_tokens=fixed / linear, patch_tokens=patch / linear
+            quadratic=quadratic / linear,
+            fixed_tokens=fixed / linear,
+            patch_tokens=patch / linear,
+            share=share,
         )
 
     @classmethod
@@ -194,7 +214,8 @@ class CostCoefficients:
         """Return prices with few digits that give exactly `model` again; a token costs 1."""
         quadratic = _short(model.quadratic, 1 << _QUADRATIC_BITS)
         overhead, patch = (_short(value, COST_UNIT) for value in (model.fixed, model.per_patch))
-        return cls(linear=1.0, quadratic=quadratic, overhead=overhead, patch=patch)
+        prices = {"quadratic": quadratic, "overhead": overhead, "patch": patch}
+        return cls(linear=1.0, **prices, share=model.share / 100)
 
 
 def _short(value: int, scale: int) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = ["MAX_SEGMENTS", "OverlongError", "OverlongPolicy", "SizeRule", "budget_length"]
-__all__ += ["judge_length", "length_multiple", "padded_length", "size_rule"]
+__all__ += ["judge_length", "length_multiple", "padded_length", "shared_length", "size_rule"]
 
 MAX_SEGMENTS = 256
 """Samples of a micro-batch of a fixed shape, at most. Kernels look at each entry of the cumulative
@@ -45,6 +45,12 @@ class SizeRule:
     least: int = 1
     longest: int = 0
     multiple: int = 1
+
+    def shared(self, width: int) -> SizeRule:
+        """Return the rule for samples that so many replicas share, each of them in 2 chunks."""
+        if width == 1:
+            return self
+        return SizeRule(multiple=width * math.lcm(2, self.multiple))
 
     def padded(self, length: int) -> int:
         """Return what a sample of `length` tokens takes up."""
@@ -116,6 +122,13 @@ def padded_length(length: int, multiple: int) -> int:
 def budget_length(token_budget: int, multiple: int) -> int:
     """Return the longest that a micro-batch within the budget can be."""
     return token_budget // multiple * multiple
+
+
+def shared_length(token_budget: int, multiple: int, max_share: int) -> int:
+    """Return the longest sample within the budget of so many replicas, a power of two of them."""
+    if max_share == 1:
+        return token_budget
+    return max_share * budget_length(token_budget, math.lcm(2, multiple))
 
 
 @lru_cache

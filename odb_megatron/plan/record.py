@@ -134,7 +134,7 @@ class PlanConfig:
         sync: where replicas wait for each other.
         pipeline: the stages for which micro-batches are put in order.
         max_patches: most patches of a micro-batch; 0 for no cap.
-        max_share: replicas that may share a long sample, at most.
+        max_share: most replicas that share a long sample, a power of two.
         has_iterators: each replica reads an iterator of its own.
         max_bad_records: most bad records of a run; None for no limit.
         block: most replicas of a block.
@@ -229,7 +229,9 @@ class StepTotals:
         loss_weight: sum of their scaled weights: what Megatron counts as tokens.
         num_patches: image patches.
         num_idle: idle micro-batches.
-        num_moved: samples that another replica trains than the one that has read them.
+        num_shared: samples that several replicas train together.
+        num_moved: samples that another replica trains than the one that has read them; a shared one
+            counts once for each.
         bytes_moved: their bytes.
         cost_sum: predicted cost of all replicas, per-micro-batch overhead included.
         cost_max: that of the costliest replica.
@@ -253,6 +255,7 @@ class StepTotals:
     loss_weight: int = 0
     num_patches: int = 0
     num_idle: int = 0
+    num_shared: int = 0
     num_moved: int = 0
     bytes_moved: int = 0
     cost_sum: int = 0

@@ -13,14 +13,12 @@ import numpy.typing as npt
 
 from odb_megatron.plan.cost import CostModel
 
-__all__ = ["SHARE_OVERHEAD", "StepPlan", "plan_step"]
+__all__ = ["StepPlan", "plan_step"]
 
 Sync = Literal["step", "microbatch"]
 Ids = list[int]
 Integers = npt.NDArray[np.int64]
 
-SHARE_OVERHEAD = 8  # percent that a sample costs more where replicas share it (keys, values travel)
-_SHARED = 100 + SHARE_OVERHEAD
 _DENSITY = 90  # percent of the cost of an index full of the costliest units that is aimed at
 
 
@@ -85,7 +83,7 @@ def plan_step(  # noqa: PLR0913
     room = (token_budget, max_patches or int(images.sum()) or 1)
     widest, part = 1 << min(max_share, num_replicas).bit_length() - 1, math.lcm(2, alignment)
     table = np.stack([tokens, images, prices, alone, none - 1 if groups is None else groups])
-    planner = _Planner(table, num_replicas, room, widest, part)
+    planner = _Planner(table, num_replicas, room, (widest, part), cost)
     count = max(min_micro_batches, 1, -(-planner.fewest // num_replicas))
     count = -(-count // count_multiple) * count_multiple
     rows, time = list[list[_Bin]](), 1 << 62
@@ -127,8 +125,14 @@ class _Planner:
     """Places units: samples, or groups of them that stay together; costliest first."""
 
     def __init__(
-        self, table: Integers, num_replicas: int, room: tuple[int, int], widest: int, part: int
+        self,
+        table: Integers,
+        num_replicas: int,
+        room: tuple[int, int],
+        sharing: tuple[int, int],
+        cost: CostModel,
     ) -> None:
+        (widest, part), self.cost = sharing, cost
         named = np.where(table[4] < 0, np.arange(-len(table[4]), 0), table[4])
         _, unit, counts = np.unique(named, return_inverse=True, return_counts=True)
         samples, ends = np.argsort(unit, kind="stable"), counts.cumsum()
@@ -161,7 +165,7 @@ class _Planner:
         if unit in self.alone:
             return self.sizes[unit], self.prices[unit]
         pieces = -(-self.sizes[unit] // (width * self.part)) + len(self.samples[unit]) - 1
-        return pieces * self.part, -(-self.prices[unit] * _SHARED // (100 * width))
+        return pieces * self.part, self.cost.part(self.prices[unit], width)
 
     def plan(self, count: int, sync: Sync, *, limit: int) -> list[list[_Bin]]:
         """Return `bins[replica][m]`, empty where no plan of so many micro-batches is found."""
@@ -246,8 +250,9 @@ class _Planner:
         sizes, images, prices = self.sizes, self.images, self.prices
         heap = [(one.load, at) for at, one in enumerate(bins)]
         if height:  # what is missing, in costs of units that nobody shares
-            scales = [(100 * one.width if one.width > 1 else _SHARED) for one in bins]
-            heap = [((low - height) * scales[at] // _SHARED, at) for low, at in heap]
+            shared = 100 + self.cost.share
+            scales = [(100 * one.width if one.width > 1 else shared) for one in bins]
+            heap = [((low - height) * scales[at] // shared, at) for low, at in heap]
         heapq.heapify(heap)
         full, others = list[tuple[int, int, int]](), list[int]()  # bins without room, units
         for unit in units:

@@ -113,8 +113,9 @@ def _rows(run: RunLog) -> tuple[Values, Values]:
             patches = record.patches or (0,) * len(record.lengths)
             times = record.micro_batch_s
             for at, time in enumerate(times[:-1] or times):  # the last has the gradients' reduction
-                if not record.lengths[at] or time <= 0:
-                    continue  # idle
+                is_shared = bool(record.shares) and record.shares[at] > 1
+                if not record.lengths[at] or is_shared or time <= 0:
+                    continue  # idle, or not this replica's alone
                 lengths = np.array(record.lengths[at], dtype=np.float64)
                 padded = -(-lengths // header.multiple) * header.multiple
                 columns.append((record.widths[at], padded @ padded, patches[at], 1, at == 0))

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from odb_megatron.plan.blocks import blocks_of, even_blocks, offered
 from odb_megatron.plan.cost import COST_UNIT, CostModel
 from odb_megatron.plan.pipeline import Pipeline, in_best_order, step_times
-from odb_megatron.plan.step_planner import SHARE_OVERHEAD, StepPlan, plan_step
+from odb_megatron.plan.step_planner import StepPlan, plan_step
 
 __all__ = ["POLICIES", "REFERENCE", "Schedule", "Setting", "Stream", "Times", "bound_time"]
 __all__ += [
@@ -247,7 +247,7 @@ def measure(schedule: Schedule, stream: Stream, setting: Setting) -> Times:
     else:
         # A part of a shared sample is a zigzag pair of pieces.
         taken = np.where(is_shared, -(-lengths // (2 * parts)) * 2, lengths)
-        costs = np.where(is_shared, -(-own * (100 + SHARE_OVERHEAD) // (100 * parts)), own)
+        costs = np.where(is_shared, -(-own * (100 + setting.cost.share) // (100 * parts)), own)
         computed, costs = _sums(taken, starts), _sums(costs, starts)
     flat = np.split((costs + setting.cost.fixed).astype(np.float64), bounds[1:-1])
     spent = [step.reshape(num, -1) for step in flat]

@@ -73,6 +73,9 @@ class StepRecord:
         truncated: samples that were cut (all).
         bad_records: samples skipped because their records are bad (all).
         patches: image patches of this replica's micro-batches; empty where none has any.
+        shared: samples that several replicas trained together (all); `ids` and `lengths` have them
+            on the first of these.
+        shares: replicas that trained each of this one's micro-batches; empty where none was shared.
     """
 
     iteration: int
@@ -113,6 +116,8 @@ class StepRecord:
     truncated: int = 0
     bad_records: int = 0
     patches: tuple[int, ...] = ()
+    shared: int = 0
+    shares: tuple[int, ...] = ()
     loss_weight: float = 0.0
 
 

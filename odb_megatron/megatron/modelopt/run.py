@@ -138,6 +138,9 @@ class ModelOptRun(OdbRun):
         """A student's stages send what the teacher sends as well."""
         return super()._plans_shapes and self._teacher is None
 
+    def _why_not_shared(self) -> str:
+        return "a teacher's and a student's layers would have to share alike"
+
     def _loss(self) -> LossOf | None:
         if self._teacher is None:
             return None
