@@ -58,7 +58,8 @@ class Batch:
     """Model inputs on the device; shapes as in `data.thd.MicroBatch`, or [b, s] when padded.
 
     Middle pipeline stages get none of the four tensors. `model_inputs` are further arguments of the
-    model's `forward`.
+    model's `forward`. `cu_seqlens` are those of real tokens, for Megatron's count of FLOPs: 0 where
+    another replica counts them.
     """
 
     tokens: Tensor | None = None
@@ -155,7 +156,8 @@ def packed_batch(
         model_inputs: on the CPU; see `Batch`.
     """
     inputs = model_inputs or {}
-    tensors = {"cu_seqlens": item.cu_seqlens, "offsets": item.cu_seqlens_padded, **inputs}
+    real = item.cu_seqlens if item.share[1] == 0 else torch.zeros_like(item.cu_seqlens)
+    tensors = {"cu_seqlens": real, "offsets": item.cu_seqlens_padded, **inputs}
     names: tuple[str, ...] = ()
     if isinstance(item, MicroBatch):
         names = ("tokens", "labels", "loss_mask", "position_ids")
@@ -279,7 +281,7 @@ def make_forward_step(
             batch = build_batch(item, **more)
         if _is_first_chunk(model):
             on_batch(item)
-            if batch.cu_seqlens is not None and torch.is_grad_enabled() and not item.share[1]:
+            if batch.cu_seqlens is not None and torch.is_grad_enabled():
                 update_seqlen_stats_from_cu_seqlens(batch.cu_seqlens)
         timers("batch-generator").stop()
         with stimer:

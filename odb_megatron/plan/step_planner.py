@@ -143,6 +143,7 @@ class _Planner:
         self.samples: list[Ids] = [flat[start:end] for start, end in spans]
         parts = (-(-tokens // (widest * part)) + counts[order] - 1) * part
         can_share = (widest > 1) & (parts <= room[0]) & (images <= room[1])
+        can_share &= (price >= 2 * cost.fixed) | (tokens > room[0])  # parts as dear as a launch
         for at in np.flatnonzero((tokens > room[0]) & ~can_share & (solo == 0)).tolist():
             raise ValueError(
                 f"sample {str(self.samples[at])[1:-1]} takes up {tokens[at]} tokens; a micro-batch "
