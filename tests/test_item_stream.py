@@ -126,47 +126,37 @@ def usable(made: MakeLines) -> set[int]:
     return {name for name, length in enumerate(made.lengths) if 0 < length <= BUDGET}
 
 
-@settings(max_examples=25)
-@given(worlds(), st.integers(1, 2), st.randoms(use_true_random=False))
-def test_every_item_is_trained_once_per_pass_and_a_resume_goes_on(
-    world: tuple[MakeLines, int, PlanConfig], passes: int, rng: random.Random
+@settings(max_examples=50)
+@given(
+    worlds(), st.integers(1, 2), st.none() | st.integers(1, 90), st.randoms(use_true_random=False)
+)
+def test_a_run_and_its_resume(
+    world: tuple[MakeLines, int, PlanConfig], passes: int, total: int | None, rng: random.Random
 ) -> None:
-    made, parts, config = world
-    shards = IterableShards(make=made, parts=parts)
-    if not made.owners:
-        return
-    names, states, steps = run(stream_of(shards, passes=passes), config)
-    assert emitted(names) == dict.fromkeys(usable(made), passes)
-    assert [step.totals.is_final for step in steps] == [False] * (len(steps) - 1) + [True]
-    sizes = [step.totals.num_consumed for step in steps]
-    assert sum(sizes) == passes * len(made.lengths)
-    assert set(sizes[:-1]) <= {config.global_batch_size}
-    at = rng.randrange(len(names))
-    rest, _, _ = run(stream_of(shards, passes=passes), config, states=states[at])
-    assert rest == names[at + 1 :]
-    rest, _, _ = run(stream_of(shards, passes=passes + 1), config, states=states[at])
-    assert emitted(names[: at + 1] + rest) == dict.fromkeys(usable(made), passes + 1)
-
-
-@settings(max_examples=25)
-@given(worlds(), st.integers(1, 90), st.randoms(use_true_random=False))
-def test_a_quota_is_met_exactly_and_a_resume_goes_on(
-    world: tuple[MakeLines, int, PlanConfig], total: int, rng: random.Random
-) -> None:
+    """Every item is trained once per pass, or a quota is met exactly; and a resume goes on."""
     made, parts, config = world
     num = parts * config.num_replicas
-    if len({owner % num // parts for owner in made.owners}) < config.num_replicas:
+    if not made.owners:
+        return
+    if total and len({owner % num // parts for owner in made.owners}) < config.num_replicas:
         return  # an empty shard is refused
-    config = replace(config, total=total)
-    stream = stream_of(IterableShards(make=made, parts=parts), total=total)
+    config = replace(config, total=total or OPEN_TOTAL)
+    shards = IterableShards(make=made, parts=parts)
+    stream = stream_of(shards, passes=passes, total=total)
     names, states, steps = run(stream, config)
     sizes = [step.totals.num_consumed for step in steps]
-    assert sum(sizes) == total
+    assert sum(sizes) == (total or passes * len(made.lengths))
     assert set(sizes[:-1]) <= {config.global_batch_size}
-    assert set(emitted(names)) <= usable(made)
+    assert [step.totals.is_final for step in steps] == [False] * (len(steps) - 1) + [True]
     at = rng.randrange(len(names))
     rest, _, _ = run(stream, config, states=states[at])
     assert rest == names[at + 1 :]
+    if total:
+        assert set(emitted(names)) <= usable(made)
+        return
+    assert emitted(names) == dict.fromkeys(usable(made), passes)
+    rest, _, _ = run(stream_of(shards, passes=passes + 1), config, states=states[at])
+    assert emitted(names[: at + 1] + rest) == dict.fromkeys(usable(made), passes + 1)
 
 
 @settings(max_examples=40)
@@ -347,17 +337,6 @@ def _place(**changes: Any) -> dict[str, Any]:
     return {"count": 3, "ended": False, "at": 0, "state": None} | changes
 
 
-def test_a_source_without_a_state_trains_and_is_not_resumed() -> None:
-    made = MakeLines([5] * 40, [0, 1] * 20, kind=Stateless)
-    stream = stream_of(IterableShards(make=made))
-    names, states, _ = run(stream, config_of())
-    assert len(names) == 10
-    assert json.loads(states[3][0])["source"]["has_state"] is False
-    text = refused(stream, config_of(), states=states[3])
-    assert "had no state of its own" in text
-    assert "state_dict() and load_state_dict()" in text
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -373,7 +352,7 @@ def test_a_source_without_a_state_trains_and_is_not_resumed() -> None:
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
-    stream = stream_of(IterableShards(make=MakeLines([5] * 40, [0, 1] * 20)))
+    stream = stream_of(IterableShards(make=MakeLines([5] * 40, TWO[:40])))
     _, states, _ = run(stream, config_of(), steps=3)
     changed = [json.loads(text) for text in states[-1]]
     for state in changed:
@@ -381,23 +360,25 @@ def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], message: s
     assert message in refused(stream, config_of(), states=list(map(json.dumps, changed)))
 
 
-def test_other_shards_than_those_saved() -> None:
-    made = MakeLines([5] * 400, [0, 1, 2, 3] * 100)
-    _, states, _ = run(stream_of(IterableShards(make=made, parts=2)), config_of(), steps=80)
-    cases = [
-        (IterableShards(make=made), "saved with 2 parts for each replica, this run has 1"),
-        (
-            IterableShards(make=replace(made, kind=Forgetful), parts=2),
-            "train dataset, shard 0 of 4, going on with its saved state, raised KeyError",
-        ),
-        (
-            IterableShards(make=replace(made, kind=Stateless), parts=2),
-            "it has no state of its own, and had one when it was saved",
-        ),
-        (IterableShards(make=replace(made, failing=300), parts=2), "raised KeyError"),
-    ]
-    for shards, text in cases:
-        assert text in refused(stream_of(shards), config_of(), states=states[-1])
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        ({}, {"parts": 1}, "saved with 2 parts for each replica, this run has 1"),
+        ({}, {"kind": Forgetful}, "shard 0 of 4, going on with its saved state, raised KeyError"),
+        ({}, {"kind": Stateless}, "it has no state of its own, and had one when it was saved"),
+        ({}, {"failing": 300}, "raised KeyError"),
+        ({"kind": Stateless}, {"kind": Stateless}, "had no state of its own when the checkpoint"),
+    ],
+)
+def test_other_shards_than_those_saved(
+    then: dict[str, Any], now: dict[str, Any], message: str
+) -> None:
+    def shards(parts: int = 2, **changes: Any) -> IterableShards:
+        made = MakeLines([5] * 400, [0, 1, 2, 3] * 100)
+        return IterableShards(make=replace(made, **changes), parts=parts)
+
+    _, states, _ = run(stream_of(shards(**then)), config_of(), steps=80)
+    assert message in refused(stream_of(shards(**now)), config_of(), states=states[-1])
 
 
 def test_what_counts_as_iterable() -> None:
