@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = ["IMAGE_TOKEN", "MAX_FILE_BYTES", "MAX_IMAGES", "MAX_SOURCE_PIXELS", "ImageRules"]
-__all__ += ["RecordImages", "cut_into_patches", "expand_images", "open_picture", "smart_resize"]
+__all__ += ["RecordImages", "cut_into_patches", "open_picture", "smart_resize"]
 
 IMAGE_TOKEN = "<|image_pad|>"
 """Token that stands for a visual token, as in Qwen2-VL."""
@@ -165,12 +165,15 @@ class RecordImages:
         cut = [self._cut(name, folder) for name in self.names]
         grid = np.array([one for _, one in cut], dtype=np.int64)
         counts = grid.prod(axis=1) // self._rules.merge**2
-        ids, weights, starts = expand_images(ids, weights, token=token, counts=counts)
+        times, places = np.ones(ids.size, dtype=np.int64), np.flatnonzero(ids == token)
+        times[places] = counts
+        starts = (np.cumsum(times) - times)[places]
+        weights = np.repeat(weights * (ids != token), times)  # visual tokens have none
         pixels = np.concatenate([patches for patches, _ in cut])
         images = SampleImages(
             pixel_values=pixels, grid_thw=grid, starts=starts, merge=self._rules.merge
         )
-        return ids, weights, images
+        return np.repeat(ids, times), weights, images
 
     def _cut(self, name: str, folder: str) -> tuple[npt.NDArray[np.uint8], Sequence[int]]:
         try:
@@ -191,27 +194,6 @@ def _source(value: Any, path: str) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{path} is a {type(value).__name__}; expected a path or a data: URI")
     return value
-
-
-def expand_images(
-    ids: Integers, weights: npt.NDArray[np.float32], *, token: int, counts: Integers
-) -> tuple[Integers, npt.NDArray[np.float32], Integers]:
-    """Repeat each token that stands for a picture as often as it has visual tokens.
-
-    Args:
-        ids: int64 [L], `token` once for each picture.
-        weights: float32 [L], of each token in the loss; that of visual ones becomes 0.
-        token: id that stands for a picture.
-        counts: int64 [I], visual tokens of each picture.
-
-    Returns:
-        ids and weights, longer; and where each picture begins, int64 [I].
-    """
-    times = np.ones(ids.size, dtype=np.int64)
-    places = np.flatnonzero(ids == token)
-    times[places] = counts
-    starts = (np.cumsum(times) - times)[places]
-    return np.repeat(ids, times), np.repeat(weights * (ids != token), times), starts
 
 
 def smart_resize(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
