@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -35,7 +35,7 @@ from odb_megatron.megatron.checkpoint import (
     saved_text,
 )
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.device_memory import MemoryUse, memory_use
+from odb_megatron.megatron.device_memory import memory_use
 from odb_megatron.megatron.forward_step import (
     LossOf,
     RouterMask,
@@ -112,6 +112,7 @@ class OdbRun:
         self._report = self._make_report()
         self._peers: PeerWatch | None = None
         self._checkpoint: DataCheckpoint | None = None
+        self._last_step: Any = None  # what shows it, its loss, memory
         self._unfit = ""  # what of this machine fails, in a dry run
         self._place = replica_ranks(args, rank=args.rank)
         self.forward_step = self._make_forward_step()
@@ -297,6 +298,8 @@ class OdbRun:
             self._tell_failure(error)
         self._hooks.undo()
         self._undo_attention()
+        with nullcontext() if clean else suppress(Exception):
+            self._show_last_step(together=clean)
         ended = True
         if self._replica is not None:  # stop the threads that make steps, here and everywhere
             ended = self._replica.close(timeout_s=_CLEAN_CLOSE_S if clean else _CLOSE_S)
@@ -361,20 +364,39 @@ class OdbRun:
         self._report.on_trained()
 
     def on_logged(self, values: dict[str, Any]) -> None:
-        """Record the step and show it."""
-        values, memory = self._of_last_stage(values)
-        if self._report.recorder is None:
+        """Record the step; show the one before, whose loss has come to the host meanwhile."""
+        show = None
+        if self._report.recorder is not None:
+            show = self._report.end_step(
+                values,
+                delivered=None if self._train_feed is None else self._train_feed.delivered,
+                reports=0 if self._replica is None else self._replica.num_reported(),
+            )
+        self._show_last_step()
+        self._last_step = (show, logged_loss(values["loss_dict"]), memory_use())
+
+    def _show_last_step(self, *, together: bool = True) -> None:
+        """Show the last step; on the source rank with what the last pipeline stage knows.
+
+        The first stage holds the most activations, the last one the logits.
+        """
+        if self._last_step is None:
             return
-        self._report.end_step(
-            values,
-            memory=memory,
-            delivered=None if self._train_feed is None else self._train_feed.delivered,
-            reports=0 if self._replica is None else self._replica.num_reported(),
-        )
+        (show, read, memory), self._last_step = self._last_step, None
+        loss = read()
+        if together and self._replica is not None and self._args.pipeline_model_parallel_size > 1:
+            known = math.nan if loss is None else loss
+            found, peak, reserved = self._replica.report([known, memory.peak, memory.reserved])
+            loss = None if math.isnan(found) and loss is None else found
+            peak, reserved = max(memory.peak, int(peak)), max(memory.reserved, int(reserved))
+            memory = replace(memory, peak=peak, reserved=reserved)
+        if show is not None:
+            show(loss, memory)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Save the data's state as well; no watchdog ends the process within."""
+        self._show_last_step()
         with nullcontext() if self._peers is None else self._peers.saving():
             if self._checkpoint is not None:
                 self._checkpoint.save()
@@ -483,12 +505,12 @@ class OdbRun:
             args.consumed_train_samples += header.totals.num_consumed
             if self._report.recorder is not None:
                 values = {"iteration": args.iteration + number + 1, "loss_dict": {}}
-                record = self._report.end_step(
+                show = self._report.end_step(
                     values | {"grad_norm": None, "learning_rate": None},
-                    memory=memory_use(),
                     delivered=replica.train.delivered if replica.train else None,
                     reports=0,
                 )
+                record = show(None, memory_use())
                 longest = max(longest, *(n for lengths in record.lengths for n in lengths), 0)
         if self._groups:
             longest = max(own for (own,) in gather_counts(self._groups[-1], [longest]))
@@ -549,22 +571,6 @@ class OdbRun:
         self._loader = loaders[0]
         self._go_on()
         return loaders
-
-    def _of_last_stage(self, values: dict[str, Any]) -> tuple[dict[str, Any], MemoryUse]:
-        """Return what was logged, and memory use; on the source rank with the last stage's.
-
-        The first stage holds the most activations, the last one the logits.
-        """
-        own = memory_use()
-        if self._replica is None or self._args.pipeline_model_parallel_size == 1:
-            return values, own
-        loss = logged_loss(values["loss_dict"])
-        known = math.nan if loss is None else float(loss)
-        found, peak, reserved = self._replica.report([known, own.peak, own.reserved])
-        own = replace(own, peak=max(own.peak, int(peak)), reserved=max(own.reserved, int(reserved)))
-        if math.isnan(found) and loss is None:
-            return values, own
-        return {**values, "loss_dict": {**values["loss_dict"], "lm loss": found}}, own
 
     def _on_batch(self, item: Any) -> None:
         if torch.is_grad_enabled():

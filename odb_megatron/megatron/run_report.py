@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -110,12 +111,25 @@ def megatron_writers(args: argparse.Namespace) -> SeriesWriters:
     return SeriesWriters(get_tensorboard_writer(), get_wandb_writer(), interval)
 
 
-def logged_loss(losses: Mapping[str, Any]) -> Any:
-    """Return the loss of what Megatron logs; None on ranks that do not have it.
+def logged_loss(losses: Mapping[str, Any]) -> Callable[[], float | None]:
+    """Begin to copy the loss that Megatron logs to the host; return what waits for it.
 
-    Where a student is trained by its teacher alone, that is the distillation's.
+    It gives None on ranks that have no loss. Where a student is trained by its teacher alone, the
+    loss is the distillation's.
     """
-    return losses.get("lm loss", losses.get("total loss"))
+    loss = losses.get("lm loss", losses.get("total loss"))
+    if not isinstance(loss, torch.Tensor):
+        return lambda: loss
+    copy = torch.empty(1, dtype=torch.float32, pin_memory=loss.is_cuda)
+    copy.copy_(loss.detach().reshape(1), non_blocking=True)
+    copied = CudaClock().mark() if loss.is_cuda else None
+
+    def value() -> float:
+        if copied is not None:
+            copied.synchronize()
+        return float(copy.numpy()[0])
+
+    return value
 
 
 class StepRecorder:
@@ -171,8 +185,8 @@ class StepRecorder:
         patches = 0
         if isinstance(item, MicroBatchLayout):
             positions = item.positions
-            lengths = tuple(item.cu_seqlens.diff().tolist()[: len(positions)])
-            rows, width = 1, int(item.cu_seqlens_padded[-1])
+            lengths = tuple(np.diff(item.cu_seqlens.numpy())[: len(positions)].tolist())
+            rows, width = 1, int(item.cu_seqlens_padded.numpy()[-1])
             patches = item.num_patches
         else:
             pairs = zip(item["position"].tolist(), item["length"].tolist(), strict=True)
@@ -199,25 +213,27 @@ class StepRecorder:
         self,
         values: dict[str, Any],
         *,
-        memory: MemoryUse,
         delivered: Delivered | None = None,
         reports: int = 0,
         cost: CostModel | None = None,
-    ) -> StepRecord:
+    ) -> Callable[[float | None, MemoryUse], StepRecord]:
         """Megatron has logged the iteration.
 
         Args:
             values: `training_log`'s arguments.
-            memory: of the replica's first and last pipeline stage, the larger one.
             delivered: how a packed step came to the trainer.
             reports: see `ReplicaData.num_reported`.
             cost: model of the step; None for the padded baseline and where it is not known.
+
+        Returns:
+            What makes the record of the step's loss, and of the memory of the replica's first and
+            last pipeline stage, the larger one: both may come later.
         """
         elapsed = time.perf_counter() - (self._started or time.perf_counter())
-        loss, grad_norm = logged_loss(values["loss_dict"]), values["grad_norm"]
-        record = StepRecord(
+        grad_norm = values["grad_norm"]
+        build = partial(
+            StepRecord,
             iteration=int(values["iteration"]),
-            loss=None if loss is None else float(loss),
             grad_norm=None if grad_norm is None else float(grad_norm),
             learning_rate=values["learning_rate"],
             consumed_samples=int(self._args.consumed_train_samples),
@@ -228,19 +244,26 @@ class StepRecorder:
             widths=tuple(self._widths),
             patches=tuple(self._patches) if any(self._patches) else (),
             costs=() if cost is None else self._costs(cost),
-            micro_batch_s=self._times(),
             **asdict(delivered or Delivered()),
             reports=reports,
-            peak_memory_bytes=memory.peak,
-            reserved_memory_bytes=memory.reserved,
             num_shapes=len(self.shapes),
             **(
                 self._padded_totals() if self._header is None else self._packed_totals(self._header)
             ),
         )
+        marks = self._marks if len(self._marks) == len(self._lengths) + 1 else []
         self._started = None
         self._clear()
-        return record
+
+        def finish(loss: float | None, memory: MemoryUse) -> StepRecord:
+            return build(
+                loss=loss,
+                micro_batch_s=self._times(marks),
+                peak_memory_bytes=memory.peak,
+                reserved_memory_bytes=memory.reserved,
+            )
+
+        return finish
 
     def _count_padded(self, item: Any, *, left_out: int) -> None:
         """Count a padded micro-batch; a packed one is counted by its loader."""
@@ -283,11 +306,11 @@ class StepRecorder:
             for lengths, patches in zip(self._lengths, self._patches, strict=True)
         )
 
-    def _times(self) -> tuple[float, ...]:
-        """Return the seconds of each micro-batch; nothing where not all are known."""
-        if self._clock is None or len(self._marks) != len(self._lengths) + 1:
+    def _times(self, marks: Sequence[Any]) -> tuple[float, ...]:
+        """Return the seconds of each micro-batch, of which not all may be known."""
+        if self._clock is None:
             return ()
-        return tuple(self._clock.elapsed_s(start, end) for start, end in pairwise(self._marks))
+        return tuple(self._clock.elapsed_s(start, end) for start, end in pairwise(marks))
 
     def _packed_totals(self, header: StepHeader) -> dict[str, Any]:
         totals = header.totals
@@ -466,28 +489,28 @@ class RunReport:
             self.recorder.mark()
 
     def end_step(
-        self,
-        values: dict[str, Any],
-        *,
-        memory: MemoryUse,
-        delivered: Delivered | None,
-        reports: int,
-    ) -> StepRecord:
-        """Record the step, show and return it; see `StepRecorder.end_step`."""
+        self, values: dict[str, Any], *, delivered: Delivered | None, reports: int
+    ) -> Callable[[float | None, MemoryUse], StepRecord]:
+        """Return what records the step, shows and returns it; see `StepRecorder.end_step`."""
         assert self.recorder is not None
-        self._memory = memory
-        record = self.recorder.end_step(
-            values, memory=memory, delivered=delivered, reports=reports, cost=self._cost
+        finish = self.recorder.end_step(
+            values, delivered=delivered, reports=reports, cost=self._cost
         )
-        if self._log is not None:
-            self._log.write(record)
-        if self._live is not None:
-            self._live.step(record)
-        if self._writers is None and self._find_writers is not None:  # padded baseline
-            self._writers = self._find_writers()
-        if self._writers is not None:
-            self._writers.step(record)
-        return record
+
+        def show(loss: float | None, memory: MemoryUse) -> StepRecord:
+            self._memory = memory
+            record = finish(loss, memory)
+            if self._log is not None:
+                self._log.write(record)
+            if self._live is not None:
+                self._live.step(record)
+            if self._writers is None and self._find_writers is not None:  # padded baseline
+                self._writers = self._find_writers()
+            if self._writers is not None:
+                self._writers.step(record)
+            return record
+
+        return show
 
     def evaluated(self, *, samples: int, loss_tokens: int, left_out: int, truncated: int) -> None:
         """Count a step, or a padded micro-batch, of an evaluation."""
