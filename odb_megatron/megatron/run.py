@@ -361,18 +361,19 @@ class OdbRun:
             self._args.train_iters = done + 1
 
     def on_trained(self) -> None:
+        """The work of a schedule is launched; the loss of the step before it has come meanwhile."""
         self._report.on_trained()
+        self._show_last_step()
 
     def on_logged(self, values: dict[str, Any]) -> None:
-        """Record the step; show the one before, whose loss has come to the host meanwhile."""
+        """Record the step; it is shown with the next one, or at a save or the end."""
         show = None
         if self._report.recorder is not None:
             show = self._report.end_step(
                 values,
                 delivered=None if self._train_feed is None else self._train_feed.delivered,
-                reports=0 if self._replica is None else self._replica.num_reported(),
             )
-        self._show_last_step()
+        self._show_last_step()  # without --odb
         self._last_step = (show, logged_loss(values["loss_dict"]), memory_use())
 
     def _show_last_step(self, *, together: bool = True) -> None:
@@ -391,7 +392,7 @@ class OdbRun:
             peak, reserved = max(memory.peak, int(peak)), max(memory.reserved, int(reserved))
             memory = replace(memory, peak=peak, reserved=reserved)
         if show is not None:
-            show(loss, memory)
+            show(loss, memory, 0 if self._replica is None else self._replica.num_reported())
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -508,9 +509,8 @@ class OdbRun:
                 show = self._report.end_step(
                     values | {"grad_norm": None, "learning_rate": None},
                     delivered=replica.train.delivered if replica.train else None,
-                    reports=0,
                 )
-                record = show(None, memory_use())
+                record = show(None, memory_use(), 0)
                 longest = max(longest, *(n for lengths in record.lengths for n in lengths), 0)
         if self._groups:
             longest = max(own for (own,) in gather_counts(self._groups[-1], [longest]))

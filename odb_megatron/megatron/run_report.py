@@ -214,20 +214,18 @@ class StepRecorder:
         values: dict[str, Any],
         *,
         delivered: Delivered | None = None,
-        reports: int = 0,
         cost: CostModel | None = None,
-    ) -> Callable[[float | None, MemoryUse], StepRecord]:
+    ) -> Callable[[float | None, MemoryUse, int], StepRecord]:
         """Megatron has logged the iteration.
 
         Args:
             values: `training_log`'s arguments.
             delivered: how a packed step came to the trainer.
-            reports: see `ReplicaData.num_reported`.
             cost: model of the step; None for the padded baseline and where it is not known.
 
         Returns:
-            What makes the record of the step's loss, and of the memory of the replica's first and
-            last pipeline stage, the larger one: both may come later.
+            What makes the record of what comes later: the step's loss, the memory of the replica's
+            first and last pipeline stage (the larger one), and `ReplicaData.num_reported`.
         """
         elapsed = time.perf_counter() - (self._started or time.perf_counter())
         grad_norm = values["grad_norm"]
@@ -245,7 +243,6 @@ class StepRecorder:
             patches=tuple(self._patches) if any(self._patches) else (),
             costs=() if cost is None else self._costs(cost),
             **asdict(delivered or Delivered()),
-            reports=reports,
             num_shapes=len(self.shapes),
             **(
                 self._padded_totals() if self._header is None else self._packed_totals(self._header)
@@ -255,9 +252,10 @@ class StepRecorder:
         self._started = None
         self._clear()
 
-        def finish(loss: float | None, memory: MemoryUse) -> StepRecord:
+        def finish(loss: float | None, memory: MemoryUse, reports: int) -> StepRecord:
             return build(
                 loss=loss,
+                reports=reports,
                 micro_batch_s=self._times(marks),
                 peak_memory_bytes=memory.peak,
                 reserved_memory_bytes=memory.reserved,
@@ -489,17 +487,15 @@ class RunReport:
             self.recorder.mark()
 
     def end_step(
-        self, values: dict[str, Any], *, delivered: Delivered | None, reports: int
-    ) -> Callable[[float | None, MemoryUse], StepRecord]:
+        self, values: dict[str, Any], *, delivered: Delivered | None
+    ) -> Callable[[float | None, MemoryUse, int], StepRecord]:
         """Return what records the step, shows and returns it; see `StepRecorder.end_step`."""
         assert self.recorder is not None
-        finish = self.recorder.end_step(
-            values, delivered=delivered, reports=reports, cost=self._cost
-        )
+        finish = self.recorder.end_step(values, delivered=delivered, cost=self._cost)
 
-        def show(loss: float | None, memory: MemoryUse) -> StepRecord:
+        def show(loss: float | None, memory: MemoryUse, reports: int) -> StepRecord:
             self._memory = memory
-            record = finish(loss, memory)
+            record = finish(loss, memory, reports)
             if self._log is not None:
                 self._log.write(record)
             if self._live is not None:
