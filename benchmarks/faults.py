@@ -247,7 +247,7 @@ class Case:
 
 
 _SLOW = (
-    *("--odb-timeout-s", "12"),
+    *("--odb-timeout-s", "9"),
     *("--eval-interval", "6", "--eval-iters", "1", "--save", "SAVE", "--save-interval", "6"),
 )
 
@@ -300,7 +300,7 @@ CASES = {
         lambda run: _saves(run) and "validation loss at iteration 6" in "".join(run.outputs),
         flags=_SLOW,
         is_survived=True,
-        slow_s=16.0,
+        slow_s=12.0,
     ),
 }
 QUICK = ("killed_in_device_call", "worker_raises")

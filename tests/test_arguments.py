@@ -107,21 +107,14 @@ def test_micro_batches_of_one_length_and_of_a_few() -> None:
         ("--odb --odb-template-args '[1]'", "--odb-template-args '.1.': .*expected a JSON object"),
         ("--odb --odb-cost linear=0", "--odb-cost 'linear=0': linear must be above 0"),
         ("--odb --odb-cost ''", "--odb-cost '' gives ; expected KEY=NUMBER"),
+        ("--odb --odb-loss-per turn", "--odb-loss-per is 'turn': expected sample, token"),
+        ("--odb --odb-epochs some", "--odb-epochs is 'some': expected a whole number"),
         ("--odb --odb-epochs 0 --odb-max-patches 0", "epochs must .*\n--odb-max-patches must"),
     ],
 )
 def test_refused(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _config(flags)
-
-
-@pytest.mark.parametrize(
-    "flags", ["--odb-loss-per turn", "--odb-overlong cut", "--odb-budget 9", "--odb-epochs some"]
-)
-def test_unknown_words_and_flags(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        _parse(flags)
-    assert flags.split()[0] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", ["", "--odb-overlong drop --odb-max-bad-records 9"])
@@ -160,40 +153,6 @@ def _value(action: argparse.Action) -> list[str]:
         return []
     name = str(action.metavar or "|".join(map(str, action.choices or ())))
     return [name, f"[{name} ...]"] if action.nargs == "+" else [name]
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"odb_epochs": 0}, "--odb-epochs must be at least 1, got 0"),
-        ({"train_samples": -4}, "--train-samples must be at least 1, got -4"),
-        ({}, "--odb-epochs"),
-        ({"train_samples": 4, "train_iters": 4}, "--train-samples"),
-    ],
-)
-def test_the_length_is_checked_before_it_is_used(values: dict[str, int], text: str) -> None:
-    pytest.importorskip("megatron.core")
-    from odb_megatron.megatron.setup import _check_length
-
-    nothing = {"odb_epochs": None, "train_samples": None, "train_iters": None}
-    _check_length(argparse.Namespace(**{**nothing, "train_samples": 4}))
-    given = {**nothing, **values}
-    with pytest.raises(ValueError, match=text):
-        _check_length(argparse.Namespace(**given))
-
-
-@pytest.mark.parametrize("name", ["missing", "missing/tokenizer.json"])
-def test_a_missing_tokenizer_is_named(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("megatron.core")
-    from odb_megatron.megatron.setup import _resolve_tokenizer
-
-    args = argparse.Namespace(
-        tokenizer_type="HuggingFaceTokenizer",
-        tokenizer_model=str(tmp_path / name),
-        data_cache_path=None,
-    )
-    with pytest.raises(ValueError, match=f"--tokenizer-model .*{name} does not exist"):
-        _resolve_tokenizer(args)
 
 
 SHAPE = argparse.Namespace(

@@ -18,13 +18,6 @@ LENGTHS = (5, 1, 12, 7)
 
 MODELS: dict[str, dict[str, Any]] = {
     "rope_gqa": {},
-    "learned_absolute": {"position_embedding_type": "learned_absolute"},
-    "swiglu_rmsnorm_untied": {
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "add_bias_linear": False,
-        "share_embeddings_and_output_weights": False,
-    },
     "scaled": {"softmax_scale": 0.5, "apply_query_key_layer_scaling": True},
     "window_in_every_second": {"window_size": (3, 0), "window_attn_skip_freq": 2},
     "latent": {"multi_latent_attention": True},
@@ -145,10 +138,6 @@ def _config(**options: Any) -> Any:
         "hidden_dropout": 0.0,
         "transformer_impl": "local",
     }
-    if options.pop("swiglu", False):
-        import torch.nn.functional as F
-
-        options |= {"gated_linear_unit": True, "activation_func": F.silu}
     if options.get("multi_latent_attention"):
         shape |= {
             "num_query_groups": 4,
@@ -181,10 +170,9 @@ def _spec(config: Any, *, packs: bool) -> Any:
 def _model(*, packs: bool, **options: Any) -> Any:
     from megatron.core.models.gpt import GPTModel
 
-    outer = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": True}
-    outer |= {key: options.pop(key) for key in outer if key in options}
     config = _config(**options)
-    return GPTModel(config, _spec(config, packs=packs), VOCABULARY, 64, **outer)
+    rope = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": True}
+    return GPTModel(config, _spec(config, packs=packs), VOCABULARY, 64, **rope)
 
 
 def _layers(*, packs: bool) -> list[str]:

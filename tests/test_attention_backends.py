@@ -273,9 +273,9 @@ def _run(case: Case, packed: dict[str, Any] | None = None, **given: Any) -> None
         (
             {"cu_seqlens_q": torch.tensor([0, 33])},
             {},
-            r"must be int32 \[samples \+ 1\], got torch.i",
+            r"must be int32 \[samples \+ 1\], as many .*; got torch.int64",
         ),
-        ({"cu_seqlens_kv": torch.tensor([0, 33])}, {}, "got 2 offsets of keys for 4 of queries"),
+        ({"cu_seqlens_kv": torch.tensor([0, 33])}, {}, "as many for keys as for queries; got"),
         *(
             ({"cu_seqlens_q": torch.tensor(ends, dtype=torch.int32)}, {}, "do not go up from 0 to")
             for ends in ([0, 5, 9], [3, 9, 33], [0, 9, 5, 33], [0, 5, 34])
@@ -315,7 +315,3 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < found["torch"]["max_abs_diff"] < 1e-5
     printed = capsys.readouterr().out
     assert all(f"{name} " in printed for name in found)
-    with pytest.raises(SystemExit) as ended:
-        backends.main(["--json", str(tmp_path / "none" / "out.json")])
-    assert ended.value.code == 2
-    assert "there is no folder" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,16 +78,6 @@ def test_overlay_of_the_examples(bridge: Bridge) -> None:
     assert [record["samples"] for record in run.records] == [8, 8]
 
 
-def test_overlay_changes_the_recipe_too(bridge: Bridge, tmp_path: Path) -> None:
-    overlay = tmp_path / "mine.yaml"
-    overlay.write_text(
-        "train:\n  global_batch_size: 4\ndataset:\n  num_workers: 0\n  odb:\n    order: cyclic\n"
-    )
-    run = bridge.train(*SHORT, options=("--config", str(overlay)))
-    assert [record["samples"] for record in run.records] == [4, 4]
-    assert "dataset.odb.order=cyclic" in run.output
-
-
 def test_enable(bridge: Bridge, chats: ChatFile) -> None:
     """The Python form; Bridge's own overrides reach the settings afterwards."""
     run = bridge.train(
@@ -129,92 +120,74 @@ def test_data_set_of_a_fine_tuning_recipe(bridge: Bridge, tmp_path: Path) -> Non
     assert "validation loss at iteration 3 on validation set" in run.ranks[-1].output
 
 
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        (["dataset.odb.token_budgt=96"], "did you mean dataset.odb.token_budget?"),
-        (
-            ["dataset.odb.nothing=1"],
-            "there is no dataset.odb.nothing: the settings are token_budget, ",
-        ),
-        (["dataset.odb.token_budget=many"], "dataset.odb.token_budget is 'many': expected a whole"),
-        (["dataset.odb.dry_run=1"], "dataset.odb.dry_run is 1: give true or false"),
-        (["dataset.odb.order=batch"], "dataset.odb.order is 'batch': give single"),
-        (["dataset.nothing=1"], "the configuration has no dataset.nothing"),
-        (["dataset.odb.pad_to=[1"], "dataset.odb.pad_to=[1: "),
-        (["~dataset"], "~dataset: Bridge keeps what is not named"),
-        (["dataset=null"], "in this recipe and cannot be None: change dataset.KEY"),
-        (["+dataset._target_=somewhere.Nothing"], "_target_ would make another object of a"),
-        (["dataset.odb.train_data_path=/nope.jsonl"], "/nope.jsonl does not exist"),
-        (["model.num_moe_experts=4"], "routers of a mixture of experts no padding mask"),
-    ],
-)
-def test_override_that_cannot_be_used(bridge: Bridge, overrides: list[str], text: str) -> None:
-    assert text in bridge.refused(*overrides, options=["--dry-run"])
+OWN_DATA = {"own_data": False}
+REFUSED: list[tuple[dict[str, object], str]] = [
+    *(
+        ({"overrides": [override]}, text)
+        for override, text in (
+            ("dataset.odb.token_budgt=96", "did you mean dataset.odb.token_budget?"),
+            ("dataset.odb.nothing=1", "is no dataset.odb.nothing: the settings are token_budget, "),
+            ("dataset.odb.token_budget=many", "token_budget is 'many': expected a whole"),
+            ("dataset.odb.dry_run=1", "dataset.odb.dry_run is 1: give true or false"),
+            ("dataset.odb.order=batch", "dataset.odb.order is 'batch': give single"),
+            ("dataset.nothing=1", "the configuration has no dataset.nothing"),
+            ("dataset.odb.pad_to=[1", "dataset.odb.pad_to=[1: "),
+            ("~dataset", "~dataset: Bridge keeps what is not named"),
+            ("dataset=null", "in this recipe and cannot be None: change dataset.KEY"),
+            ("+dataset._target_=somewhere.Nothing", "_target_ would make another object of a"),
+            ("dataset.odb.train_data_path=/nope.jsonl", "/nope.jsonl does not exist"),
+            ("model.num_moe_experts=4", "routers of a mixture of experts no padding mask"),
+        )
+    ),
+    *(
+        ({"overlay": overlay}, text)
+        for overlay, text in (
+            ("dataset:\n  nothing: 1\n", "the configuration has no dataset.nothing"),
+            ("dataset:\n  odb: 16384\n", "dataset.odb a int; expected 'external' and OdbSettings"),
+            ("- 1\n", "holds no mapping"),
+            ("dataset:\n  _target_: somewhere.Nothing\n", "_target_ would make another object"),
+            ("model:\n  num_layers:\n    one: 1\n", "no model.num_layers.one"),
+        )
+    ),
+    *(
+        ({"options": options.split()}, text)
+        for options, text in (
+            ("--recipe llama32_1b_sft", "did you mean llama32_1b_sft_config"),
+            ("--step bridge_recipe:nothing", "bridge_recipe has no function nothing"),
+            ("--config /no/such.yaml", "the overlay /no/such.yaml cannot be read"),
+            ("--nothing", "there is no option --nothing"),
+            ("nothing", "an override has the form KEY=VALUE, got 'nothing'"),
+        )
+    ),
+    *(
+        ({"recipe": recipe, "overrides": overrides, **OWN_DATA}, text)
+        for recipe, overrides, text in (
+            ("tiny_pretrain_config", [], "the recipe trains on mock data"),
+            (
+                "tiny_sft_config",
+                ["dataset.enable_offline_packing=true"],
+                "dataset.odb and dataset.enable_offline_packing: both pack",
+            ),
+            ("tiny_packed_config", [], "dataset.odb and dataset.enable_in_batch_packing: both"),
+            (
+                "tiny_packed_config",
+                ["dataset.enable_in_batch_packing=false"],
+                "dataset.odb does not read DirectHFSFTDatasetConfig in this version",
+            ),
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ("dataset:\n  nothing: 1\n", "the configuration has no dataset.nothing"),
-        ("dataset:\n  odb:\n    nothing: 1\n", "there is no dataset.odb.nothing"),
-        ("dataset:\n  odb: 16384\n", "dataset.odb a int; expected 'external' and OdbSettings"),
-        ("- 1\n", "holds no mapping"),
-        (
-            "dataset:\n  _target_: megatron.bridge.training.config.MockGPTDatasetConfig\n",
-            "_target_ would make another object",
-        ),
-        ("model:\n  num_layers:\n    one: 1\n", "no model.num_layers.one"),
-    ],
-)
-def test_overlay_that_cannot_be_used(
-    bridge: Bridge, tmp_path: Path, content: str, text: str
+@pytest.mark.parametrize(("given", "text"), REFUSED, ids=[text[:50] for _, text in REFUSED])
+def test_what_cannot_be_used(
+    bridge: Bridge, tmp_path: Path, given: dict[str, Any], text: str
 ) -> None:
-    overlay = tmp_path / "wrong.yaml"
-    overlay.write_text(content)
-    assert text in bridge.refused(options=["--config", str(overlay), "--dry-run"])
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--recipe", "llama32_1b_sft"], "did you mean llama32_1b_sft_config"),
-        (["--step", "bridge_recipe:nothing"], "bridge_recipe has no function nothing"),
-        (["--config", "/no/such.yaml"], "the overlay /no/such.yaml cannot be read"),
-        (["--nothing"], "there is no option --nothing"),
-        (["nothing"], "an override has the form KEY=VALUE, got 'nothing'"),
-    ],
-)
-def test_option_that_cannot_be_used(bridge: Bridge, options: list[str], text: str) -> None:
-    assert text in bridge.refused(options=[*options, "--dry-run"])
-
-
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "text"),
-    [
-        ("tiny_pretrain_config", [], "the recipe trains on mock data"),
-        (
-            "tiny_sft_config",
-            ["dataset.enable_offline_packing=true"],
-            "dataset.odb and dataset.enable_offline_packing: both pack",
-        ),
-        (
-            "tiny_packed_config",
-            [],
-            "dataset.odb and dataset.enable_in_batch_packing: both pack",
-        ),
-        (
-            "tiny_packed_config",
-            ["dataset.enable_in_batch_packing=false"],
-            "dataset.odb does not read DirectHFSFTDatasetConfig in this version",
-        ),
-    ],
-)
-def test_recipe_that_cannot_be_used(
-    bridge: Bridge, recipe: str, overrides: list[str], text: str
-) -> None:
-    options = ["--dry-run", "--mode", "pretrain"]
-    assert text in bridge.refused(*overrides, recipe=recipe, options=options, own_data=False)
+    options = ["--dry-run", "--mode", "pretrain", *given.pop("options", [])]
+    if overlay := given.pop("overlay", ""):
+        (tmp_path / "overlay.yaml").write_text(overlay)
+        options += ["--config", str(tmp_path / "overlay.yaml")]
+    assert text in bridge.refused(*given.pop("overrides", []), options=options, **given)
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ def _called(**keys: Any) -> dict[str, Any]:
         (_answer(role="bot"), r"messages\[0\].role is 'bot'; known roles: assistant, bard"),
         ({"messages": [USER]}, "no assistant message with content to learn from; roles seen: user"),
         (_answer(content=" "), "no assistant message with content"),
-        (_answer(weight=0), "no assistant message with content to learn"),
+        (_answer(weight=0), "every assistant message with content has the weight 0"),
         (_answer(weight=-1), r"messages\[0\].weight is -1; expected true or"),
         (_answer(loss="no"), r"messages\[0\].loss is 'no'; expected true or"),
         (_answer(loss=0, weight=1), "loss.* which differ"),

@@ -16,9 +16,10 @@ import torch
 from megatron_world import Megatron
 from synthetic_data import Records, rules, single_stream
 
-from odb_megatron.data.feed import StepFeed, StepHeader
+from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.thd import MicroBatch
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.record import PlanConfig
 from odb_megatron.testing.replicas import ThreadChannel, run_in_threads, thread_channels
@@ -114,20 +115,6 @@ def test_the_nearest_of_a_few_sizes() -> None:
         assert not any(used <= smaller < size for smaller in sizes)
     by_size = {item.tokens.shape[1]: _shapes(item) for item in items}
     assert all(_shapes(item) == by_size[item.tokens.shape[1]] for item in items)
-
-
-@pytest.mark.slow
-@pytest.mark.megatron
-def test_losses_over_a_hundred_steps(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
-    """The acceptance: as without padding within 1e-5, and one shape."""
-    flags = ("--odb", "--train-samples", 808, "--lr", "1e-4", "--min-lr", "1e-5", *data_flags)
-    plain = megatron.train(*flags, replicas=1)
-    fixed = megatron.train(*flags, "--odb-pad-to", "budget", replicas=1)
-    assert len(fixed.steps) >= 100
-    assert [step.all_ids for step in fixed.steps] == [step.all_ids for step in plain.steps]
-    assert fixed.losses == pytest.approx(plain.losses, abs=1e-5)
-    assert fixed.steps[-1].record["num_shapes"] == 1
-    assert plain.steps[-1].record["num_shapes"] > 10
 
 
 @pytest.mark.megatron

@@ -88,11 +88,6 @@ def test_a_hang_ends_in_time_and_shows_where() -> None:
     assert "_hang_here" in text.split("replica 1 was here:")[1]
 
 
-def test_at_least_one_replica() -> None:
-    with pytest.raises(ValueError, match="num_replicas is 0, must be at least 1"):
-        run_replicas(_sum_of_ranks, 0, 1, timeout_s=1)
-
-
 def test_a_nursery_that_has_ended_is_named() -> None:
     one = Nursery(device_layer=False)
     assert one.pid is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from datetime import timedelta
@@ -57,10 +56,10 @@ def _serve(job: tuple[int, str], connection: Connection) -> None:
 
 class _World:
     def __init__(self, folder: Path) -> None:
-        started = [
+        self.processes = [
             nursery(device_layer=False).start(_serve, (rank, str(folder))) for rank in range(3)
         ]
-        self.processes, self.ends = [one for one, _ in started], [end for _, end in started]
+        self.ends = [process.connection for process in self.processes]
         self.who = [self._receive(rank) for rank in range(3)]
 
     def call(self, rank: int, *order: Any) -> Any:
@@ -101,11 +100,11 @@ def test_every_rank_learns_what_became_of_another(tmp_path: Path) -> None:
         assert "valid exchange: none yet" in world.until(1, "rank 0", "valid exchange")
 
         # Silent: stopped, and back; nobody takes it for gone.
-        os.kill(world.processes[1].pid or 0, signal.SIGSTOP)
+        world.processes[1].send_signal(signal.SIGSTOP)
         for rank in (0, 2):
             found = world.until(rank, "has not answered since")
             assert found.startswith(world.who[1])
-        os.kill(world.processes[1].pid or 0, signal.SIGCONT)
+        world.processes[1].send_signal(signal.SIGCONT)
         for rank in range(3):
             world.until(rank, "")
             assert world.call(rank, "loss") == (False, {})
@@ -122,10 +121,10 @@ def test_every_rank_learns_what_became_of_another(tmp_path: Path) -> None:
         assert world.call(2, "loss") == (False, {})  # it knows
 
         # Gone without a word, also the one that all others are connected to.
-        os.kill(world.processes[2].pid or 0, signal.SIGKILL)
+        world.processes[2].kill()
         for rank in (0, 1):
             assert world.until(rank, "is gone").startswith(f"{world.who[2]} is gone, noticed at ")
-        os.kill(world.processes[0].pid or 0, signal.SIGKILL)
+        world.processes[0].kill()
         assert "(it hosted the rendezvous store)" in world.until(1, world.who[0])
         assert sorted(world.call(1, "loss")[1]) == [0, 2]
     finally:

@@ -98,23 +98,10 @@ def test_shellcheck() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_every_script_is_there() -> None:
-    assert SCRIPTS == [
-        "odb_bridge.sbatch",
-        "odb_pretrain.sbatch",
-        "odb_pretrain_srun.sbatch",
-    ]
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_options_of_sbatch(script: str) -> None:
-    text = (LAUNCH / script).read_text()
-    for option in ("--requeue", "--open-mode=append", "--signal=B:USR1@300", "--output=%x-%j.log"):
-        assert f"\n#SBATCH {option}\n" in text
-
-
 def test_torchs_launcher(tmp_path: Path) -> None:
-    done, arguments, seen = _run_job("odb_pretrain.sbatch", tmp_path, "--odb", "--name", "a b")
+    """On so many nodes that their list comes late."""
+    words = ("--odb", "--name", "a b")
+    done, arguments, seen = _run_job("odb_pretrain.sbatch", tmp_path, *words, LAST_NODE="9000")
     assert done.returncode == 0
     assert arguments[-18:] == [
         "python3.12",
@@ -203,12 +190,6 @@ def test_checkpoints_of_the_users_are_not_overridden(
     assert arguments[-len(flags) :] == flags
 
 
-def test_a_long_list_of_nodes(tmp_path: Path) -> None:
-    done, arguments, _ = _run_job("odb_pretrain.sbatch", tmp_path, "--odb", LAST_NODE="9000")
-    assert done.returncode == 0, done.stderr
-    assert "--master-addr=127.0.0.1" in arguments
-
-
 def _signal(folder: Path, **settings: str) -> tuple[int, str]:
     """Send SIGUSR1 to a job whose step runs; return the exit code and what it said."""
     stop = {"STOPS_AT": str(folder / "stop")}
@@ -227,31 +208,21 @@ def _signal(folder: Path, **settings: str) -> tuple[int, str]:
     return job.returncode, said
 
 
-def test_a_signalled_job_is_requeued(tmp_path: Path) -> None:
-    """Also where the step ends before `scancel` does, and the controller did not answer at once."""
-    code, said = _signal(tmp_path, FAILS="2")
-    assert code == -signal.SIGTERM  # as Slurm ends it
-    assert "odb: SIGUSR1: the ranks save and end" in said
-    assert "odb: job 123456 has saved, and goes back into the queue" in said
-
-
-def test_a_signalled_job_without_checkpoints_ends(tmp_path: Path) -> None:
-    code, said = _signal(tmp_path, ODB_CHECKPOINTS="")
-    assert code == 0
-    assert "SIGUSR1: passed on to the ranks; ODB_CHECKPOINTS is empty: the job is not req" in said
-    assert "into the queue" not in said
-
-
-def test_a_cluster_that_does_not_requeue(tmp_path: Path) -> None:
-    code, said = _signal(tmp_path, REQUEUES="no")
-    assert code == 1
-    assert "was not requeued: does the cluster allow it (JobRequeue, --requeue)? Submitted" in said
-
-
-def test_a_signalled_job_that_fails(tmp_path: Path) -> None:
-    code, said = _signal(tmp_path, STATUS="75")
-    assert code == 75
-    assert "the step ended with exit code 75 (another rank is gone" in said
+@pytest.mark.parametrize(
+    ("settings", "status", "text"),
+    [
+        # The step ends before `scancel` does, and the controller does not answer at once.
+        ({"FAILS": "2"}, -signal.SIGTERM, "job 123456 has saved, and goes back into the queue"),
+        ({"ODB_CHECKPOINTS": ""}, 0, "ODB_CHECKPOINTS is empty: the job is not req"),
+        ({"REQUEUES": "no"}, 1, "was not requeued: does the cluster allow it (JobRequeue, --requ"),
+        ({"STATUS": "75"}, 75, "the step ended with exit code 75 (another rank is gone"),
+    ],
+)
+def test_a_signalled_job(settings: dict[str, str], status: int, text: str, tmp_path: Path) -> None:
+    code, said = _signal(tmp_path, **settings)
+    assert code == status
+    assert text in said
+    assert status or "into the queue" not in said
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

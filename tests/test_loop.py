@@ -12,7 +12,7 @@ import pytest
 from odb_megatron.data.iterable import SourceError
 from odb_megatron.data.loop import Ask, PackedStep, Progress, StepLoop
 from odb_megatron.data.sample import Skipped, SkipReason, TooManyBadRecordsError
-from odb_megatron.data.wire import StepMetadata
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.plan.record import (
@@ -61,7 +61,7 @@ def world(
     )
 
 
-def run(made: World) -> list[list[StepMetadata]]:
+def run(made: World) -> list[list[StepHeader]]:
     """Run to the end, hold every invariant, and return what each step says, by replica."""
     steps = made.run()
     tally = check_run(made, steps, is_whole=True)
@@ -69,7 +69,7 @@ def run(made: World) -> list[list[StepMetadata]]:
     return [[decoded(one) for one in step] for step in steps]
 
 
-def shapes(step: Sequence[StepMetadata]) -> list[list[list[int]]]:
+def shapes(step: Sequence[StepHeader]) -> list[list[list[int]]]:
     """Lengths in each micro-batch, by replica."""
     return [[sorted(row) for row in one.lengths] for one in step]
 
@@ -173,7 +173,7 @@ class TestBlocks:
         )
         rng = None if ordered else random.Random(7)
         tally = run_world(made, rng=rng)
-        assert (tally.num_violations, tally.several_blocks) == (0, 1)
+        assert (tally.num_violations, tally["several_blocks"]) == (0, 1)
 
     def test_a_block_that_needs_fewer_micro_batches_makes_as_many(self) -> None:
         lengths = [60 if at % 4 < 2 else 1 for at in range(16)]

@@ -208,16 +208,6 @@ def test_it_trains_patched_and_is_reverted(
         assert run.output.count("odb: in place of pretrain_gpt.py's own data sets") == 1
 
 
-def test_a_script_with_odb_in_it_is_left_as_it_is(
-    flags: list[str], odb: list[str], package_losses: list[str], tmp_path: Path
-) -> None:
-    script = str(ROOT / "examples" / "pretrain_gpt_odb.py")
-    ended = _launch("-m", "odb_megatron.run", script, *flags, *odb, cwd=tmp_path)
-    assert ended.code == 0, ended.output[-3000:]
-    assert ended.losses == package_losses
-    assert "odb: in place of" not in ended.output
-
-
 def test_without_the_flag_it_is_itself(checkout: Path, flags: list[str], tmp_path: Path) -> None:
     """On its own mock data: alone, run by `odb_megatron.run`, and patched."""
     alone = _launch(str(checkout / SCRIPT), *flags, *_MOCK, cwd=tmp_path)
@@ -272,12 +262,3 @@ def test_a_script_on_the_installed_megatron(
     assert ended.code == 0, ended.output[-3000:]
     assert ended.losses == package_losses
     assert "colour green" in ended.output
-
-
-def test_a_hybrid_model_is_refused(flags: list[str], odb: list[str], tmp_path: Path) -> None:
-    script = INSTALLED.replace("gpt_config_from_args", "hybrid_config_from_args")
-    (tmp_path / "train.py").write_text(script)
-    own = ["--hybrid-layer-pattern", "*"]
-    ended = _launch("-m", "odb_megatron.run", "train.py", *flags, *odb, *own, cwd=tmp_path)
-    assert ended.code == 2, ended.output[-3000:]
-    assert "hybrid.HybridModelConfig, expected" in ended.output.splitlines()[-1]

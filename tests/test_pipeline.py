@@ -46,6 +46,7 @@ CASES = {
     2: [
         Case(1),
         Case(5),
+        Case(5, messages=True),
         Case(5, forward_only=True),
         *(Case(m, chunks=2, overlap=o) for m in (2, 4, 6) for o in (False, True)),
         Case(5, chunks=2, group=3),
@@ -206,22 +207,15 @@ def test_what_schedules_receive(stages: int) -> None:
         gradients, losses = _alone(case, stages)
         for rank in range(stages):
             found = ranks[rank][at]
-            assert found.counts == {}, case
+            if case.messages:  # the counts can be other than 0
+                assert found.counts["synchronize"] >= found.counts["shapes"] > 5
+                assert found.counts["tolist"] == 5
+            else:
+                assert found.counts == {}, case
             expected = [] if case.forward_only else gradients[rank::stages]
             for one, other in zip(found.gradients, expected, strict=True):
                 assert one == pytest.approx(other, rel=1e-4, abs=1e-4), (case, rank)
         assert ranks[-1][at].losses == pytest.approx(losses, rel=1e-5), case
-
-
-def test_what_messages_cost() -> None:
-    """The counts above can be other than 0, and give the same gradients."""
-    case = Case(5, messages=True)
-    ranks = run_replicas(_run, 2, 2, [case], timeout_s=60, device_layer=True)
-    gradients, _ = _alone(case, 2)
-    for rank, (found,) in enumerate(ranks):
-        assert found.counts["synchronize"] >= found.counts["shapes"] > 5
-        assert found.counts["tolist"] == 5
-        assert found.gradients[0] == pytest.approx(gradients[rank], rel=1e-4, abs=1e-4)
 
 
 def test_messages_cross_between_two_stages_of_two_chunks() -> None:
@@ -249,7 +243,6 @@ def _run_with_other_table(rank: int, problem: str) -> None:
     ("problem", "message"),
     [
         ("fewer", "would (send|receive) .* one tensor more than a schedule of 4 micro-batches"),
-        ("more", "has ended without these: {'(receive|send)"),
         ("order", r"sent \[\d+, 1, 4\] to the (next|previous) stage; the plan has \["),
     ],
 )

@@ -133,15 +133,6 @@ def test_own_map_style_datasets(megatron: Megatron) -> None:
         assert step.record["loss_tokens"] == sum(masks[record] for record in records)
 
 
-def test_padded_micro_batches_of_more_than_one(
-    megatron: Megatron, data_flags: tuple[str, ...]
-) -> None:
-    padded = megatron.train(*TRAIN, *data_flags, "--micro-batch-size", 2)
-    packed = megatron.train("--odb", *TRAIN, *data_flags)
-    assert [step.all_ids for step in padded.steps] == [step.all_ids for step in packed.steps]
-    assert padded.losses == pytest.approx(packed.losses, abs=1e-5)
-
-
 def _both(megatron: Megatron, *flags: Any, items: Any = None) -> tuple[Run, Run]:
     """A packed and a padded run, which must agree step by step."""
     packed = megatron.train("--odb", *flags, items=items)

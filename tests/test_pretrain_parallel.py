@@ -69,16 +69,13 @@ def reference(megatron: Megatron, initial: tuple[Any, ...]) -> Run:
 def test_same_samples_losses_and_gradients(
     megatron: Megatron, initial: tuple[Any, ...], reference: Run, name: str
 ) -> None:
-    """No sample sees another, either: half of them change behind their only token with loss."""
+    """As the reference, and no sample sees another: half of them have other tokens here, behind
+    their only one with loss.
+    """
     num_ranks, flags = TOPOLOGIES[name]
-    run, other = (
-        train_changed(megatron, (*initial, *shlex.split(flags)), num_ranks, seed=seed)
-        for seed in (1, 2)
-    )
+    run = train_changed(megatron, (*initial, *shlex.split(flags)), num_ranks, seed=2)
     assert_equal(run, reference)
-    for step, changed in zip(run.steps, other.steps, strict=True):
-        assert step.loss == changed.loss
-        assert step.record["grad_norm"] == changed.record["grad_norm"]
+    for step in run.steps:
         assert (step.record["collectives"], step.record["reports"]) == (2, int("pp" in name))
         assert step.record["bytes_delivered"] >= 4096
         assert (step.record["context_balance"] is not None) == ("cp" in name)
@@ -104,17 +101,13 @@ def test_a_stage_that_predicts_further_tokens(
 
 
 def test_a_middle_stage_without_sample_bounds_would_be_seen(
-    megatron: Megatron, initial: tuple[Any, ...]
+    megatron: Megatron, initial: tuple[Any, ...], reference: Run
 ) -> None:
     """The tests above can fail."""
     num_ranks, flags = TOPOLOGIES["pp4"]
-    run, other = (
-        train_changed(
-            megatron, (*initial, *shlex.split(flags)), num_ranks, seed=seed, merged_on=(1, 2)
-        )
-        for seed in (1, 2)
-    )
-    assert abs(run.losses[0] - other.losses[0]) > 1e-5
+    flags = (*initial, *shlex.split(flags))
+    run = train_changed(megatron, flags, num_ranks, seed=2, merged_on=(1, 2))
+    assert abs(run.losses[0] - reference.losses[0]) > 1e-5
 
 
 def test_the_padded_baseline(
@@ -123,7 +116,7 @@ def test_the_padded_baseline(
     flags = (*initial, "--train-samples", 25, *data_flags)
     alone = megatron.train(*flags)
     assert len(alone.steps) == 3
-    for name in ("tp2_sp", "pp2", "vpp2x2", "dp2_pp2"):
+    for name in ("tp2_sp", "vpp2x2", "dp2_pp2"):
         num_ranks, topology = TOPOLOGIES[name]
         assert_equal(megatron.train(*flags, *shlex.split(topology), replicas=num_ranks), alone)
 
@@ -139,7 +132,7 @@ def test_evaluation(
     alone = megatron.train(*flags)
     losses = [loss for _, loss in alone.evaluations]
     assert len(losses) == 2
-    for name in ("tp2", "pp2", "vpp2x2"):
+    for name in ("tp2", "vpp2x2"):
         run = megatron.train(*flags, *shlex.split(TOPOLOGIES[name][1]))
         assert [where for where, _ in run.evaluations] == [where for where, _ in alone.evaluations]
         assert [loss for _, loss in run.evaluations] == pytest.approx(losses, abs=1e-5)
@@ -156,7 +149,7 @@ def saved(
     return flags, folder, run
 
 
-@pytest.mark.parametrize("name", ["tp2", "cp2", "vpp2x2", "dp2_pp2"])
+@pytest.mark.parametrize("name", ["cp2", "vpp2x2", "dp2_tp2"])
 def test_resume_with_another_topology(
     megatron: Megatron, saved: tuple[tuple[Any, ...], Path, Run], tmp_path: Path, name: str
 ) -> None:
@@ -172,12 +165,11 @@ def test_resume_with_another_topology(
     assert [step.loss for step in steps] == pytest.approx(whole.losses, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["tp2", "tp2_pp2"])
 def test_a_source_ranks_failure_ends_all_ranks(
-    megatron: Megatron, initial: tuple[Any, ...], tmp_path: Path, name: str
+    megatron: Megatron, initial: tuple[Any, ...]
 ) -> None:
     """A record that cannot be read turns up in the second step."""
-    num_ranks, flags = TOPOLOGIES[name]
+    num_ranks, flags = TOPOLOGIES["tp2_pp2"]
     good = {"tokens": [1, 2, 3], "labels": [2, 3, 4], "loss_mask": [1, 1, 1]}
     bad = {**good, "loss_mask": [1, 1]}
     errors = megatron.refused(
@@ -205,21 +197,16 @@ def test_a_source_rank_that_cannot_start_ends_all_ranks(
     assert "the source rank of this replica failed: ValueError: the step log" in errors[1]
 
 
-@pytest.mark.parametrize("other", ["--seed 7", "--odb-token-budget 128", "--lr 0.5"])
-@pytest.mark.parametrize("name", ["tp2", "pp2"])
 def test_ranks_of_a_replica_with_different_arguments(
-    megatron: Megatron, data_flags: tuple[str, ...], name: str, other: str
+    megatron: Megatron, data_flags: tuple[str, ...]
 ) -> None:
-    flags = (*MODEL, "--odb", "--train-samples", 8, *data_flags)
-    errors = megatron.refused(
-        *flags,
-        *shlex.split(TOPOLOGIES[name][1]),
-        rank_flags={1: tuple(shlex.split(other))},
-    )
-    argument = other.split()[0].strip("-").replace("-", "_")
+    others = ("--seed", "7", "--odb-token-budget", "128", "--lr", "0.5")
+    flags = (*MODEL, "--odb", "--train-samples", 8, *data_flags, *shlex.split(PP))
+    errors = megatron.refused(*flags, rank_flags={1: others})
     assert len(set(errors)) == 1
     assert errors[0].startswith("ValueError: ranks [0, 1] form one replica and were started with ")
-    assert f"{argument} is {other.split()[1]} on rank 1 and " in errors[0]
+    for argument in ("seed is 7", "odb_token_budget is 128", "lr is 0.5"):
+        assert f"{argument} on rank 1 and " in errors[0]
 
 
 def test_replicas_with_different_seeds(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
@@ -231,24 +218,12 @@ def test_replicas_with_different_seeds(megatron: Megatron, data_flags: tuple[str
     assert first.endswith(", --seed 1234 on replica 0")
 
 
-def test_a_budget_below_the_padding_multiple(
-    megatron: Megatron, data_flags: tuple[str, ...]
-) -> None:
-    errors = megatron.refused(
-        *("--odb", "--train-samples", 8, *data_flags, *shlex.split(CP)),
-        *("--odb-token-budget", 3, "--odb-overlong", "truncate"),
-    )
-    assert all("every sample is padded to a multiple of 4" in error for error in errors)
-
-
 def test_a_cold_cache(
     megatron: Megatron, chats: ChatFile, valid_chats: ChatFile, tmp_path: Path
 ) -> None:
     """Megatron's builder of blends waits for all ranks, and writes the index only where built."""
     found = []
-    for name, (num_ranks, topology) in {"alone": (2, ""), **TOPOLOGIES}.items():
-        if name not in ("alone", "tp2_pp2"):
-            continue
+    for name, (num_ranks, topology) in {"alone": (2, ""), "tp2_pp2": TOPOLOGIES["tp2_pp2"]}.items():
         run = megatron.train(
             *(*MODEL, *LENGTH, "--data-path", 0.6, chats.path, 0.4, valid_chats.path),
             *("--split", "100,0,0", "--eval-iters", 0, "--data-cache-path", tmp_path / name),
@@ -265,10 +240,8 @@ def test_a_cold_cache(
     ("num_ranks", "flags", "tolerance"),
     [
         (4, f"{TP} {SP} {SHARDED} --overlap-grad-reduce --overlap-param-gather", 0),
-        (4, f"{PP} {SHARDED}", 0),
         (2, f"{TP} {RECOMPUTE} full --recompute-method uniform --recompute-num-layers 1", 0),
         (2, f"{PP} {RECOMPUTE} selective", 0),
-        (2, f"{TP} --bf16", 3e-2),
         (4, f"{PP} {TP} --bf16", 3e-2),
     ],
 )  # fmt: skip
@@ -292,10 +265,8 @@ def test_the_optimizers_side(
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
-        (2, PP),
         (2, VPP),
         (2, CP),
-        (4, f"{TP} {SP} {PP}"),
         (2, f"{EXPERTS} {EP} --moe-z-loss-coeff 0.01"),
         (4, f"{EXPERTS} {EP} {TP} {SP}"),
     ],

@@ -62,6 +62,10 @@ CASES: list[tuple[list[str], str]] = [
     ([*DATA, "--train-iters", "0"], "--train-iters must be at least 1, got 0"),
     ([*DATA, "--train-iters", "-3"], "--train-iters must be at least 1, got -3"),
     ([*DATA, *LENGTH, "--train-samples", "8"], "each give the run's length: keep one"),
+    ([*DATA, "--odb-epochs", "0"], "--odb-epochs must be at least 1, got 0"),
+    ([*DATA, *LENGTH, "--tokenizer-model", "/nope"], "--tokenizer-model /nope is no folder of a"),
+    ([*DATA, *LENGTH, "--tokenizer-model", "CHATS"], "is no folder of a Hugging Face tokenizer"),
+    (["--without-odb", *DATA, *LENGTH], "--micro-batch-size is not given, and without --odb"),
     (LENGTH, "no data: give --data-path FILE.jsonl"),
     ([*LENGTH, "--data-path", "/nope.jsonl"], "/nope.jsonl does not exist"),
     ([*LENGTH, "--train-data-path", "/nope.jsonl"], "/nope.jsonl does not exist"),
@@ -97,6 +101,12 @@ def ended(
     every = [
         [*common, *(str(chats.path) if word == "CHATS" else word for word in flags)]
         for flags in (*(flags for flags, _ in CASES), good)
+    ]
+    every = [
+        [word for word in flags if word not in ("--odb", "--without-odb")]
+        if "--without-odb" in flags
+        else flags
+        for flags in every
     ]
     (folder / "try.py").write_text(TRY_ALL)
     (folder / "flags.json").write_text(json.dumps(every))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from typing import Any
 
 import pytest
 
 from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
 from odb_megatron.megatron.images import add_image_arguments
 
-MEGATRONS = {"save": None, "ckpt_format": "torch_dist", "context_parallel_size": 1}
 
-
-def _lines(flags: str, *, replicas: int, has_images: bool = False, **megatrons: Any) -> list[str]:
+def _lines(flags: str, *, replicas: int, has_images: bool = False) -> list[str]:
     from odb_megatron.megatron.run_report import start_lines
 
     parser = add_odb_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -23,25 +20,7 @@ def _lines(flags: str, *, replicas: int, has_images: bool = False, **megatrons: 
     args = parser.parse_args(shlex.split(flags))
     args.seq_length, args.seed = 128, 7
     args.data_parallel_size = replicas
-    vars(args).update(MEGATRONS | megatrons)
     return start_lines(args, OdbConfig.from_args(args))
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize(
-    ("save", "kind", "size", "warned"),
-    [
-        ("a", "torch", 2, True),
-        ("a", "torch", 1, False),
-        ("a", "torch_dist", 2, False),
-        (None, "torch", 2, False),
-    ],
-)
-def test_a_file_that_several_ranks_write_is_warned_of(
-    save: str | None, kind: str, size: int, warned: bool
-) -> None:
-    found = _lines("--odb", replicas=1, save=save, ckpt_format=kind, context_parallel_size=size)
-    assert any("context-parallel group write the same file" in line for line in found) is warned
 
 
 @pytest.mark.megatron

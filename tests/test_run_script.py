@@ -99,14 +99,6 @@ def test_another_megatron_than_the_scripts_is_refused(tmp_path: Path) -> None:
     assert f"put {tmp_path}/own first on PYTHONPATH" in error
 
 
-def test_no_megatron_is_said(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("")
-    code = "import sys; sys.modules['megatron'] = None; from odb_megatron.run import main; "
-    status, _, error = _python("-c", f"{code}main(['train.py', '--odb'])", cwd=tmp_path)
-    assert status == 2
-    assert "megatron.training cannot be imported" in error
-
-
 @pytest.mark.megatron
 def test_what_was_replaced_is_put_back(tmp_path: Path) -> None:
     script = _checkout(

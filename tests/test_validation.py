@@ -14,7 +14,7 @@ from megatron_world import Megatron
 
 from odb_megatron.megatron import validation
 from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
-from odb_megatron.megatron.validation import _OFF, NEEDS, refuse_unsupported, set_needs
+from odb_megatron.megatron.validation import RULES, refuse_unsupported, set_needs
 from odb_megatron.megatron.versions import megatron_version
 
 pytest_plugins = ["megatron_fixtures"]
@@ -41,6 +41,7 @@ MEETS = {**EXPERTS, "expert_model_parallel_size": 2}
 FLEX = {**MEETS, "moe_token_dispatcher_type": "flex"}
 HYBRID = {**FLEX, "moe_flex_dispatcher_backend": "hybridep"}
 NCCL = {**FLEX, "moe_flex_dispatcher_backend": "ncclep"}
+OFF = [rule.name for rule in RULES if not rule.values]
 
 
 def _check(**values: Any) -> None:
@@ -102,7 +103,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tp_comm_overlap": True}, "--tp-comm-overlap has buffers for --seq-length 128 tokens"),
     ({"tp_comm_overlap": True, **BUDGET, "odb_token_budget": 256}, "a budget of as many"),
     ({"overlap_moe_expert_parallel_comm": True}, "its schedule routes without the padding mask"),
-    *(({name: True}, f": drop --{name.replace('_', '-')}") for name in _OFF),
+    *(({name: True}, f": drop --{name.replace('_', '-')}") for name in OFF),
     ({"mock_data": True}, "real samples are trained: give --data-path: drop --mock-data"),
     ({"transformer_impl": "inference_optimized"}, "use --transformer-impl local or transf"),
     (
@@ -113,6 +114,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({**EXPERTS, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "use aux_loss, "),
     ({**EXPERTS, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor drops"),
     ({"mtp_num_layers": 1, "context_parallel_size": 2}, "drop --mtp-num-layers or --context"),
+    (
+        {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "load": "x"},
+        "with --mtp-num-layers add --untie-embeddings-and-output-weights",
+    ),
     ({"mtp_num_layers": 1, **EXPERTS}, "drop --mtp-num-layers or --num-experts"),
     ({"fp8": "e4m3"}, "--fp8-format is of Transformer Engine's layers: use --transformer-impl "),
     ({**TE, "fp8_recipe": "custom"}, "--fp8-recipe custom does not say"),
@@ -129,7 +134,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({**LOCAL, "cuda_graph_modules": ["full_iteration"]}, "replays a whole step"),
     ({"cuda_graph_impl": "local"}, "add --odb-pad-to budget"),
     ({**LOCAL, "apply_rope_fusion": False}, "drop --no-rope-fusion"),
-    ({**LOCAL, "attention_backend": SimpleNamespace(name="unfused")}, "reads lengths on the host"),
+    (
+        {**LOCAL, "attention_backend": SimpleNamespace(name="unfused")},
+        "reads lengths on the host",
+    ),
     (GRAPHS, "leave attention out with --cuda-graph-modules mlp"),
     ({**GRAPHS, "cuda_graph_modules": ["mlp", "attn"]}, "leave attention out"),
     ({**GRAPHS, **MLP, "odb_token_budget": 256}, "captures --seq-length 128 tokens, and"),
@@ -219,7 +227,7 @@ def test_the_names_are_megatrons(megatron: Megatron, data_flags: tuple[str, ...]
     known = set(re.findall(r"^  (\w+) \.{2,} ", printed, flags=re.MULTILINE))
     assert len(known) > 500
     looked_at = set(GOOD) | {name for bad, _ in BAD for name in bad}
-    unknown = (looked_at | {need.name for need in NEEDS}) - known
+    unknown = (looked_at | {rule.name for rule in RULES}) - known
     if megatron_version()[:2] == (0, 19):
         assert unknown == OTHER_VERSIONS
 
@@ -231,7 +239,7 @@ def test_the_names_are_megatrons(megatron: Megatron, data_flags: tuple[str, ...]
         (("--sft",), "--odb and --sft: two packings of the same data"),
         (("--rampup-batch-size", 4, 4, 100), "--rampup-batch-size"),
         (("--odb-token-budget", 32), "--odb-token-budget 32 is below --seq-length 64"),
-        (("--odb-epochs", 1), "--odb-epochs, --train-samples and --train-iters each give"),
+        (("--odb-epochs", 1), "--odb-epochs and --train-samples each give the run's length"),
         (("--attention-backend", "flash"), "there is no CUDA device"),
     ],
 )

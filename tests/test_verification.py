@@ -71,7 +71,7 @@ class TestLoops:
         for step, replica in itertools.product(range(3), range(3)):
             for where in (*FAULTS, "close"):
                 tally = run_world(case, Fault(step=step, replica=replica, where=where))
-                ended += tally.failed + tally.closed_early
+                ended += tally["failed"] + tally["closed_early"]
         assert ended > 20
 
     def test_a_plan_has_as_many_micro_batches_as_asked(self) -> None:

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Literal
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
 from odb_megatron.bridge.arguments import UnusableError, owner_of, recipe_errors
-from odb_megatron.bridge.hooks import install_entry, require_names
+from odb_megatron.bridge.hooks import install_entry
 from odb_megatron.bridge.run import BridgeRun
 from odb_megatron.bridge.settings import PATHS, OdbSettings, setting_in_bridge, unknown_setting
 from odb_megatron.errors import name_settings
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.validation import NEEDS
+from odb_megatron.megatron.validation import RULES
 
 __all__ = ["OdbDatasetConfig", "enable", "require_active", "switch_on"]
 
@@ -109,14 +109,13 @@ def enable(cfg: Any, *, token_budget: int | None = None, **settings: Any) -> Non
 
 def switch_on(cfg: Any, odb: OdbSettings) -> None:
     """Do what `enable` does, without a look at the settings and the recipe's data."""
-    require_names()
     name_settings(setting_in_bridge)
     recipe = cfg.dataset
     given = {name: getattr(recipe, name) for name in _LOADER_FIELDS if hasattr(recipe, name)}
     cfg.dataset = OdbDatasetConfig(odb=odb, recipe=recipe, **given)
     said = []
     dense = argparse.Namespace()
-    needs = [(n.name, n.values[0]) for n in NEEDS if n.is_set and n.applies(dense)]
+    needs = [(one.name, one.values[0]) for one in RULES if one.is_set and one.applies(dense)]
     for argument, value in (*needs, ("ddp_average_in_collective", False)):
         owner, name = owner_of(cfg, PATHS[argument])
         before = getattr(owner, name)

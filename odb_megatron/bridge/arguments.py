@@ -24,12 +24,39 @@ class UnusableError(ValueError):
     """A configuration that cannot be used, found when the run starts."""
 
 
+def _padded_vocab(state: Any) -> int:
+    """Return the rows of the embedding; 0 until the tokenizer is there."""
+    model = state.cfg.model
+    if not model.vocab_size or not model.should_pad_vocab:
+        return int(model.vocab_size or 0)
+    from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
+
+    return int(
+        calculate_padded_vocab_size(
+            model.vocab_size,
+            model.make_vocab_size_divisible_by,
+            model.tensor_model_parallel_size,
+            logging_enabled=False,
+        )
+    )
+
+
+_COUNTED: dict[str, Callable[[Any], int]] = {
+    "curr_iteration": lambda state: state.train_state.step,
+    "consumed_train_samples": lambda state: state.train_state.consumed_train_samples,
+    "consumed_valid_samples": lambda state: state.train_state.consumed_valid_samples,
+    "train_iters": lambda state: state.cfg.train.train_iters or 0,
+    "padded_vocab_size": _padded_vocab,
+}
+"""What changes in a run, read from Bridge's `GlobalState` at each question."""
+
+
 class BridgeArgs(argparse.Namespace):
     """Arguments of one run.
 
     Args:
         cfg: Bridge's `ConfigContainer`, after `validate()`.
-        state: Bridge's `GlobalState`, whose `train_state` is read at each question.
+        state: Bridge's `GlobalState`.
         rank: this rank.
         world_size: number of ranks.
     """
@@ -38,7 +65,7 @@ class BridgeArgs(argparse.Namespace):
 
     def __init__(self, cfg: Any, state: Any, *, rank: int, world_size: int) -> None:
         super().__init__()
-        self._state = state
+        object.__setattr__(self, "_state", state)
         self.rank, self.world_size = rank, world_size
         self.data_parallel_size = cfg.data_parallel_size
         self.iteration = 0  # of the checkpoint, once it is loaded
@@ -52,46 +79,16 @@ class BridgeArgs(argparse.Namespace):
         self.group_query_attention = groups not in (None, found["num_attention_heads"])
         vars(self).update(_of_data(cfg, cfg.dataset.odb))
 
-    @property
-    def curr_iteration(self) -> int:
-        """Iterations done."""
-        return int(self._state.train_state.step)
+    def __getattr__(self, name: str) -> Any:
+        if name not in _COUNTED:
+            raise AttributeError(name)
+        return int(_COUNTED[name](self._state))
 
-    @property
-    def consumed_train_samples(self) -> int:
-        """Samples trained."""
-        return int(self._state.train_state.consumed_train_samples)
-
-    @property
-    def consumed_valid_samples(self) -> int:
-        """Samples evaluated."""
-        return int(self._state.train_state.consumed_valid_samples)
-
-    @property
-    def train_iters(self) -> int:
-        """Where the loop ends."""
-        return int(self._state.cfg.train.train_iters or 0)
-
-    @train_iters.setter
-    def train_iters(self, value: int) -> None:
-        self._state.cfg.train.train_iters = value
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding; 0 until the tokenizer is there."""
-        model = self._state.cfg.model
-        if not model.vocab_size or not model.should_pad_vocab:
-            return int(model.vocab_size or 0)
-        from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
-
-        return int(
-            calculate_padded_vocab_size(
-                model.vocab_size,
-                model.make_vocab_size_divisible_by,
-                self.tensor_model_parallel_size,
-                logging_enabled=False,
-            )
-        )
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "train_iters":  # where the loop ends
+            self._state.cfg.train.train_iters = value
+        else:
+            super().__setattr__(name, value)
 
 
 def owner_of(cfg: Any, path: str) -> tuple[Any, str]:

@@ -1,15 +1,7 @@
 """The names of Bridge that ODB replaces during a run, and the one that begins it.
 
 Each replacement wraps the original and is undone by `BridgeHooks.undo`; `install_entry` stays,
-and leaves runs alone whose configuration never had ODB. Of `megatron.bridge.training` 0.6.2:
-
-| name | why |
-|---|---|
-| `pretrain._pretrain` | begins a run, for `pretrain()` and `finetune()` alike |
-| `pretrain._finish_train`, `_cleanup_after_pretrain_failure` | end it, with process groups alive |
-| `train.get_forward_backward_func`, `eval.get_forward_backward_func` | the plan's M |
-| `train.training_log` | the step log |
-| `train.save_checkpoint_and_time` | no watchdog ends the process within |
+and leaves runs alone whose configuration never had ODB.
 """
 
 from __future__ import annotations
@@ -21,48 +13,40 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from odb_megatron.megatron.hooks import Hooks
+from odb_megatron.megatron.hooks import Hooks, Name, Replacements
 from odb_megatron.megatron.run import OdbRun
 
-__all__ = ["BridgeHooks", "install_entry", "require_names"]
+__all__ = ["BridgeHooks", "install_entry"]
 
-_NAMES = {
-    "pretrain": ("_pretrain", "_finish_train", "_cleanup_after_pretrain_failure"),
-    "train": (
-        "get_forward_backward_func",
-        "training_log",
-        "save_checkpoint_and_time",
-    ),
-    "eval": ("get_forward_backward_func",),
-    "checkpointing": ("maybe_save_dataloader_state", "maybe_load_dataloader_state"),
-}
-"""What is replaced, or called through the iterator; all of it is there from 0.6.0 on."""
+_TRAINING = "megatron.bridge.training"
+_SUPPORTED = "Megatron-Bridge 0.6 (run with 0.6.2)"
+
+
+def _names(module: str, names: str, reason: str) -> list[Name]:
+    found = names.split()
+    return [Name(f"{_TRAINING}.{module}", name, reason, _SUPPORTED) for name in found]
+
+
+(ENTRY,) = _names("pretrain", "_pretrain", "begins a run, for pretrain() and finetune() alike")
+FINISH, CLEANUP = _names(
+    "pretrain",
+    "_finish_train _cleanup_after_pretrain_failure",
+    "ends it, with process groups alive",
+)
+SCHEDULES = [
+    *_names("train", "get_forward_backward_func", "the plan's M"),
+    *_names("eval", "get_forward_backward_func", "the plan's M"),
+]
+(LOG,) = _names("train", "training_log", "the step log")
+(SAVE,) = _names("train", "save_checkpoint_and_time", "no watchdog ends the process within")
+CALLED = _names(
+    "checkpointing",
+    "maybe_save_dataloader_state maybe_load_dataloader_state",
+    "nothing is replaced: they call the iterator, which saves and restores the data's state",
+)
 
 _SMALLEST_COUNT = 1e-30
 """See `megatron.forward_step.loss_func`."""
-
-
-def require_names(find: Callable[[str], Any] | None = None) -> None:
-    """Check that Bridge has what is replaced in it.
-
-    Args:
-        find: returns a module of `megatron.bridge.training`; for tests.
-
-    Raises:
-        ValueError: with what is missing.
-    """
-    find = find or _module
-    missing = [
-        f"megatron.bridge.training.{module}.{name}"
-        for module, names in _NAMES.items()
-        for name in names
-        if not hasattr(find(module), name)
-    ]
-    if missing:
-        raise ValueError(
-            f"this Megatron-Bridge has no {', '.join(missing)}: odb_megatron was written for 0.6 "
-            "and run with 0.6.2; use that"
-        )
 
 
 def install_entry(make_run: Callable[[Any], Any]) -> None:
@@ -71,32 +55,33 @@ def install_entry(make_run: Callable[[Any], Any]) -> None:
     Args:
         make_run: returns the run for Bridge's `GlobalState`, or None.
     """
-    module = _module("pretrain")
-    if getattr(module._pretrain, "is_odb_entry", False):
+    module = importlib.import_module(ENTRY.module)
+    if getattr(getattr(module, ENTRY.name, None), "is_odb_entry", False):
         return
-    original = module._pretrain
 
-    @functools.wraps(original)
-    def _pretrain(state: Any, *args: Any, **kwargs: Any) -> Any:
-        run = make_run(state)
-        if run is None:
-            return original(state, *args, **kwargs)
-        names = {
-            "_finish_train": lambda: run.__exit__(None, None, None),
-            "_cleanup_after_pretrain_failure": lambda: run.__exit__(*sys.exc_info()),
-        }
-        originals = {name: getattr(module, name) for name in names}
-        with run:
-            try:
-                for name, end in names.items():
-                    setattr(module, name, _after(end, originals[name]))
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _pretrain(state: Any, *args: Any, **kwargs: Any) -> Any:
+            run = make_run(state)
+            if run is None:
                 return original(state, *args, **kwargs)
-            finally:
-                for name, function in originals.items():
-                    setattr(module, name, function)
+            replaced = Replacements()
+            ends = {
+                FINISH: lambda: run.__exit__(None, None, None),
+                CLEANUP: lambda: run.__exit__(*sys.exc_info()),
+            }
+            with run:
+                try:
+                    for name, end in ends.items():
+                        replaced.replace(name, functools.partial(_after, end))
+                    return original(state, *args, **kwargs)
+                finally:
+                    replaced.undo()
 
-    _pretrain.is_odb_entry = True  # type: ignore[attr-defined]
-    module._pretrain = _pretrain
+        _pretrain.is_odb_entry = True  # type: ignore[attr-defined]
+        return _pretrain
+
+    Replacements().replace(ENTRY, wrap)
 
 
 class BridgeHooks(Hooks):
@@ -108,12 +93,12 @@ class BridgeHooks(Hooks):
 
     def install(self) -> None:
         """Replace the names."""
-        train, evaluation = _module("train"), _module("eval")
-        for module in (train, evaluation):
-            wrap = self._wrap_get_forward_backward_func
-            self.replace_in(module, "get_forward_backward_func", wrap)
-        self.replace_in(train, "training_log", self._wrap_training_log)
-        self.replace_in(train, "save_checkpoint_and_time", self._wrap_save)
+        for name in SCHEDULES:
+            self.replace(name, self._wrap_get_forward_backward_func)
+        for name in CALLED:
+            self.replace(name, lambda original: original)
+        self.replace(LOG, self._wrap_training_log)
+        self.replace(SAVE, self._wrap_save)
 
     def _wrap_get_forward_backward_func(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Besides M: a step or an evaluation without a loss token reports 0, not 0 / 0."""
@@ -168,7 +153,3 @@ def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[...,
         return result
 
     return both
-
-
-def _module(name: str) -> Any:
-    return importlib.import_module(f"megatron.bridge.training.{name}")

@@ -7,7 +7,6 @@ data state travels through the iterator into Bridge's checkpoints.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -22,8 +21,8 @@ import torch
 from odb_megatron.bridge.arguments import BridgeArgs, UnusableError, refuse
 from odb_megatron.bridge.hooks import BridgeHooks
 from odb_megatron.bridge.settings import described
-from odb_megatron.data.feed import StepHeader
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.checkpoint import restore
 from odb_megatron.megatron.config import OdbConfig
@@ -31,7 +30,7 @@ from odb_megatron.megatron.forward_step import pinned
 from odb_megatron.megatron.hooks import Hooks
 from odb_megatron.megatron.replica import ReplicaData
 from odb_megatron.megatron.run import OdbRun
-from odb_megatron.megatron.run_report import RunReport, SeriesWriters, start_lines
+from odb_megatron.megatron.run_report import Writers
 
 __all__ = ["Batches", "BridgeRun", "SftSamples", "TrainBatches", "as_batch"]
 
@@ -45,6 +44,8 @@ class BridgeRun(OdbRun):
     Raises:
         UnusableError: settings or a configuration that cannot be used.
     """
+
+    _goes_on = False  # Bridge restores the data, after they were built
 
     def __init__(self, state: Any) -> None:
         from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe
@@ -146,7 +147,7 @@ class BridgeRun(OdbRun):
 
     # --- what differs from Megatron's own `pretrain()` -------------------------------------------
 
-    def _choose_backend(self) -> Attention:
+    def _choose_attention(self) -> Attention:
         return Attention(
             name="the recipe's", reason="the model's own layer spec, as Bridge builds it"
         )
@@ -154,25 +155,25 @@ class BridgeRun(OdbRun):
     def _make_hooks(self) -> Hooks:
         return BridgeHooks(self, state=self._state, plans_shapes=self._plans_shapes)
 
-    def _make_report(self) -> RunReport:
-        args, config = self._args, self.config
-        lines = [
-            f"Megatron-Bridge {metadata.version('megatron-bridge')}; dataset.odb over "
-            f"{_source(args, self._dataset, reads_recipe=self._reads_recipe)}",
+    def _start_lines(self) -> list[str]:
+        args, version = self._args, metadata.version("megatron-bridge")
+        source = f"the recipe's {type(self._dataset.recipe).__name__}"
+        if not self._reads_recipe:
+            own = args.data_path or [*(args.train_data_path or ()), *(args.valid_data_path or ())]
+            source = " ".join(own)
+        megatron, attention, _, *lines = super()._start_lines()
+        return [
+            megatron,
+            attention,
+            f"Megatron-Bridge {version}; dataset.odb over {source}",
             f"reproduce with {described(self._dataset.odb)}",
-            *start_lines(args, config)[1:],
+            *lines,
         ]
-        return RunReport(
-            args, config, backend=self._backend, lines=lines, writers=self._find_writers
-        )
 
-    def _find_writers(self) -> SeriesWriters:
+    def _writers(self) -> Writers:
         state = self._state
-        return SeriesWriters(
-            state.tensorboard_logger,
-            state.wandb_logger,
-            interval=state.cfg.logger.tensorboard_log_interval,
-        )
+        interval = state.cfg.logger.tensorboard_log_interval
+        return state.tensorboard_logger, state.wandb_logger, interval
 
     def _make_forward_step(self) -> Callable[..., Any]:
         return _bridge_has_its_own
@@ -188,12 +189,6 @@ class BridgeRun(OdbRun):
     def _tokenizer(self) -> Any:
         return self._context.tokenizer
 
-    def _saved_text(self) -> str | None:
-        return None
-
-    def _go_on(self) -> None:
-        """Bridge restores the data, after they were built."""
-
 
 def _bridge_has_its_own(*_args: Any, **_kwargs: Any) -> Any:
     raise AssertionError("Bridge's forward step is used")
@@ -205,13 +200,6 @@ def _sft_datasets(recipe: Any, context: Any) -> list[SftSamples | None]:
 
     built = GPTSFTDatasetBuilder(recipe, context.tokenizer).build()
     return [None if dataset is None else SftSamples(dataset) for dataset in built]
-
-
-def _source(args: argparse.Namespace, dataset: Any, *, reads_recipe: bool) -> str:
-    if reads_recipe:
-        return f"the recipe's {type(dataset.recipe).__name__}"
-    own = args.data_path or [*(args.train_data_path or ()), *(args.valid_data_path or ())]
-    return " ".join(own)
 
 
 def as_batch(item: MicroBatchLayout) -> dict[str, Any]:

@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 from odb_megatron import bridge
@@ -48,34 +46,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         step = _found(args.step)
         mode = args.mode or _mode_of(args.recipe)
         from odb_megatron.bridge.arguments import UnusableError, refuse_early
+        from odb_megatron.megatron.hooks import Replacements
 
         refuse_early(cfg)
     if args.dry_run:
         return
     train = getattr(importlib.import_module(f"megatron.bridge.training.{mode}"), mode)
+    module = importlib.import_module("megatron.bridge.training.pretrain")
+
+    def checked(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def runtime_config_update(cfg: Any) -> None:
+            with usage_errors():  # what Bridge refuses before it starts ends in one message too
+                original(cfg)
+
+        return runtime_config_update
+
+    replaced = Replacements()
+    replaced.replace_in(module, "runtime_config_update", checked)
     try:
-        with _checked_by_bridge():
-            train(cfg, step)
+        train(cfg, step)
     except UnusableError as error:
         with usage_errors():
             raise ValueError(str(error)) from error
-
-
-@contextmanager
-def _checked_by_bridge() -> Iterator[None]:
-    """End the process in one message where Bridge refuses the configuration, before it starts."""
-    module = importlib.import_module("megatron.bridge.training.pretrain")
-    original = module.runtime_config_update
-
-    def runtime_config_update(cfg: Any) -> None:
-        with usage_errors():
-            original(cfg)
-
-    setattr(module, "runtime_config_update", runtime_config_update)  # noqa: B010
-    try:
-        yield
     finally:
-        setattr(module, "runtime_config_update", original)  # noqa: B010
+        replaced.undo()
 
 
 def configured(recipe: str, *, overlays: Sequence[str] = (), overrides: Sequence[str] = ()) -> Any:
@@ -93,28 +87,26 @@ def configured(recipe: str, *, overlays: Sequence[str] = (), overrides: Sequence
     from odb_megatron.bridge.activation import require_active, switch_on
 
     cfg = _found(recipe, module="megatron.bridge.recipes")()
-    loaded = [(path, _loaded(path)) for path in overlays]
-    settings = [(path, {"dataset": {"odb": _taken(overlay)}}) for path, overlay in loaded]
+    loaded: list[tuple[str, Any]] = [(path, _loaded(path)) for path in overlays]
+    settings: list[tuple[str, Any]] = [
+        (path, {"dataset": {"odb": _taken(overlay)}}) for path, overlay in loaded
+    ]
     own = [text for text in overrides if text.lstrip("+~").startswith(_ODB)]
     others = [text for text in overrides if text not in own]
-    for path, overlay in loaded:
-        cfg = _applied(cfg, overlay, where=path)
-    cfg = _applied(cfg, others, where=" ".join(others))
+    for where, change in [*loaded, (" ".join(others), others)]:
+        cfg = _applied(cfg, change, where=where)
     switch_on(cfg, OdbSettings())
-    for path, overlay in settings:
-        cfg = _applied(cfg, overlay, where=path)
+    for where, change in [*settings, (" ".join(own), own)]:
+        cfg = _applied(cfg, change, where=where)
         require_active(cfg)
-    cfg = _applied(cfg, own, where=" ".join(own))
-    require_active(cfg)
     return cfg
 
 
 def _applied(cfg: Any, change: dict[str, Any] | Sequence[str], *, where: str) -> Any:
     """Return a configuration with the content of a YAML file, or overrides, applied as Bridge does.
 
-    Bridge warns and goes on where a key is not known, or a value does not fit
-    (`omegaconf_utils._apply_overrides`, 0.6.2), and says nothing where a deletion, or a null in
-    place of a section, does not do what it says. All are errors here.
+    Bridge warns and goes on where a key is not known, and says nothing where a deletion, or a value
+    in place of a section, does not do what it says. All are errors here.
     """
     from megatron.bridge.training.utils.omegaconf_utils import (
         OverridesError,
@@ -127,10 +119,8 @@ def _applied(cfg: Any, change: dict[str, Any] | Sequence[str], *, where: str) ->
         if text.startswith("~"):
             raise ValueError(f"{text}: Bridge keeps what is not named: give KEY=VALUE")
         _require_place(cfg, text.lstrip("+").partition("=")[0], where=where)
-    before = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
-    with _warnings() as usual:
-        process_config_with_overrides(cfg)  # says what Bridge drops of the recipe itself
-    with _warnings() as dropped, tempfile.NamedTemporaryFile(suffix=".yaml") as file:
+    before = {name: type(getattr(cfg, name)) for name in _SECTIONS}
+    with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
         OmegaConf.save(OmegaConf.create(change if is_file else {}), file.name)
         overrides = None if is_file else list(change)
         try:
@@ -139,15 +129,10 @@ def _applied(cfg: Any, change: dict[str, Any] | Sequence[str], *, where: str) ->
             )
         except OverridesError as error:
             raise ValueError(f"{where}: {str(error)[:300]}") from error
-    new = [text for text in dropped if text not in usual]
-    if new:
-        raise ValueError(f"{where}: Bridge would drop a part of it: {'; '.join(new)}")
-    for name, value in before.items():
-        now = getattr(cfg, name)
-        is_gone = is_dataclass(value) and name in _SECTIONS and not is_dataclass(now)
-        if is_gone or (isinstance(now, dict) and not isinstance(value, dict)):
+    for name, kind in before.items():
+        if not is_dataclass(now := getattr(cfg, name)):
             raise ValueError(
-                f"{where}: {name} is {type(value).__name__} in this recipe and cannot be {now!r}: "
+                f"{where}: {name} is {kind.__name__} in this recipe and cannot be {now!r}: "
                 f"change {name}.KEY, or choose another recipe (--recipe MODULE:FUNCTION)"
             )
     return cfg
@@ -156,7 +141,7 @@ def _applied(cfg: Any, change: dict[str, Any] | Sequence[str], *, where: str) ->
 def _keys(overlay: dict[str, Any]) -> Iterator[str]:
     for key, value in overlay.items():
         yield from (
-            (f"{key}.{inner}" for inner in _keys(value)) if isinstance(value, dict) else (key,)
+            (f"{key}.{inner}" for inner in _keys(value)) if isinstance(value, dict) else [key]
         )
 
 
@@ -177,26 +162,6 @@ def _require_place(cfg: Any, key: str, *, where: str) -> None:
                 f"{where}: {unknown_setting(part) if isinstance(owner, OdbSettings) else text}"
             )
         owner = getattr(owner, part)
-
-
-@contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """Collect what Bridge warns of while it applies."""
-    found: list[str] = []
-    logger = logging.getLogger("megatron.bridge.training.utils.omegaconf_utils")
-    collector = logging.Handler(logging.WARNING)
-    collector.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    level, disabled = logger.level, logger.disabled  # logging.config disables loggers
-    logger.addHandler(collector)
-    logger.disabled = False
-    if not logger.isEnabledFor(logging.WARNING):
-        logger.setLevel(logging.WARNING)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(collector)
-        logger.setLevel(level)
-        logger.disabled = disabled
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:

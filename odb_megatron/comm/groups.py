@@ -1,8 +1,9 @@
 """Process groups over the CPU (gloo): between the source ranks of all replicas, and inside one.
 
-Replicas form blocks of at most 64, as even as possible. Records and samples stay within a block;
-the blocks' first ranks gather one record each, in blocks of their own where they are many, and hand
-all on. So connections and work of a rank do not grow with the number of replicas beyond a block.
+Knows ranks, time-outs and bytes; nothing of data, plans or Megatron. Replicas form blocks of at
+most 64, as even as possible. Records and samples stay within a block; the blocks' first ranks
+gather one record each, in blocks of their own where they are many, and hand all on. So connections
+and work of a rank do not grow with the number of replicas beyond a block.
 
 Inside a replica a step is two broadcasts, however many micro-batches it has: a header to every
 rank, and a payload to those that use it; steps with images have a second payload, the attachment.
@@ -13,7 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import struct
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,9 +35,6 @@ Bytes = npt.NDArray[np.uint8]
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 5e-3
 _UNCHECKED_S = 0.05  # seconds of waiting before the deadline is looked at
 _ENDLESS = timedelta(days=365)  # time-out of an operation that a deadline ends
-
-_HEADER = struct.Struct("<qqq")
-"""Before the samples that a replica sends another: step, replica, bytes that follow."""
 
 _FAILED = -1
 """In place of the bytes that follow: the replica has failed, and nobody sends any."""
@@ -171,32 +168,36 @@ class _Channel:
         who: this rank in errors.
         timeout_s: seconds that an operation may take.
         deadline: ends operations in place of the time-out, and names who is missing.
+        operations: that this rank will take part in.
     """
 
     def __init__(
-        self, ranks: Sequence[int], *, who: str, timeout_s: float, deadline: Deadline | None
+        self,
+        ranks: Sequence[int],
+        *,
+        who: str,
+        timeout_s: float,
+        deadline: Deadline | None,
+        operations: Sequence[str],
     ) -> None:
         self._who, self._ranks = who, list(ranks)
         self._timeout_s, self._deadline = timeout_s, deadline
-        self._groups: list[GlooGroup] = []
+        self._parts: list[GlooGroup | SourceGroup] = []
         self.is_closed = False
+        if deadline is not None:
+            for what in operations:
+                deadline.expect(what)
 
     def close(self) -> None:
         """Close the connections; ranks that wait for this one learn it at once."""
         self.is_closed = True
-        for group in self._groups:
-            group.close()
+        for part in self._parts:
+            part.close()
 
     def _join(self, ranks: Sequence[int], name: str) -> GlooGroup:
         group = GlooGroup(ranks, name=name, timeout_s=self._timeout_s, deadline=self._deadline)
-        self._groups.append(group)
+        self._parts.append(group)
         return group
-
-    def _expect(self, *operations: str) -> None:
-        """This rank will take part in them."""
-        for what in operations if self._deadline else ():
-            assert self._deadline is not None
-            self._deadline.expect(what)
 
     @contextlib.contextmanager
     def _operation(self, what: str, number: int) -> Iterator[None]:
@@ -215,8 +216,8 @@ class _Channel:
             self.close()
             if isinstance(error, ControlError):
                 raise
-            missing = self._deadline.explain() if self._deadline else ""
             limit = "" if self._deadline else f" after at most {self._timeout_s:.0f} s"
+            missing = self._deadline.explain() if self._deadline else ""
             peers = f"A rank of {self._ranks} has stopped or is stuck; its own output says why"
             raise ControlError(
                 f"{self._who}: {what} {number} failed{limit} ({error}). {missing or peers}"
@@ -226,22 +227,21 @@ class _Channel:
 class SourceGroup(_Channel):
     """This rank's part; all source ranks must make one, equally often for each name.
 
-    Other ranks may, and have no part in it. The methods are collective: all replicas of the block
-    (`gather`, `exchange`) or of all blocks call them in one order. They raise ControlError, naming
-    replica and step, where a replica is gone, late or somewhere else; the channel is closed then.
+    The methods are collective: all replicas of the block (`gather`, `exchange`) or of all blocks
+    call them in one order. They raise ControlError, naming replica and step, where a replica is
+    gone, late or somewhere else; the channel is closed then.
 
     Args:
-        ranks: global ranks of the source ranks, in replica order.
+        ranks: global ranks of the source ranks, in replica order; this rank is one of them.
         name: the loader's, such as "train".
         timeout_s: seconds that an operation may take.
         deadline: ends operations in place of the time-out, and names who is missing.
         block: most replicas of a block, at least 2.
 
     Attributes:
-        replica: this rank's; -1 where it is no source rank.
+        replica: this rank's.
         num_replicas: number of replicas.
-        block: the replicas of this rank's block; empty where it is no source rank.
-        num_blocks: number of blocks.
+        block: the replicas of this rank's block.
     """
 
     def __init__(
@@ -254,34 +254,34 @@ class SourceGroup(_Channel):
         block: int = BLOCK,
     ) -> None:
         assert block > 1, "the blocks' first ranks would be all ranks"
-        rank, size = dist.get_rank(), len(ranks)
-        self.replica = list(ranks).index(rank) if rank in ranks else -1
-        self._blocks = blocks_of(size, block)
-        self.num_replicas, self.num_blocks, self.block = size, len(self._blocks), range(0)
-        self._heads: SourceGroup | None = None
-        self._rounds = self._block_rounds = 0
-        who = f"replica {self.replica}"
-        super().__init__(ranks, who=who, timeout_s=timeout_s, deadline=deadline)
-        if self.replica < 0:
-            return
+        self.replica, self.num_replicas = list(ranks).index(dist.get_rank()), len(ranks)
+        self._blocks = blocks_of(len(ranks), block)
         self.block = next(one for one in self._blocks if self.replica in one)
         at = self._blocks.index(self.block)
-        self._ranks = [ranks[one] for one in self.block]
-        self._group = self._join(self._ranks, f"{name} source ranks of {size}, block {at}")
-        own = f"block {at}'s {name}" if self.num_blocks > 1 else name
+        own = f"block {at}'s {name}" if len(self._blocks) > 1 else name
         self._gather, self._exchange = f"{own} gather", f"{own} exchange"
         self._gather_blocks = f"{name} gather between blocks"
-        self._expect(self._gather, self._exchange)
-        if self.num_blocks > 1:
-            self._expect(self._gather_blocks)
-            if self.replica == self.block[0]:
-                self._heads = SourceGroup(
-                    [ranks[one[0]] for one in self._blocks],
-                    name=f"{name} blocks",
-                    timeout_s=timeout_s,
-                    deadline=deadline,
-                    block=block,
-                )
+        self._rounds = self._block_rounds = 0
+        members = [ranks[one] for one in self.block]
+        operations = (self._gather, self._exchange, self._gather_blocks)
+        super().__init__(
+            members,
+            who=f"replica {self.replica}",
+            timeout_s=timeout_s,
+            deadline=deadline,
+            operations=operations[: 2 + (len(self._blocks) > 1)],
+        )
+        self._group = self._join(members, f"{name} source ranks of {len(ranks)}, block {at}")
+        self._heads: SourceGroup | None = None
+        if len(self._blocks) > 1 and self.replica == self.block[0]:
+            self._heads = SourceGroup(
+                [ranks[one[0]] for one in self._blocks],
+                name=f"{name} blocks",
+                timeout_s=timeout_s,
+                deadline=deadline,
+                block=block,
+            )
+            self._parts.append(self._heads)
 
     def gather(self, record: bytes) -> list[bytes]:
         """Return the records of the block's replicas, which have one size, in replica order."""
@@ -296,11 +296,11 @@ class SourceGroup(_Channel):
         Args:
             record: not used on other replicas, but for its size.
         """
-        if self.num_blocks == 1:
+        if len(self._blocks) == 1:
             return [record]
         size = len(record)
         with self._operation(self._gather_blocks, self._block_rounds):
-            data = np.zeros(size * self.num_blocks, np.uint8)
+            data = np.zeros(size * len(self._blocks), np.uint8)
             if self._heads is not None:
                 data[:] = np.frombuffer(b"".join(self._heads.gather_all(record)), np.uint8)
             self._group.broadcast(data)
@@ -313,7 +313,7 @@ class SourceGroup(_Channel):
         For what is rare, such as a checkpoint: every rank gets the records of all replicas.
         """
         own = self.gather(record)
-        if self.num_blocks == 1:
+        if len(self._blocks) == 1:
             return own
         most = max(map(len, self._blocks))
         found = self.gather_blocks(b"".join(own).ljust(most * len(record), b"\0"))
@@ -341,28 +341,23 @@ class SourceGroup(_Channel):
         parts = [(sends or {}).get(peer, b"") for peer in self.block]
         sizes = [receives.get(peer, 0) for peer in self.block]
         with self._operation(self._exchange, step):
-            own = (step, self.replica)
-            headers = [_HEADER.pack(*own, _FAILED if sends is None else len(p)) for p in parts]
             # First sizes alone: gloo ends the process where more bytes arrive than are expected.
-            heads = self._group.all_to_all(headers, [_HEADER.size] * len(headers))
-            found = [_HEADER.unpack(head) for head in heads]
-            if failed := [by for _, by, announced in found if announced == _FAILED]:
+            announced = [_FAILED if sends is None else len(part) for part in parts]
+            heads = self._group.all_to_all(
+                [np.array((step, size)).tobytes() for size in announced], [16] * len(parts)
+            )
+            found = [tuple(np.frombuffer(head, np.int64).tolist()) for head in heads]
+            if failed := [at for at, one in zip(self.block, found, strict=True) if one[1] < 0]:
                 return dict.fromkeys(failed)
-            for peer, size, (there, by, announced) in zip(self.block, sizes, found, strict=True):
-                if (there, by, announced) != (step, peer, size) and peer != self.replica:
+            for peer, size, one in zip(self.block, sizes, found, strict=True):
+                if one != (step, size) and peer != self.replica:
                     raise ControlError(
                         f"{self._who}: {self._exchange}: expected {size} bytes of step {step} from "
-                        f"replica {peer}; {announced} bytes of step {there} from replica {by} were "
-                        "announced. Start every rank with the same flags, data and code version"
+                        f"replica {peer}, which announced {one[1]} bytes of step {one[0]}. Start "
+                        "every rank with the same flags, data and code version"
                     )
             data = self._group.all_to_all(parts, sizes)
         return {peer: part for peer, part in zip(self.block, data, strict=True) if peer in receives}
-
-    def close(self) -> None:
-        """Close the connections; replicas that wait for this one learn it at once."""
-        super().close()
-        if self._heads is not None:
-            self._heads.close()
 
 
 class ReplicaGroup(_Channel):
@@ -398,16 +393,20 @@ class ReplicaGroup(_Channel):
         deadline: Deadline | None = None,
         attachment_ranks: Sequence[int] = (),
     ) -> None:
-        rank = dist.get_rank()
-        super().__init__(ranks, who=f"rank {rank}", timeout_s=timeout_s, deadline=deadline)
+        rank, self._what = dist.get_rank(), f"{name} broadcast from rank {ranks[0]}:"
+        super().__init__(
+            ranks,
+            who=f"rank {rank}",
+            timeout_s=timeout_s,
+            deadline=deadline,
+            operations=[self._what],
+        )
         self._headers = self._join(ranks, f"{name} headers")
         self._payloads = self._attachments = None
         if len(payload_ranks) > 1 and rank in payload_ranks:
             self._payloads = self._join(payload_ranks, f"{name} payloads")
         if len(attachment_ranks) > 1 and rank in attachment_ranks:
             self._attachments = self._join(attachment_ranks, f"{name} attachments")
-        self._what = f"{name} broadcast from rank {ranks[0]}:"
-        self._expect(self._what)
         self._capacity = _FIRST_CAPACITY
         self.is_source, self.has_payload = rank == ranks[0], rank in payload_ranks
         self.has_attachment = self._attachments is not None

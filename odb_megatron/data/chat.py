@@ -11,15 +11,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import itertools
 import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, lru_cache
+from itertools import chain, pairwise, product
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,7 +47,6 @@ MAX_TEXT_CHARS = 8 << 20
 _TEMPLATE_DATE = datetime(2024, 7, 26)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-_SHORT = 200  # characters of a text that may stand elsewhere by chance
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 _ANY_TOOL = {
     "type": "function",
@@ -65,14 +64,8 @@ _MARK_IT = (
 _Ids = npt.NDArray[np.int64]
 _Weights = npt.NDArray[np.float32]
 _Messages = list[dict[str, Any]]
-
-
-class _Span(NamedTuple):
-    """Characters [start, end) of a rendered text, and their weight in the loss."""
-
-    start: int
-    end: int
-    weight: float
+_Span = tuple[int, int, float]
+"""Characters [start, end) of a rendered text, and their weight in the loss."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +172,9 @@ class ChatRenderer:
     def _spans(self, conversation: Conversation) -> tuple[str, Sequence[_Span]]:
         """Return the rendered text and what of it carries loss."""
         template = self.template(has_tools=bool(conversation.tools))
-        messages, tools = _for_template(conversation, template)
         own = conversation.template_arguments
         _check_arguments(own, template, "the record's chat_template_kwargs")
+        messages, tools = _for_template(conversation, template)
         arguments = {**self.tokenizer.variables, **self._arguments, **own, "tools": tools}
         # Where tools were put into a message before the first, it has no weight.
         added = len(messages) - len(conversation.messages)
@@ -189,21 +182,16 @@ class ChatRenderer:
         rendering, lost = _rendered(template, arguments, messages)
         for what in lost:
             self._warn(f"the chat template leaves out {what}: the model is trained without it")
-        text, marks = rendering.text, rendering.marks
-        if template.is_marked:
-            assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-            if len({weights[i] for i in assistants}) == 1:
-                return text, [_Span(*mark, weights[assistants[0]]) for mark in marks]
-            owners = _owners(rendering, assistants)
-            return text, [_Span(*mark, weights[i]) for mark, i in zip(marks, owners, strict=True)]
-        frame = self._frame(template, arguments)
-        spans = _found_turns(rendering, weights, frame)
-        is_open = spans and spans[-1].end == len(text.rstrip()) and not frame.last_end
-        if is_open and weights[-1] and frame.end and "tool_calls" not in messages[-1]:
-            # The model stops with the next role's token, which nothing follows here.
-            text = text[: spans[-1].end] + frame.end
-            spans[-1] = spans[-1]._replace(end=len(text))
-        return text, spans
+        if not template.is_marked:
+            frame = self._frame(template, arguments)
+            asks_tool = "tool_calls" in conversation.messages[-1]
+            return _found_turns(rendering, weights, frame, asks_tool=asks_tool)
+        marks = rendering.marks
+        owners = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if len({weights[i] for i in owners}) == 1:
+            return rendering.text, [(*mark, weights[owners[0]]) for mark in marks]
+        owners = _owners(rendering, owners)
+        return rendering.text, [(*m, weights[i]) for m, i in zip(marks, owners, strict=True)]
 
     def _frame(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> _Frame:
         arguments = {**arguments, "tools": [_ANY_TOOL] if arguments["tools"] else None}
@@ -223,30 +211,19 @@ class ChatRenderer:
         return self._frames[key]
 
     def _encode(self, text: str, spans: Sequence[_Span]) -> tuple[_Ids, _Weights]:
-        spans = [span for span in spans if span.end > span.start]
+        spans = [span for span in spans if span[1] > span[0]]
         ids, offsets = self.tokenizer.encode(text)
         if offsets is None:  # tokenize the pieces between the edges of the spans one by one
-            edges = sorted({0, len(text), *(edge for one in spans for edge in one[:2])})
-            found: list[int] = []
-            learnt: list[float] = []
-            for start, end in itertools.pairwise(edges):
-                piece = self.tokenizer.encode(text[start:end])[0]
-                own = [one.weight for one in spans if one.start <= start < one.end] or [0.0]
-                found += piece
-                learnt += own[:1] * len(piece)
-            return np.asarray(found, dtype=np.int64), np.asarray(learnt, dtype=np.float32)
+            edges = sorted({0, len(text), *(edge for span in spans for edge in span[:2])})
+            pieces = [(self.tokenizer.encode(text[a:b])[0], (a, b)) for a, b in pairwise(edges)]
+            ids = [one for own, _ in pieces for one in own]
+            offsets = [place for own, place in pieces for _ in own]
         weights = np.zeros(len(ids), dtype=np.float32)
-        if spans and len(ids):
-            flat = itertools.chain.from_iterable(offsets)
-            starts, ends = np.fromiter(flat, np.int64, 2 * len(ids)).reshape(-1, 2).T
-            # The first span that ends behind the token's start; it overlaps where it begins before
-            # the token's end (as transformers 5.24 has it, tokenization_utils_base.py).
-            places = np.searchsorted([span.end for span in spans], starts, side="right")
-            begins = np.array([*(span.start for span in spans), np.iinfo(np.int64).max])
-            values = np.array([*(span.weight for span in spans), 0.0], dtype=np.float32)
-            overlaps = ends > begins[places]
-            weights[overlaps] = values[places[overlaps]]
-        return np.asarray(ids, dtype=np.int64), weights
+        flat = chain.from_iterable(offsets)
+        starts, ends = np.fromiter(flat, np.int64, 2 * len(ids)).reshape(-1, 2).T
+        for start, end, weight in reversed(spans):  # a token that overlaps two is the first one's
+            weights[(starts < end) & (ends > start)] = weight
+        return np.fromiter(ids, np.int64, len(ids)), weights
 
     def _warn(self, text: str) -> None:
         """Warn of what may come often: at its 1st, 10th, 100th time, with the count."""
@@ -328,8 +305,8 @@ class _Rendering:
         return _render(self.template, self.arguments, messages, prompt=prompt)
 
     @cached_property
-    def with_marks(self) -> _Rendering:
-        """The same, with every message's strings between private characters; see `_mark`."""
+    def with_marks(self) -> _Marked:
+        """Where its messages are; see `_render_marked`."""
         return _render_marked(self)
 
 
@@ -415,7 +392,7 @@ def _rendered(
 def _forms(messages: _Messages, template: ChatTemplate) -> Iterator[_Messages]:
     options: list[dict[str, Any]] = [{}]
     if any("tool_calls" in message for message in messages):
-        pairs = itertools.product((..., "", None), (False, True))
+        pairs = product((..., "", None), (False, True))
         options = [{"nothing": nothing, "as_text": as_text} for nothing, as_text in pairs]
     options += [{"parts": ("text",)}]
     if re.search(r"== ['\"]thinking['\"]", template.source):  # Mistral's have such parts
@@ -435,8 +412,14 @@ def _form(
     if "tool_calls" in message:
         form["tool_calls"] = []
         for call in message["tool_calls"]:
-            arguments = _arguments(call["function"]["arguments"], as_text=as_text)
-            function = {**call["function"], "arguments": arguments}
+            function = dict(call["function"])
+            given = function["arguments"]
+            if as_text and not isinstance(given, str):
+                function["arguments"] = json.dumps(given, ensure_ascii=False)
+            elif isinstance(given, str) and not as_text:
+                with contextlib.suppress(ValueError):
+                    parsed = strict_json(given.encode())
+                    function["arguments"] = parsed if isinstance(parsed, dict) else given
             form["tool_calls"].append({**call, "function": function})
         if nothing is not ... and not content:
             form["content"] = nothing
@@ -448,46 +431,33 @@ def _form(
     return form
 
 
-def _arguments(given: Any, *, as_text: bool) -> Any:
-    if as_text and not isinstance(given, str):
-        return json.dumps(given, ensure_ascii=False)
-    if as_text or not isinstance(given, str):
-        return given
-    try:
-        parsed = strict_json(given.encode())
-    except ValueError:
-        return given
-    return parsed if isinstance(parsed, dict) else given
-
-
 def _left_out(rendering: _Rendering) -> list[tuple[str, bool]]:
     """Return what the text does not hold, in words, and whether that is an error.
 
     So it is in the last answer, and where a template that tells roles apart does not know one.
     """
-    template, messages, text = rendering.template, rendering.messages, rendering.text
+    words, messages, text = rendering.template.words, rendering.messages, rendering.text
     lost: list[tuple[str, bool]] = []
+    ends: dict[int, int] = {}
+    try:
+        runs, missing, _ = rendering.with_marks
+        ends = {run.message: run.end for run in runs}
+    except ValueError:  # the text depends on what is said: it is searched for in it
+        missing = {
+            (number, part)
+            for number, message in enumerate(messages)
+            for part, key in ((_SAID, "content"), (_THOUGHT, "reasoning_content"))
+            if isinstance(said := message.get(key), str) and not _is_in(text, said.strip())
+        }
     at = 0
     for number, message in enumerate(messages):
-        role, content = message["role"], message.get("content") or ""
-        parts = [{"text": content}] if isinstance(content, str) else content
-        for part in template.tags.split("".join(part.get("text", "") for part in parts)):
-            core = part.strip()
-            place = text.find(core, at)
-            at = max(place, at) if role != "system" else at  # some print it in the last turn
-            if place < 0 and not _is_in(text, core):
-                is_unknown = "assistant" in template.words and role not in template.words
-                is_answer = message is messages[-1] and role == "assistant"
-                matters = is_unknown or (is_answer and "tool_calls" not in message)
-                lost.append((f"the content of a message of the role {role}", matters))
-        thoughts = "".join(part.get("thinking", "") for part in parts)
-        reasoning = message.get("reasoning_content", thoughts).strip()
-        if reasoning not in text or (
-            0 < len(reasoning) < _SHORT and not _is_reasoning_printed(rendering, number)
-        ):
-            is_dropped = message is not messages[-1] and not template.words.isdisjoint(
-                REASONING_KEYS
-            )
+        role, is_last = message["role"], number == len(messages) - 1
+        if (number, _SAID) in missing:
+            is_unknown = "assistant" in words and role not in words
+            is_answer = is_last and role == "assistant" and "tool_calls" not in message
+            lost.append((f"the content of a message of the role {role}", is_unknown or is_answer))
+        if (number, _THOUGHT) in missing:
+            is_dropped = not is_last and not words.isdisjoint(REASONING_KEYS)
             lost.append(("the reasoning of some turns", not is_dropped))
         for call in message.get("tool_calls", ()):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -497,6 +467,8 @@ def _left_out(rendering: _Rendering) -> list[tuple[str, bool]]:
             is_whole = all(_is_in(text, leaf) for leaf in _leaves(arguments))
             if name not in text[at:] or not is_whole or is_repr or is_twice:
                 lost.append((f"the tool call {name}", True))
+        if role != "system":  # some print it in the last turn
+            at = max(at, ends.get(number, 0))
     names = [tool["function"]["name"] for tool in rendering.arguments.get("tools") or ()]
     return lost + [(f"the tool {name}", True) for name in names if name not in text]
 
@@ -512,18 +484,6 @@ def _leaves(value: Any) -> Iterator[str]:
     if isinstance(value, (Mapping, list)):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from [one.strip()] if isinstance(one, str) else _leaves(one)
-
-
-def _is_reasoning_printed(rendering: _Rendering, number: int) -> bool:
-    """Whether a message's reasoning is printed beside its content, which may hold its words too."""
-    message = rendering.messages[number]
-    own = [message[key] for key in ("content", "reasoning_content") if message.get(key)]
-    mark = _marker(number, rendering.template.tags, outer=False)
-    try:
-        printed = rendering.with_marks.text.count(_opening(number))
-    except ValueError:
-        return True  # it cannot be told
-    return printed >= _count_marks(mark(own), number)
 
 
 def _for_template(
@@ -556,12 +516,14 @@ def _for_template(
     return [{**messages[0], "content": content}, *messages[1:]], None
 
 
-# --- finding who says what ----------------------------------------------------------------------
-# A message's strings are put between two characters of the private plane, its number in them.
+# --- who says what ------------------------------------------------------------------------------
+# A conversation is rendered once more with each string between two characters of the private plane
+# that hold the number of its message, and what it is of it.
 
 _FIRST = 0xF0000
-_MAX_MESSAGES = 0x7FFE
 _MARK = re.compile("[\U000f0000-\U000ffffd]")
+_SAID, _THOUGHT, _CALLED = range(3)
+_MAX_MESSAGES = 0xFFFE // 6
 
 
 class _Run(NamedTuple):
@@ -570,6 +532,20 @@ class _Run(NamedTuple):
     message: int
     start: int
     end: int
+
+
+class _Marked(NamedTuple):
+    """What the marks of a conversation show.
+
+    Attributes:
+        runs: in the order of the text.
+        missing: messages, and parts of them, of which not all strings were printed.
+        repeated: those of which some were printed more than once.
+    """
+
+    runs: list[_Run]
+    missing: set[tuple[int, int]]
+    repeated: set[tuple[int, int]]
 
 
 class _Frame(NamedTuple):
@@ -588,96 +564,114 @@ class _Frame(NamedTuple):
     control: re.Pattern[str]
 
 
-def _opening(number: int) -> str:
-    return chr(_FIRST + 2 * number)
+def _pair(number: int, part: int) -> tuple[str, str]:
+    first = _FIRST + 6 * number + 2 * part
+    return chr(first), chr(first + 1)
 
 
-def _count_marks(value: Any, number: int) -> int:
-    return json.dumps(value, ensure_ascii=False).count(_opening(number))
+def _place(mark: str) -> tuple[int, int]:
+    """Return message and part of a mark."""
+    number, rest = divmod(ord(mark) - _FIRST, 6)
+    return number, rest // 2
 
 
-def _marker(number: int, tags: re.Pattern[str], *, outer: bool) -> Callable[[Any], Any]:
-    """Return what puts marks around a message's strings: inside white space, which templates trim.
+class _Marker:
+    """Puts marks around the strings of messages, inside white space, which templates trim.
 
     Args:
-        number: of the message.
         tags: where a template may split a text; each piece gets marks.
         outer: whether tags at a text's edges are between its marks.
-    """
-    opening, closing = _opening(number), chr(_FIRST + 2 * number + 1)
+        depth: 1 to mark what calls hold too, 2 for their ids.
 
-    def mark(value: Any) -> Any:
+    Attributes:
+        put: marks, by message and part.
+        kept: those of them that no template takes off with a tag.
+    """
+
+    def __init__(self, tags: re.Pattern[str], *, outer: bool, depth: int) -> None:
+        self._tags, self._outer, self._depth = tags, outer, depth
+        self.put: Counter[tuple[int, int]] = Counter()
+        self.kept: Counter[tuple[int, int]] = Counter()
+
+    def message(self, message: dict[str, Any], number: int) -> dict[str, Any]:
+        """Return a message with marks."""
+        marked = dict(message)
+        if "content" in message:
+            marked["content"] = self._mark(message["content"], number, _SAID)
+        if thoughts := [key for key in REASONING_KEYS if key in message]:
+            marked |= dict.fromkeys(thoughts, self._mark(message[thoughts[0]], number, _THOUGHT))
+        if self._depth and "tool_calls" in message:
+            marked["tool_calls"] = [self._call(call, number) for call in message["tool_calls"]]
+        return marked
+
+    def _call(self, call: dict[str, Any], number: int) -> dict[str, Any]:
+        given = call["function"]
+        function = {**given, "arguments": self._mark(given["arguments"], number, _CALLED)}
+        if function == given:  # no text; not always, since templates repeat the name
+            function["name"] = self._mark(given["name"], number, _CALLED)
+        found = {**call, "function": function}
+        if self._depth > 1 and "id" in call:
+            found["id"] = self._mark(call["id"], number, _CALLED)
+        return found
+
+    def _mark(self, value: Any, number: int, part: int) -> Any:
         if isinstance(value, Mapping):
-            return {key: one if key == "type" else mark(one) for key, one in value.items()}
+            parts = {"thinking": _THOUGHT} if part == _SAID else {}
+            return {
+                key: one if key == "type" else self._mark(one, number, parts.get(key, part))
+                for key, one in value.items()
+            }
         if isinstance(value, list):
-            return [mark(one) for one in value]
+            return [self._mark(one, number, part) for one in value]
         core = value.strip() if isinstance(value, str) else ""
         if not core:
             return value
+        opening, closing = _pair(number, part)
         at, marked = 0, ""
-        for start, end in [*(tag.span() for tag in tags.finditer(core)), (len(core),) * 2]:
+        for start, end in [*(tag.span() for tag in self._tags.finditer(core)), (len(core),) * 2]:
             piece = core[at:start]
             if inner := piece.strip():
                 piece = piece.replace(inner, f"{opening}{inner}{closing}", 1)
             marked, at = marked + piece + core[start:end], end
-        if outer:
+        self.kept[number, part] += max(marked.count(opening), self._outer)
+        if self._outer:
             marked = opening * (marked[0] != opening) + marked + closing * (marked[-1] != closing)
+        self.put[number, part] += marked.count(opening)
         return value.replace(core, marked, 1)
 
-    return mark
 
-
-def _marked_message(
-    message: dict[str, Any], mark: Callable[[Any], Any], *, calls: bool, ids: bool
-) -> dict[str, Any]:
-    """Mark a message's texts, and the strings and ids of its calls where the template allows."""
-    texts = ("content", *REASONING_KEYS)
-    marked = {key: mark(one) if key in texts else one for key, one in message.items()}
-    if not calls or "tool_calls" not in message:
-        return marked
-    marked["tool_calls"] = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        function = {**function, "arguments": mark(function["arguments"])}
-        if function == call["function"]:  # no text; not always, since templates repeat the name
-            function["name"] = mark(function["name"])
-        own_id = {"id": mark(call["id"])} if ids and "id" in call else {}
-        marked["tool_calls"].append({**call, "function": function, **own_id})
-    return marked
-
-
-def _render_marked(rendering: _Rendering) -> _Rendering:
+def _render_marked(plain: _Rendering) -> _Marked:
     """Render with marks such that without them the text is the same.
 
     Raises:
         ValueError: the text depends on what a message says.
     """
-    messages, text, tags = rendering.messages, rendering.text, rendering.template.tags
-    if len(messages) > _MAX_MESSAGES or _MARK.search(text):
+    messages, tags = plain.messages, plain.template.tags
+    if len(messages) > _MAX_MESSAGES or _MARK.search(plain.text):
         raise ValueError(
             f"the conversation has {len(messages)} messages, or characters of the private plane "
             "U+F0000 to U+FFFFD, by which its turns are told apart: split or clean the record"
         )
-    has_ids = any("id" in call for m in messages for call in m.get("tool_calls", ()))
-    forms = [(True, True)] * has_ids + [(True, False), (False, False)]
-    for (calls, ids), outer in itertools.product(forms, (True, False)):
-        marked = [
-            _marked_message(message, _marker(i, tags, outer=outer), calls=calls, ids=ids)
-            for i, message in enumerate(messages)
-        ]
+    called = [call for message in messages for call in message.get("tool_calls", ())]
+    deepest = 2 if any("id" in call for call in called) else 1 if called else 0
+    for depth, outer in product(range(deepest, -1, -1), (True, False)):
+        marker = _Marker(tags, outer=outer, depth=depth)
+        marked = [marker.message(message, number) for number, message in enumerate(messages)]
         try:
-            found = rendering.of(marked)
+            text = plain.of(marked).text
         except ValueError:
             continue
-        if _MARK.sub("", found.text) != text:
+        if _MARK.sub("", text) != plain.text:
             continue
         names = [call["function"]["name"] for m in marked for call in m.get("tool_calls", ())]
-        printed = found.text
         for name, count in Counter(names).items():
             # Gemma's and gpt-oss's print a call's name once more before what the tool answers.
-            *own, again = printed.split(name, count)
-            printed = name.join([*own, again.replace(name, _MARK.sub("", name))])
-        return replace(found, text=printed)
+            *own, again = text.split(name, count)
+            text = name.join([*own, again.replace(name, _MARK.sub("", name))])
+        printed = Counter(_place(mark) for mark in _MARK.findall(text) if ord(mark) % 2 == 0)
+        missing = {place for place, count in marker.kept.items() if printed[place] < count}
+        repeated = {place for place, count in marker.put.items() if printed[place] > count}
+        return _Marked(_runs(text), missing, repeated)
     raise ValueError(
         "the chat template prints other things around a message depending on its text, so the "
         f"assistant's tokens cannot be found for certain; {_MARK_IT}"
@@ -691,33 +685,35 @@ def _runs(marked: str) -> list[_Run]:
         ValueError: a text was cut where it was not known that it might be.
     """
     runs: list[_Run] = []
-    closed = True
+    is_open = False
     for before, mark in enumerate(_MARK.finditer(marked)):
-        (number, is_closing), place = divmod(ord(mark[0]) - _FIRST, 2), mark.start() - before
+        (number, _), place = _place(mark[0]), mark.start() - before
+        is_closing = ord(mark[0]) % 2 == 1
         if runs and runs[-1].message == number:
             runs[-1] = _Run(number, runs[-1].start, place)
-        elif is_closing or not closed:
+        elif is_closing or is_open:
             break
         else:
             runs.append(_Run(number, place, place))
-        closed = bool(is_closing)
+        is_open = not is_closing
     else:
-        if closed:
+        if not is_open:
             return runs
     raise ValueError(f"the chat template prints a part of a message's text alone; {_MARK_IT}")
 
 
 def _owners(rendering: _Rendering, assistants: Sequence[int]) -> Sequence[int]:
     """Return the message that each span of a marked template belongs to."""
-    marks, marked = rendering.marks, rendering.with_marks
-    spoken = [_MARK.findall(marked.text[start:end]) for start, end in marked.marks]
-    found = [{(ord(mark) - _FIRST) // 2 for mark in own} for own in spoken]
+    marks, runs = rendering.marks, rendering.with_marks.runs
+    found = [{one.message for one in runs if one.start < b and one.end > a} for a, b in marks]
     owners = [next(iter(own), -1) for own in found]
-    is_clear = len(owners) == len(marks) and all(len(own) <= 1 for own in found)
-    if is_clear and len(owners) == len(assistants) and set(owners) <= {-1, *assistants}:
-        return assistants
+    is_clear = all(len(own) <= 1 for own in found)
+    if is_clear and len(owners) == len(assistants):
+        pairs = zip(owners, assistants, strict=True)
+        if all(own in (-1, one) for own, one in pairs):
+            return assistants
     if not is_clear or not set(assistants) <= set(owners):
-        raise ChatFormatError(
+        raise (ValueError if is_clear else ChatFormatError)(
             f"the chat template marks {len(marks)} spans that are not of one message each, so "
             "messages of different weight cannot be told apart; mark each message once"
         )
@@ -741,7 +737,7 @@ def _probe(
     whole, _ = _rendered(
         template, arguments, [{"role": who, "content": what} for who, what in turns]
     )
-    text, runs = whole.text, {run.message: run for run in _runs(whole.with_marks.text)}
+    text, runs = whole.text, {run.message: run for run in whole.with_marks.runs}
     if set(runs) != {0, 1, 2, 3}:
         raise ValueError("the chat template does not print every message of a conversation")
     asked, plain = (whole.of(whole.messages[:3], prompt=prompt).text for prompt in (True, False))
@@ -771,55 +767,76 @@ def _probe(
     return _Frame(prompt, end, last_end, control)
 
 
-def _found_turns(rendering: _Rendering, weights: Sequence[float], frame: _Frame) -> list[_Span]:
-    """Return the turns of the assistant in a text whose template marks none.
+def _found_turns(
+    rendering: _Rendering, weights: Sequence[float], frame: _Frame, *, asks_tool: bool
+) -> tuple[str, list[_Span]]:
+    """Return the text and the turns of the assistant in it, where the template marks none.
+
+    Where models stop with the next role's token, that is put behind a last turn: a tool's where the
+    turn `asks_tool`.
 
     Raises:
         ValueError: the edges of one are not certain.
     """
-    marked = rendering.with_marks
-    runs = _runs(marked.text)
-    printed = Counter(run.message for run in runs)
-    for number, message in enumerate(rendering.messages):
+    text, messages = rendering.text, rendering.messages
+    runs, _, repeated = rendering.with_marks
+    places = Counter(run.message for run in runs)
+    for number, message in enumerate(messages):
         is_said = "tool_calls" in message or str(message.get("content") or "").strip()
-        if weights[number] and is_said and not printed[number]:
+        if weights[number] and is_said and not places[number]:
             raise ValueError(
                 f"what message {number + 1} says was not found in the rendered text; {_MARK_IT}"
             )
     spans = []
-    for at, run in enumerate(runs):
-        number, start = run.message, run.start
+    for at, (number, start, end) in enumerate(runs):
         if not weights[number]:
             continue
-        inserted = _count_marks(marked.messages[number], number)
-        if printed[number] > 1 or marked.text.count(_opening(number)) > inserted:
+        if places[number] > 1 or any(number == one for one, _ in repeated):
             raise ValueError(
                 f"the chat template prints message {number + 1} in several places, so what is to "
                 "be learnt is not certain"
             )
-        message, until = rendering.messages[number], rendering.messages[: number + 1]
-        before, after = _sides(rendering.text, runs, at)
+        before, after = _sides(text, runs, at)
         place = before.rfind(frame.prompt) if frame.prompt else -1
         if place >= 0:
             start += place + len(frame.prompt) - len(before)
-        elif {"tool_calls", "reasoning_content"} & message.keys():
+        elif {"tool_calls", "reasoning_content"} & messages[number].keys():
             # The header ends as far as that of a turn which only says something is the same.
-            until[-1] = {"role": "assistant", "content": "Say"}
-            start += _alike(before, _around(rendering, until, number)[0]) - len(before)
-        is_last = number == len(rendering.messages) - 1
+            plain = [*messages[:number], {"role": "assistant", "content": "Say"}]
+            start += _alike(before, _around(rendering, plain, number)[0]) - len(before)
+        ending = _ending(rendering, number, after, frame, asks_tool=asks_tool)
+        if not after.startswith(ending):
+            text = text[:end] + ending
+        spans.append((start, end + len(ending), weights[number]))
+    return text, spans
+
+
+def _ending(
+    rendering: _Rendering, number: int, after: str, frame: _Frame, *, asks_tool: bool
+) -> str:
+    """Return what of the text between a message's last string and the next one ends its turn."""
+    messages = rendering.messages
+    is_last, is_call = number == len(messages) - 1, "tool_calls" in messages[number]
+    alone = after  # as if nothing came behind it
+    is_next_empty = not is_last and not messages[number + 1].get("content")
+    if is_call and not is_last and (is_next_empty or not (frame.last_end and frame.end in after)):
+        alone = after[: _alike(after, _around(rendering, messages[: number + 1], number)[1])]
+    if frame.last_end:
         end = frame.last_end if is_last else frame.end
-        place = after.find(end) if frame.last_end else -1
-        if place >= 0:
-            length = place + len(end)
-        elif is_last and not frame.last_end:
-            length = len(after.rstrip())
-        elif "tool_calls" not in message:
-            length = _stop(after, 0, frame)
-        else:  # another end than that of what is said
-            until[-1] = message
-            length = _stop(after, _alike(after, _around(rendering, until, number)[1]), frame)
-        spans.append(_Span(start, run.end + length, weights[number]))
-    return spans
+        place = alone.find(end)
+        return alone[: place + len(end)] if place >= 0 else alone.rstrip() if is_call else ""
+    # The model stops with the next role's token.
+    if not is_last:
+        return _stop(after, len(alone) if is_call else 0, frame.control)
+    if asks_tool and frame.end:
+        answer = {"role": "tool", "content": "Done", "name": "f", "tool_call_id": "call00001"}
+        calls = messages[-1].get("tool_calls", [{}])
+        answers = [answer | {"tool_call_id": call.get("id", "call00001")} for call in calls]
+        followed = _around(rendering, [*messages, *answers], number)[1]
+        own = followed[: _alike(followed, after)]
+        if (ending := _stop(followed, len(own), frame.control)) != own:
+            return ending
+    return after.rstrip() + frame.end
 
 
 def _sides(text: str, runs: Sequence[_Run], at: int) -> tuple[str, str]:
@@ -832,7 +849,7 @@ def _around(rendering: _Rendering, messages: _Messages, number: int) -> tuple[st
     """Return the sides of a message in another conversation."""
     try:
         other = rendering.of(messages)
-        runs = _runs(other.with_marks.text)
+        runs = other.with_marks.runs
         at = [run.message for run in runs].index(number)
     except ValueError as error:
         raise ValueError(
@@ -842,8 +859,8 @@ def _around(rendering: _Rendering, messages: _Messages, number: int) -> tuple[st
     return _sides(other.text, runs, at)
 
 
-def _stop(after: str, at: int, frame: _Frame) -> int:
-    """Return where a turn ends: with the next role's token where that is where models stop."""
+def _stop(after: str, at: int, control: re.Pattern[str]) -> str:
+    """Return a text as far as the control token that stands at a place, or as that place."""
     rest = after[at:].lstrip()
-    found = None if frame.last_end else frame.control.match(rest)
-    return len(after) - len(rest) + found.end() if found else at
+    found = control.match(rest)
+    return after[: len(after) - len(rest) + found.end()] if found else after[:at]

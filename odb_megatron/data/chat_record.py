@@ -70,12 +70,15 @@ class Conversation:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        learnt = zip(self.messages, self.weights, strict=True)
-        if not any(weight and _says_something(message) for message, weight in learnt):
+        pairs = zip(self.messages, self.weights, strict=True)
+        said = [weight for message, weight in pairs if _is_answer(message)]
+        if not any(said):
             roles = ", ".join(str(m["role"]) for m in self.messages[:8]) or "none"
             raise ValueError(
-                f"no assistant message with content to learn from; roles seen: {roles}. Add the "
-                "answer, or leave the record out"
+                "every assistant message with content has the weight 0, so nothing is learnt"
+                if said
+                else f"no assistant message with content to learn from; roles seen: {roles}. Add "
+                "the answer, or leave the record out"
             )
 
 
@@ -446,9 +449,10 @@ def _refuse_learning(role: str, path: str) -> None:
 # --- values -------------------------------------------------------------------------------------
 
 
-def _says_something(message: _Row) -> bool:
+def _is_answer(message: _Row) -> bool:
     said = (message.get("content"), message.get("reasoning_content"))
-    return bool(message.get("tool_calls")) or any(text and text.strip() for text in said)
+    is_said = message.get("tool_calls") or any(text and text.strip() for text in said)
+    return message["role"] == "assistant" and bool(is_said)
 
 
 def _may_be_text(value: Any) -> bool:

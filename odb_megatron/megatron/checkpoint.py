@@ -13,10 +13,8 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
-
-import numpy as np
 
 from odb_megatron.comm.groups import ReplicaGroup, SourceGroup
 from odb_megatron.data.feed import StepFeed
@@ -27,22 +25,22 @@ from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.errors import SettingError
 
-__all__ = ["DataCheckpoint", "DataState", "gather_counts", "restore", "saved_text"]
+__all__ = ["DataCheckpoint", "DataState", "gather_json", "restore", "saved_text"]
 
 T = TypeVar("T")
 
 _VERSION = 2
-_MESSAGE_BYTES = 1024
-_MAX_BYTES = 1 << 28
+_MAX_COUNT = 1 << 62
 _MAX_BLEND_PLACES = 4096
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _ANEW = "restore it, or start the data anew ({finetune})"
 
 
-def gather_counts(group: SourceGroup, counts: Sequence[int]) -> list[list[int]]:
-    """Return equally many whole numbers of each replica."""
-    found = group.gather_all(np.array(counts, dtype="<i8").tobytes())
-    return [np.frombuffer(one, dtype="<i8").tolist() for one in found]
+def gather_json(gather: Callable[[bytes], list[bytes]], value: Any) -> list[Any]:
+    """Return the values of all members, by two gathers of records of one size."""
+    data = json.dumps(value, sort_keys=True).encode()
+    most = max(int.from_bytes(size, "little") for size in gather(len(data).to_bytes(8, "little")))
+    return [json.loads(one) for one in gather(data.ljust(most))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +74,11 @@ class DataState:
         """
         try:
             state = cls(**json.loads(text))
-            counts = (state.version, state.consumed, state.num_bad)
-            if state.version != _VERSION or not all(map(_is_count, counts)):
-                raise ValueError(f"version and counts are {counts}")
-            if not isinstance(state.data, dict) or not isinstance(state.sources, list):
-                raise TypeError("data or sources are of another kind")
+            kinds = [type(value) for value in (state.data, state.sources)]
+            counts = [state.consumed, state.num_bad, state.version]
+            is_count = all(type(one) is int and 0 <= one < _MAX_COUNT for one in counts)
+            if kinds != [dict, list] or not is_count or state.version != _VERSION:
+                raise ValueError(f"counts and version {counts}, {kinds[0].__name__} of data")
         except (ValueError, TypeError, RecursionError) as error:
             raise SettingError(
                 "the checkpoint's data state is {text!r} ({error}): it is damaged, or was written "
@@ -91,10 +89,6 @@ class DataState:
         return state
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
-
-
 def data_identity(
     args: argparse.Namespace,
     stream: SampleStream | ItemStream,
@@ -103,37 +97,24 @@ def data_identity(
 ) -> dict[str, Any]:
     """Return the sources of a stream, the beginning of their blend and the tokenizer.
 
+    The tokenizer is named by its type and the digest of its files, wherever they lie, and of the
+    chat templates that were chosen, with their arguments.
+
     Args:
         args: Megatron's.
         stream: of the training data.
         num_places: places of the blend to look at; as many as the identity compared with.
     """
+    folder = args.tokenizer_model or ""
+    paths = [folder, *(os.path.join(folder, name) for name in _TOKENIZER_FILES)]
+    parts = [file_fingerprint(path) for path in paths if os.path.isfile(path)]
+    parts += [getattr(args, "odb_templates", "")]
+    files = hashlib.sha256("".join(parts).encode()).hexdigest()[:12] if any(parts) else folder
     return {
         "sources": stream.sources(),
         "blend": list(stream.blend_digest(num_places)),
-        "tokenizer": _tokenizer(args),
+        "tokenizer": f"{args.tokenizer_type} {files}".strip(),
     }
-
-
-def _tokenizer(args: argparse.Namespace) -> str:
-    """Name the tokenizer by its type and the digest of its files, wherever they lie.
-
-    The chat templates that were chosen, and their arguments, are part of it.
-    """
-    folder = args.tokenizer_model or ""
-    paths = [os.path.join(folder, name) for name in _TOKENIZER_FILES]
-    paths = [path for path in [folder, *paths] if os.path.isfile(path)]
-    templates = getattr(args, "odb_templates", "")
-    digest = hashlib.sha256(
-        ("".join(file_fingerprint(path) for path in paths) + templates).encode()
-    )
-    return (
-        f"{args.tokenizer_type} {digest.hexdigest()[:12] if paths or templates else folder}".strip()
-    )
-
-
-def _pair(ends: Sequence[int]) -> str:
-    return " and ".join(map(str, ends))
 
 
 def _require_same_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -142,45 +123,43 @@ def _require_same_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
     Raises:
         ValueError: with what differs.
     """
-    then, now = saved["sources"], current["sources"]
-    found, pairs = [], list(zip(then, now, strict=False))
-    if len(then) != len(now):
-        found.append(f"{len(then)} sources then, {len(now)} now")
-    elif saved["blend"] != current["blend"] and current["blend"][0] >= saved["blend"][0]:
-        found.append("the weights of the blend have changed")
-    else:
-        for name, what in (("num_records", "records"), ("seed", "seed")):
-            found += [
-                f"{what} of {new['path']}: {old[name]} then, {new[name]} now"
-                for old, new in pairs
-                if old[name] != new[name]
-            ]
-        found += [
-            f"split of {new['path']}, by its first and last record: {_pair(old['ends'])} then, "
-            f"{_pair(new['ends'])} now"
+
+    def differing(name: str, what: str) -> list[str]:
+        return [
+            f"{what.format(new['path'])}: {_shown(old[name])} then, {_shown(new[name])} now"
             for old, new in pairs
-            if old["ends"] != new["ends"] and old["seed"] == new["seed"]  # which moves them too
+            if old[name] != new[name] and (name != "ends" or old["seed"] == new["seed"])
         ]
-    if found:
+
+    then, now = saved["sources"], current["sources"]
+    pairs = list(zip(then, now, strict=False))
+    if len(then) != len(now):
+        moved = [f"{len(then)} sources then, {len(now)} now"]
+    elif saved["blend"] != current["blend"] and current["blend"][0] >= saved["blend"][0]:
+        moved = ["the weights of the blend have changed"]
+    else:
+        moved = differing("num_records", "records of {}") + differing("seed", "seed of {}")
+        moved += differing("ends", "split of {}, by its first and last record")
+    if moved:
         raise SettingError(
             "the data state was saved with other data ({found}), so samples would be lost or "
             "repeated: restore files, their order, {split} and {seed} (of an iterable data set its "
             "parts), or start the data anew ({finetune})",
-            found=_some(found),
+            found=_some(moved),
         )
-    found = [
-        f"{new['path']} (fingerprint {old['fingerprint'][:12]} then, {new['fingerprint'][:12]} now)"
-        for old, new in pairs
-        if old["fingerprint"] != new["fingerprint"]
-    ]
+    changed = differing("fingerprint", "fingerprint of {}")
     if saved["tokenizer"] != current["tokenizer"]:
-        found.append(f"tokenizer ({saved['tokenizer']} then, {current['tokenizer']} now)")
-    if found:
+        changed.append(f"tokenizer: {saved['tokenizer']} then, {current['tokenizer']} now")
+    if changed:
         raise SettingError(
-            "data changed since the checkpoint was saved: {found}: restore it, or start the data "
+            "data changed since the checkpoint was saved ({found}): restore it, or start the data "
             "anew from its weights ({finetune})",
-            found=_some(found),
+            found=_some(changed),
         )
+
+
+def _shown(value: Any) -> str:
+    return " and ".join(map(str, value)) if isinstance(value, list) else str(value)[:12]
 
 
 def _some(found: list[str]) -> str:
@@ -249,34 +228,17 @@ class DataCheckpoint:
         )
 
     def save(self) -> None:
-        """Put the state into Megatron's arguments, before it saves; all ranks call it.
-
-        Raises:
-            RuntimeError: the iterators' states are too large.
-        """
-        text = b""
+        """Put the state into Megatron's arguments, before it saves; all ranks call it."""
+        text = None
         if self._group is not None:
             state = self.state()
             if state.sources:
-                state = DataState(**asdict(state) | {"sources": self._gathered(state.sources[0])})
+                found = gather_json(self._group.gather_all, state.sources[0])
+                state = replace(state, sources=found)
             text = state.to_text().encode()
         if self._channel is not None:
-            text = self._channel.header(text if self._group is not None else None)
-        self._args.odb_data_state = text.decode()
-
-    def _gathered(self, source: Any) -> list[Any]:
-        """Return the iterators' states of all replicas."""
-        assert self._group is not None
-        data = json.dumps(source).encode()
-        sizes = [size for (size,) in gather_counts(self._group, [len(data)])]
-        if max(sizes) * len(sizes) > _MAX_BYTES:
-            raise RuntimeError(
-                f"the iterators' states have up to {max(sizes)} bytes on each of {len(sizes)} "
-                f"replicas, more than {_MAX_BYTES} in all: they would burden every checkpoint; "
-                "return less from state_dict()"
-            )
-        found = self._group.gather_all(data.ljust(max(sizes)))
-        return [json.loads(one) for one in found]
+            text = self._channel.header(text)
+        self._args.odb_data_state = (text or b"").decode()
 
 
 def saved_text(args: argparse.Namespace) -> str | None:
@@ -309,8 +271,9 @@ def restore(
     Raises:
         ValueError: on all replicas: the state is missing, damaged, or belongs to other data.
     """
+    stream = loader.stream
     if text is None:
-        if isinstance(loader.stream, ItemStream):
+        if isinstance(stream, ItemStream):
             raise SettingError(
                 "no data state in the checkpoint, and an iterable source cannot be continued "
                 f"without: {_ANEW}"
@@ -323,7 +286,6 @@ def restore(
             )
         return False
     source = _together(group, lambda: _restored(args, loader, text))
-    stream = loader.stream
     if isinstance(stream, ItemStream):  # may be at its end, which the consumed samples do not tell
         has_ended = source["ended"] and source["passes"] == stream.passes
         loader.is_over = all(map(any, group.gather_all(bytes([has_ended]))))
@@ -355,16 +317,15 @@ def _restored(args: argparse.Namespace, loader: StepLoader, text: str) -> Any:
 
 def _together(group: SourceGroup, function: Callable[[], T]) -> T:
     """Return what `function` does, or raise on all replicas what it raises on one."""
-    message, failure, result = "", None, None
+    failure = None
     try:
         result = function()
     except ValueError as error:
-        message, failure = str(error) or type(error).__name__, error
-    sent = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-    found = group.gather_all(sent)
+        failure = error
+    texts = gather_json(group.gather_all, None if failure is None else str(failure))
     if failure is not None:
         raise failure
-    for replica, text in enumerate(part.rstrip(b"\0").decode("utf-8", "ignore") for part in found):
-        if text:
+    for replica, text in enumerate(texts):
+        if text is not None:
             raise ValueError(f"replica {replica} cannot resume its data: {text}")
-    return result  # type: ignore[return-value]
+    return result

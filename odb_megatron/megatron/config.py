@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 from odb_megatron.data.chat_record import template_arguments
@@ -29,7 +30,7 @@ from odb_megatron.plan.cost import CostCoefficients, CostModel, ModelShape
 from odb_megatron.plan.padding import OverlongPolicy, SizeRule, budget_length, size_rule
 from odb_megatron.plan.record import Sync
 
-__all__ = ["SETTINGS", "OdbConfig", "Setting", "add_odb_arguments"]
+__all__ = ["SETTINGS", "OdbConfig", "Setting", "add_odb_arguments", "given"]
 
 _MAX_WARN_S = 60.0
 
@@ -37,44 +38,26 @@ _OVERHEAD_SHARE = 0.05
 """Overhead of a micro-batch as a share of a full one's linear cost, where nothing was measured."""
 
 
-class Kind(NamedTuple):
-    """What is given for a setting.
-
-    Attributes:
-        type: bool for a switch, an `Enum` for its values.
-        read: makes the field's value; a ValueError's text follows the setting's name. What Bridge
-            gives has any type that YAML has.
-        value: what holds where nothing is given.
-        metavar: what stands for it in help texts.
-        many: whether several are given.
-    """
-
-    type: type
-    read: Callable[[Any], Any]
-    value: Any = None
-    metavar: str | None = None
-    many: bool = False
-
-    @property
-    def choices(self) -> list[str] | None:
-        return [one.value for one in self.type] if issubclass(self.type, Enum) else None
-
-
 class Setting(NamedTuple):
-    """What a user is told about one field.
+    """What a user is told about one field, and what they give.
 
     Attributes:
-        help: for `--help` and the documentation.
-        kind: what they give.
-        default: what holds where they give nothing.
+        read: makes the field's value; a ValueError's text follows the setting's name. What Bridge
+            gives has any type that YAML has, what Megatron gives is text.
+        value: what holds where nothing is given.
+        metavar: what stands for it in help texts; empty for a switch.
+        default: `value` in words, where it does not say it itself.
+        many: whether several are given.
         baseline: whether it holds without `--odb` too.
         in_bridge: whether Megatron-Bridge has it.
         dest: name among Megatron's arguments, where it is not `odb_` and the field's.
     """
 
-    help: str
-    kind: Kind
+    read: Callable[[Any], Any]
+    value: Any = None
+    metavar: str = ""
     default: str = ""
+    many: bool = False
     baseline: bool = False
     in_bridge: bool = True
     dest: str = ""
@@ -84,62 +67,99 @@ def _setting(*values: Any, **more: Any) -> Any:
     return field(metadata={"setting": Setting(*values, **more)})
 
 
-def _count(least: int, value: int | None = None) -> Kind:
-    def read(given: Any) -> int:
-        if isinstance(given, bool) or not re.fullmatch(r" *-?\d+ *", str(given)):
-            raise ValueError(f"is {given!r}: expected a whole number")
-        if int(given) < least:
-            raise ValueError(f"must be at least {least}, got {given}")
-        return int(given)
-
-    return Kind(int, read, value, "N")
+def _count(value: Any, least: int = 1) -> int:
+    if isinstance(value, bool) or not re.fullmatch(r" *-?\d+ *", str(value)):
+        raise ValueError(f"is {value!r}: expected a whole number")
+    if int(value) < least:
+        raise ValueError(f"must be at least {least}, got {value}")
+    return int(value)
 
 
-def _seconds(given: Any) -> float:
+def _seconds(value: Any) -> float:
     try:
-        seconds = float(given)
+        seconds = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"is {given!r}: expected a number of seconds") from None
+        raise ValueError(f"is {value!r}: expected a number of seconds") from None
     if not 0 < seconds < math.inf:
         raise ValueError(f"must be above 0 seconds, got {seconds:g}")
     return seconds
 
 
-def _switch(given: Any) -> bool:
-    if given is not True:
-        raise ValueError(f"is {given!r}: give true or false")
+def _switch(value: Any) -> bool:
+    if value is not True:
+        raise ValueError(f"is {value!r}: give true or false")
     return True
 
 
-def _one_of(choices: type[Enum], value: Enum | None = None) -> Kind:
-    def read(given: Any) -> Enum:
-        values = [one.value for one in choices]
-        if given not in values:
-            raise ValueError(f"is {given!r}: expected {', '.join(values)}")
-        return choices(given)
+def _one_of(choices: type[Enum], value: Enum | None) -> tuple[Callable[[Any], Enum], Any, str]:
+    values = [one.value for one in choices]
 
-    return Kind(choices, read, value)
+    def read(word: Any) -> Enum:
+        if word not in values:
+            raise ValueError(f"is {word!r}: expected {', '.join(values)}")
+        return choices(word)
+
+    return read, value, "|".join(values)
 
 
-def _sizes(given: Any) -> tuple[int, ...]:
-    words = given if isinstance(given, (list, tuple)) else [given]
+def _sizes(value: Any) -> tuple[int, ...]:
+    words = value if isinstance(value, (list, tuple)) else [value]
     try:
-        return tuple(0 if word == "budget" else _count(1).read(word) for word in words)
+        return tuple(0 if word == "budget" else _count(word) for word in words)
     except ValueError:
         text = " ".join(map(str, words))
         raise ValueError(f"{text}: each must be a token count of at least 1, or budget") from None
 
 
-def _prices(given: Any) -> CostCoefficients:
-    return CostCoefficients.parse(str(given))
-
-
-def _template_args(given: Any) -> dict[str, Any]:
-    text = given if isinstance(given, str) else json.dumps(given)
+def _template_args(value: Any) -> dict[str, Any]:
+    text = value if isinstance(value, str) else json.dumps(value)
     try:
         return template_arguments(text)
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from error
+
+
+_HELP = {
+    "enabled": "Form variable-size packed micro-batches under a token budget, online, and even "
+    "out replicas' work. A step has exactly the samples that Megatron's own sampler gives it. "
+    "What it needs of Megatron's flags it sets, and prints. Without it the same data is trained "
+    "in Megatron's padded micro-batches.",
+    "token_budget": "Most tokens of a micro-batch on one replica, padding included. Memory "
+    "follows it.",
+    "overlong": "What happens to a sample longer than the sequence length or the token budget: "
+    "error names it and stops; truncate cuts its end; drop leaves it out; solo gives it a "
+    "micro-batch of its own, over the budget but not over the sequence length. All are counted.",
+    "max_bad_records": "Most records of the training data that may be left out because they "
+    "cannot become samples (bad JSON, wrong types, empty, nothing to learn), over all replicas "
+    "and resumes; one more ends the run, naming file and line. Evaluations, and runs without "
+    "--odb, leave out any number unless it is 0. All are counted.",
+    "epochs": "Passes over the training data, in place of --train-samples or --train-iters.",
+    "pad_to": "Pad every micro-batch to the nearest of these token counts, by segments without "
+    "loss: a few shapes, for compilers and allocators. The token budget is always one of them; "
+    "budget alone gives all one shape, as CUDA graphs need it. The metrics count the padding.",
+    "cost": "Predicted cost of a token, a token squared (summed over each sample's own length), a "
+    "micro-batch and an image patch, in one unit of your choice; what is left out is 0. "
+    "'odb-megatron trace LOGS --fit-cost' finds them from the times of a run.",
+    "max_patches": "Most image patches of a micro-batch. A sample with more gets one of its own, "
+    "counted.",
+    "template_args": "Further variables of the tokenizer's chat template, as a JSON object, such "
+    "as '{\"enable_thinking\": false}'. A record's own chat_template_kwargs come before them.",
+    "loss_per": "What counts once in a step's loss, sum(weight * loss) / sum(weight): token takes "
+    f"the data's weights (loss_mask, from 0 to {MAX_WEIGHT:g}) as they are; sample divides those "
+    "of each sample by their sum, so that long answers count no more than short ones.",
+    "log_dir": "Write one JSON line per optimizer step and replica into this folder: ids and "
+    "lengths of samples by micro-batch, loss, gradient norm, cost, waits; and run.json, with the "
+    "flags and what the run chose for itself. A resumed run goes on in the same files. Shown by "
+    "'odb-megatron trace' and 'compare'.",
+    "dry_run": "Check the flags and this machine, read and plan three steps by the run's own "
+    "loaders, print what was found, and end with exit code 0, or 2 where something does not fit. "
+    "Nothing is trained, and no checkpoint, log or series written.",
+    "timeout_s": "Seconds that the trainer may wait for data that other ranks have to agree on, "
+    "and that a data-loader worker has to fetch a sample. Who is waited for is named after a "
+    "quarter of them, 60 at most. A rank that evaluates, saves or computes for longer trips "
+    "nothing; the loss of one is noticed at once, whatever this is.",
+}
+"""What each setting is for, for `--help` and the documentation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,99 +179,31 @@ class OdbConfig:
         batch_size: `--global-batch-size`.
     """
 
-    enabled: bool = _setting(
-        "Form variable-size packed micro-batches under a token budget, online, and even out "
-        "replicas' work. A step has exactly the samples that Megatron's own sampler gives it. What "
-        "it needs of Megatron's flags it sets, and prints. Without it the same data is trained in "
-        "Megatron's padded micro-batches.",
-        Kind(bool, _switch, False),
-        "off",
-        baseline=True,
-        in_bridge=False,
-        dest="odb",
-    )
-    token_budget: int = _setting(
-        "Most tokens of a micro-batch on one replica, padding included. Memory follows it.",
-        _count(1),
-        "the sequence length",
-    )
+    enabled: bool = _setting(_switch, False, baseline=True, in_bridge=False, dest="odb")
+    token_budget: int = _setting(_count, None, "N", "the sequence length")
     overlong: OverlongPolicy = _setting(
-        "What happens to a sample longer than the sequence length or the token budget: error names "
-        "it and stops; truncate cuts its end; drop leaves it out; solo gives it a micro-batch of "
-        "its own, over the budget but not over the sequence length. All are counted.",
-        _one_of(OverlongPolicy, OverlongPolicy.ERROR),
-        "error",
-        baseline=True,
+        *_one_of(OverlongPolicy, OverlongPolicy.ERROR), baseline=True
     )
-    max_bad_records: int = _setting(
-        "Most records of the training data that may be left out because they cannot become samples "
-        "(bad JSON, wrong types, empty, nothing to learn), over all replicas and resumes; one more "
-        "ends the run, naming file and line. Evaluations, and runs without --odb, leave out any "
-        "number unless it is 0. All are counted.",
-        _count(0, 0),
-        "0",
-        baseline=True,
-    )
-    epochs: int | None = _setting(
-        "Passes over the training data, in place of --train-samples or --train-iters.",
-        _count(1),
-        in_bridge=False,
-    )
-    pad_to: tuple[int, ...] = _setting(
-        "Pad every micro-batch to the nearest of these token counts, by segments without loss: a "
-        "few shapes, for compilers and allocators. The token budget is always one of them; budget "
-        "alone gives all one shape, as CUDA graphs need it. The metrics count the padding.",
-        Kind(str, _sizes, (), "TOKENS", many=True),
-        "as long as their samples",
-    )
+    max_bad_records: int = _setting(partial(_count, least=0), 0, "N", "0", baseline=True)
+    epochs: int | None = _setting(_count, None, "N", in_bridge=False)
+    pad_to: tuple[int, ...] = _setting(_sizes, (), "TOKENS", "as long as their samples", many=True)
     cost: CostCoefficients | None = _setting(
-        "Predicted cost of a token, a token squared (summed over each sample's own length), a "
-        "micro-batch and an image patch, in one unit of your choice; what is left out is 0. "
-        "'odb-megatron trace LOGS --fit-cost' finds them from the times of a run.",
-        Kind(str, _prices, metavar="linear=X,quadratic=X,overhead=X,patch=X"),
+        lambda value: CostCoefficients.parse(str(value)),
+        None,
+        "linear=X,quadratic=X,overhead=X,patch=X",
         "FLOPs of the model's shape, and 5 per cent of a full micro-batch as its overhead",
     )
-    max_patches: int = _setting(
-        "Most image patches of a micro-batch. A sample with more gets one of its own, counted.",
-        _count(1, 0),
-        "no cap",
-    )
-    template_args: Mapping[str, Any] = _setting(
-        "Further variables of the tokenizer's chat template, as a JSON object, such as "
-        "'{\"enable_thinking\": false}'. A record's own chat_template_kwargs come before them.",
-        Kind(str, _template_args, {}, "JSON"),
-        baseline=True,
-    )
+    max_patches: int = _setting(_count, 0, "N", "no cap")
+    template_args: Mapping[str, Any] = _setting(_template_args, {}, "JSON", baseline=True)
     loss_per: LossPer | None = _setting(
-        "What counts once in a step's loss, sum(weight * loss) / sum(weight): token takes the "
-        f"data's weights (loss_mask, from 0 to {MAX_WEIGHT:g}) as they are; sample divides those "
-        "of each sample by their sum, so that long answers count no more than short ones.",
-        _one_of(LossPer),
+        *_one_of(LossPer, None),
         "token, and weights that are no whole numbers are refused",
         baseline=True,
     )
-    log_dir: str | None = _setting(
-        "Write one JSON line per optimizer step and replica into this folder: ids and lengths of "
-        "samples by micro-batch, loss, gradient norm, cost, waits; and run.json, with the flags "
-        "and what the run chose for itself. A resumed run goes on in the same files. Shown by "
-        "'odb-megatron trace' and 'compare'.",
-        Kind(str, str, metavar="DIR"),
-        baseline=True,
-    )
-    dry_run: bool = _setting(
-        "Check the flags and this machine, read and plan three steps by the run's own loaders, "
-        "print what was found, and end with exit code 0, or 2 where something does not fit. "
-        "Nothing is trained, and no checkpoint, log or series written.",
-        Kind(bool, _switch, False),
-        "off",
-    )
+    log_dir: str | None = _setting(str, None, "DIR", baseline=True)
+    dry_run: bool = _setting(_switch, False)
     timeout_s: float = _setting(
-        "Seconds that the trainer may wait for data that other ranks have to agree on, and that a "
-        "data-loader worker has to fetch a sample. Who is waited for is named after a quarter of "
-        "them, 60 at most. A rank that evaluates, saves or computes for longer trips nothing; the "
-        "loss of one is noticed at once, whatever this is.",
-        Kind(float, _seconds, metavar="SECONDS"),
-        "the timeout of Megatron's process groups",
+        _seconds, None, "SECONDS", "the timeout of Megatron's process groups"
     )
     sync: Sync
     context: int
@@ -264,35 +216,17 @@ class OdbConfig:
         Raises:
             ValueError: settings that would do nothing, or values out of range: one line each.
         """
-        given = {name: getattr(args, _dest(name), None) for name in SETTINGS}
-        given = {k: value for k, value in given.items() if value is not None and value is not False}
-        useless = [f"{{{_dest(name)}}}" for name in given if not SETTINGS[name].baseline]
-        if useless and not args.odb:
-            raise SettingError(
-                f"{', '.join(useless)} would do nothing without {{odb}}: add {{odb}}, or drop "
-                f"{'it' if len(useless) == 1 else 'them'}"
-            )
         minutes = getattr(args, "distributed_timeout_minutes", 10)  # Megatron's own default
-        values = {name: setting.kind.value for name, setting in SETTINGS.items()}
-        values |= {"token_budget": args.seq_length, "timeout_s": 60.0 * minutes}
-        problems: list[SettingError] = []
-        for name, value in given.items():
-            try:
-                values[name] = SETTINGS[name].kind.read(value)
-            except ValueError as error:
-                problems.append(SettingError(f"{{{_dest(name)}}} {{error}}", error=error))
+        values = {name: setting.value for name, setting in SETTINGS.items()}
+        values |= {"token_budget": args.seq_length, "timeout_s": 60.0 * minutes, **given(args)}
         budget, sizes = values["token_budget"], values["pad_to"]
         if max(sizes, default=0) > budget:
-            problems.append(
-                SettingError(
-                    "{odb_pad_to} {sizes} must not be above the token budget {budget}, which is "
-                    "one of them always: change them, or raise {odb_token_budget}",
-                    sizes=" ".join(map(str, sizes)),
-                    budget=budget,
-                )
+            raise SettingError(
+                "{odb_pad_to} {sizes} must not be above the token budget {budget}, which is one of "
+                "them always: change them, or raise {odb_token_budget}",
+                sizes=" ".join(map(str, sizes)),
+                budget=budget,
             )
-        if problems:
-            raise ValueError("\n".join(map(str, problems)))
         values["pad_to"] = tuple(sorted({*sizes, budget} - {0})) if sizes else ()
         if values["dry_run"]:
             values["log_dir"] = None
@@ -376,7 +310,7 @@ class OdbConfig:
         flags = ["--odb"]
         for name, setting in SETTINGS.items():
             value = getattr(self, name)
-            if not value or setting.kind.type is bool or name == "log_dir":
+            if not value or not setting.metavar or name == "log_dir":
                 continue
             words = ["budget"] if name == "pad_to" and self.pads_to_budget else _words(value)
             flags += ["--" + _dest(name).replace("_", "-"), *words]
@@ -387,6 +321,31 @@ SETTINGS: Mapping[str, Setting] = {
     one.name: one.metadata["setting"] for one in fields(OdbConfig) if one.metadata
 }
 """The settings by their fields' names, in the order in which they are shown."""
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the settings that were given.
+
+    Raises:
+        ValueError: settings that would do nothing, or values out of range: one line each.
+    """
+    found = {name: getattr(args, _dest(name), None) for name in SETTINGS}
+    found = {k: value for k, value in found.items() if value is not None and value is not False}
+    useless = [f"{{{_dest(name)}}}" for name in found if not SETTINGS[name].baseline]
+    if useless and not args.odb:
+        raise SettingError(
+            f"{', '.join(useless)} would do nothing without {{odb}}: add {{odb}}, or drop "
+            f"{'it' if len(useless) == 1 else 'them'}"
+        )
+    problems: list[str] = []
+    for name, value in found.items():
+        try:
+            found[name] = SETTINGS[name].read(value)
+        except ValueError as error:
+            problems.append(str(SettingError(f"{{{_dest(name)}}} {{error}}", error=error)))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return found
 
 
 def _dest(name: str) -> str:
@@ -408,21 +367,15 @@ def add_odb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     group = parser.add_argument_group(title="online dynamic batching")
     for name, setting in SETTINGS.items():
         flag = "--" + _dest(name).replace("_", "-")
-        text = setting.help
+        text = _HELP[name]
         if setting.baseline and not setting.dest:
             text += " Holds without --odb too."
-        if setting.default:
-            text += f" Default: {setting.default}."
-        kind = setting.kind
-        if kind.type is bool:
+        default = setting.default or getattr(setting.value, "value", setting.value)
+        if default or default is False:
+            text += f" Default: {default or 'off'}."
+        if not setting.metavar:
             group.add_argument(flag, action="store_true", help=text)
             continue
-        group.add_argument(
-            flag,
-            type=str if kind.choices else kind.type,
-            choices=kind.choices,
-            nargs="+" if kind.many else None,
-            metavar=kind.metavar,
-            help=text,
-        )
+        nargs = "+" if setting.many else None
+        group.add_argument(flag, nargs=nargs, metavar=setting.metavar, help=text)
     return parser

@@ -7,12 +7,13 @@ Megatron does not have is an error as the run starts.
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
 import inspect
+import math
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from odb_megatron.data.feed import StepHeader
-from odb_megatron.megatron.versions import SUPPORTED, megatron_version
+from odb_megatron.data.wire import StepHeader
+from odb_megatron.megatron.versions import SUPPORTED
 from odb_megatron.plan.record import StepTotals
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Name(NamedTuple):
     module: str
     name: str
     reason: str
-    versions: str = SUPPORTED
+    versions: str = f"megatron-core {SUPPORTED}"
 
 
 _TRAINING = "megatron.training.training"
@@ -133,10 +134,9 @@ class Replacements:
                 owner = getattr(owner, part)
             original = inspect.getattr_static(owner, name) if classes else getattr(owner, name)
         except AttributeError:
-            version = ".".join(map(str, megatron_version()))
             raise ValueError(
-                f"megatron-core {version} has no {what.module}.{what.name}, which odb_megatron "
-                f"replaces ({what.reason}; {what.versions}): use megatron-core {SUPPORTED}"
+                f"what is installed here has no {what.module}.{what.name}, which odb_megatron "
+                f"replaces ({what.reason}): use {what.versions}"
             ) from None
         self.replace_in(owner, name, wrap, original=original)
 
@@ -237,7 +237,7 @@ class Hooks(Replacements):
             return nullcontext()
         from odb_megatron.megatron.pipeline import planned_shapes
 
-        return planned_shapes(arguments, header.lengths)
+        return planned_shapes(arguments, header.sizes)
 
     def _wrap_training_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -308,10 +308,8 @@ def _count_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
         if not with_padding_mask:
             return found
         per_expert, _, total = found
-        size = 1
-        for group in options.get("reduce_groups") or [reduce_group]:  # several in dev
-            size *= group.size()
-        return per_expert, total / size, total
+        groups = options.get("reduce_groups") or [reduce_group]  # several in dev
+        return per_expert, total / math.prod(group.size() for group in groups), total
 
     return count
 
@@ -352,13 +350,8 @@ def _compiled_once(original: Callable[[], Any]) -> Callable[[], Any]:
     folder = Path(inspect.getfile(inspect.unwrap(original))).parent
 
     def compile_helpers() -> Any:
-        endings = importlib.machinery.EXTENSION_SUFFIXES
-        if (
-            any((folder / f"helpers_cpp{end}").is_file() for end in endings)
-            and not (folder / "Makefile").is_file()
-        ):
-            return None
-        return original()
+        built = any((folder / f"helpers_cpp{end}").is_file() for end in EXTENSION_SUFFIXES)
+        return None if built and not (folder / "Makefile").is_file() else original()
 
     return compile_helpers
 
@@ -373,18 +366,17 @@ class _StepCount(Fraction):
     num_micro_batches: int
 
     def __mul__(self, other: Any) -> Any:
-        return self._scaled(Fraction.__mul__(self, other))
+        value = Fraction.__mul__(self, other)
+        if not isinstance(value, Fraction):
+            return value
+        if value.denominator == 1:
+            return value.numerator
+        return _step_count(value, self.num_micro_batches)
 
-    def __rmul__(self, other: Any) -> Any:
-        return self._scaled(Fraction.__rmul__(self, other))
+    __rmul__ = __mul__
 
     def __rtruediv__(self, other: Any) -> Any:
         return other / self.num_micro_batches
-
-    def _scaled(self, value: Any) -> Any:
-        if not isinstance(value, Fraction) or value.denominator == 1:
-            return value if not isinstance(value, Fraction) else value.numerator
-        return _step_count(value, self.num_micro_batches)
 
 
 def _step_count(value: Fraction, num_micro_batches: int) -> _StepCount:

@@ -34,8 +34,8 @@ __all__ = ["CLASSES", "Flash3Attention", "FlashAttention", "PackedAttention", "T
 
 _CAUSAL = (None, AttnMaskType.causal, AttnMaskType.padding_causal)
 _KNOWN = {"qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded"}
-_KNOWN |= {"cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv"}
-_OF_OTHER_LAYERS = {"total_tokens", "seq_idx", "tokens_per_sample"}  # Mamba's, the routers'
+_KNOWN |= {"cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "pad_between_seqs"}
+_KNOWN |= {"total_tokens", "seq_idx", "tokens_per_sample"}  # Mamba's, the routers'
 
 
 class PackedAttention(MegatronModule):
@@ -68,25 +68,21 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         has_context = config.context_parallel_size > 1
-        asked = [
-            (has_context and not self.has_context_parallel, "--context-parallel-size above 1"),
-            (self.dropout > 0 and not self.has_dropout, "--attention-dropout above 0"),
-            (config.softmax_type != "vanilla", f"--softmax-type {config.softmax_type}"),
-            (config.qk_clip, "--qk-clip"),
-            (config.log_max_attention_logit, "--log-max-attention-logit"),
-            (config.fp8_dot_product_attention, "--fp8-dot-product-attention"),
-        ]
-        for is_asked, flag in asked:
-            if is_asked:
-                raise ValueError(
-                    f"{type(self).__name__} of local layers does not support {flag}: drop it, or "
-                    "use --transformer-impl transformer_engine"
-                )
-        if attention_type != "self" or attn_mask_type not in _CAUSAL:
+        asked = {
+            "--context-parallel-size above 1": has_context and not self.has_context_parallel,
+            "--attention-dropout above 0": self.dropout > 0 and not self.has_dropout,
+            f"--softmax-type {config.softmax_type}": config.softmax_type != "vanilla",
+            "--qk-clip": config.qk_clip,
+            "--log-max-attention-logit": config.log_max_attention_logit,
+            "--fp8-dot-product-attention": config.fp8_dot_product_attention,
+            f"{attention_type} attention": attention_type != "self",
+        }
+        for flag in (flag for flag, is_asked in asked.items() if is_asked):
             raise ValueError(
-                f"attention of packed samples is causal self-attention, got {attention_type!r} and "
-                f"attn_mask_type {attn_mask_type.name}: build others with mcore's own spec"
+                f"{type(self).__name__} of local layers does not support {flag}: drop it, or use "
+                "--transformer-impl transformer_engine"
             )
+        _require_causal(attn_mask_type)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.tp_group = pg_collection.tp  # of sharded checkpoints
@@ -129,16 +125,14 @@ class PackedAttention(MegatronModule):
         Raises:
             ValueError: a bias, another mask or layout, or lengths that do not fit.
         """
+        _require_causal(attn_mask_type)
         if attention_bias is not None:
             raise ValueError(
                 "attention of packed samples has no attention_bias: use rope or learned_absolute "
                 "positions (--position-embedding-type)"
             )
-        if attn_mask_type not in _CAUSAL:
-            raise ValueError(f"attention of packed samples is causal, got {attn_mask_type}")
         if packed_seq_params is not None:
-            offsets = _offsets(packed_seq_params)
-            longest = packed_seq_params.max_seqlen_q
+            offsets, longest = _offsets(packed_seq_params), packed_seq_params.max_seqlen_q
             packed: Tensor = self._attend(query, key, value, offsets, longest).flatten(1)
             return packed
         length, rows = query.shape[:2]
@@ -164,10 +158,8 @@ class PackedAttention(MegatronModule):
     def _dropout_rng(self) -> Iterator[float]:
         """Yield the probability, with the generator that upstream draws attention dropout from."""
         dropout = self.dropout if self.training else 0.0
-        if dropout == 0.0 or self.config.sequence_parallel:
-            yield dropout
-            return
-        with tensor_parallel.get_cuda_rng_tracker().fork():
+        draws = dropout > 0 and not self.config.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if draws else contextlib.nullcontext():
             yield dropout
 
 
@@ -178,14 +170,11 @@ class FlashAttention(PackedAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._kernel: Callable[..., Any] = importlib.import_module(
-            self.module
-        ).flash_attn_varlen_func
+        installed = importlib.import_module(self.module)
+        self._kernel: Callable[..., Any] = installed.flash_attn_varlen_func
         wanted = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale"}
-        wanted |= {"causal", "window_size", "deterministic"}
-        wanted |= {"dropout_p"} if self.has_dropout else set()
-        missing = wanted - inspect.signature(self._kernel).parameters.keys()
-        if missing:
+        wanted |= {"causal", "window_size", "deterministic", *["dropout_p"] * self.has_dropout}
+        if missing := wanted - inspect.signature(self._kernel).parameters.keys():
             raise ValueError(
                 f"flash_attn_varlen_func of the installed {self.module} does not take "
                 f"{', '.join(sorted(missing))}: install flash-attn 2.6 to 2.8, or 3"
@@ -295,32 +284,37 @@ CLASSES: dict[str, type[PackedAttention]] = {
 }
 
 
+def _require_causal(mask: AttnMaskType | None) -> None:
+    if mask not in _CAUSAL:
+        raise ValueError(f"attention of packed samples is causal, got {mask}")
+
+
 def _offsets(packed: PackedSeqParams) -> Tensor:
     """Return where samples start, each with its padding; what else is said must be known here."""
-    given = {field.name: getattr(packed, field.name) for field in fields(packed)}
-    plain = {field.name: field.default for field in fields(packed)} | {"pad_between_seqs": False}
     unknown = [
-        name
-        for name, value in given.items()
-        if name not in _KNOWN | _OF_OTHER_LAYERS and value is not None and value != plain[name]
+        field.name
+        for field in fields(packed)
+        if field.name not in _KNOWN
+        and getattr(packed, field.name) is not None
+        and getattr(packed, field.name) is not field.default
     ]
-    if given["qkv_format"] != "thd" or unknown:
+    if packed.qkv_format != "thd" or unknown or getattr(packed, "pad_between_seqs", False):
         raise ValueError(
             f"packed samples must come as qkv_format 'thd', got {packed.qkv_format!r}; and with "
-            f"nothing that is not known here, got {', '.join(unknown) or 'nothing more'}"
+            f"nothing that is not known here, got {', '.join(unknown) or 'pad_between_seqs'}"
         )
-    queries, keys = (
-        given[f"cu_seqlens_{side}"] if padded is None else padded
-        for side in ("q", "kv")
-        for padded in (given[f"cu_seqlens_{side}_padded"],)
+    offsets, keys = (
+        plain if padded is None else padded
+        for plain, padded in (
+            (packed.cu_seqlens_q, packed.cu_seqlens_q_padded),
+            (packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded),
+        )
     )
-    if keys is not None and keys is not queries and keys.shape != queries.shape:
+    is_known = offsets.dtype == torch.int32 and offsets.dim() == 1 and offsets.numel() > 1
+    if not is_known or (keys is not None and keys.shape != offsets.shape):
         raise ValueError(
-            f"self-attention got {keys.numel()} offsets of keys for {queries.numel()} of queries"
+            "cu_seqlens must be int32 [samples + 1], as many for keys as for queries; got "
+            f"{offsets.dtype} {tuple(offsets.shape)} for queries"
         )
-    if queries.dtype != torch.int32 or queries.dim() != 1 or queries.numel() < 2:
-        raise ValueError(
-            f"cu_seqlens must be int32 [samples + 1], got {queries.dtype} {tuple(queries.shape)}"
-        )
-    offsets: Tensor = queries
-    return offsets
+    found: Tensor = offsets
+    return found

@@ -15,7 +15,7 @@ from odb_megatron.comm.heartbeat import Deadline
 from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.iterable import ItemStream, as_shards, is_iterable
 from odb_megatron.data.megatron_dataset import build_datasets, stream_from_dataset
-from odb_megatron.data.order import Order, PassOrder, build_order
+from odb_megatron.data.order import CyclicOrder, PassOrder, build_order
 from odb_megatron.data.sample import Sample, SampleRules, as_lines, as_object
 from odb_megatron.data.sources import MapSource
 from odb_megatron.data.step_loader import StepLoader
@@ -26,13 +26,7 @@ from odb_megatron.megatron.setup import dataset_config, total_samples
 from odb_megatron.megatron.topology import count_multiple, padding_multiple, pipeline_of
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig
 
-__all__ = [
-    "ENDLESS",
-    "build_loader",
-    "build_padded",
-    "build_streams",
-    "source_group",
-]
+__all__ = ["ENDLESS", "build_loader", "build_padded", "build_streams", "source_group"]
 
 _SHOWN_TOKENS = 200
 
@@ -64,38 +58,41 @@ def build_streams(
         config.sample_rules(multiple=padding_multiple(args)),
         vocab_size=getattr(args, "padded_vocab_size", None) or 0,
     )
-    total = total_samples(args)
-    lengths = [total, *sizes[1:]]
-    orders = [
-        _order(args, config, length, split=split)
-        for split, length in zip(Split, lengths, strict=True)
-    ]
-    if datasets is not None:
-        return [
-            None
-            if dataset is None or length == 0
-            else _own_stream(args, rules, dataset, split=split, length=length, order=order)
-            for split, dataset, length, order in zip(Split, datasets, lengths, orders, strict=True)
-        ]
-    if total == OPEN_TOTAL:
-        raise ValueError(
-            "--odb-epochs needs --data-path, or an iterable train dataset of your own: give one of "
-            "them"
+    lengths = [total_samples(args), *sizes[1:]]
+    found, renderer = datasets, None
+    if found is None:
+        if lengths[0] == OPEN_TOTAL:
+            raise ValueError(
+                "--odb-epochs needs --data-path, or an iterable train dataset of your own: give "
+                "one of them"
+            )
+        renderer, tokenizer = _renderer(args, config, tokenizer)
+        images = image_rules(args)
+        found = build_datasets(
+            dataset_config(
+                args, rules=rules, tokenizer=tokenizer, renderer=renderer, images=images
+            ),
+            num_samples=[getattr(args, "odb_epoch_samples", lengths[0]), *sizes[1:]],
+            is_built_on_rank=lambda: reads_data,
         )
-    renderer, tokenizer = _renderer(args, config, tokenizer)
-    built = build_datasets(
-        dataset_config(
-            args, rules=rules, tokenizer=tokenizer, renderer=renderer, images=image_rules(args)
-        ),
-        num_samples=[getattr(args, "odb_epoch_samples", total), *sizes[1:]],
-        is_built_on_rank=lambda: reads_data,
-    )
-    streams: list[SampleStream | ItemStream | None] = [
-        None
-        if dataset is None or length == 0
-        else stream_from_dataset(dataset, num_samples=length, order=order)
-        for dataset, length, order in zip(built, lengths, orders, strict=True)
-    ]
+    streams: list[SampleStream | ItemStream | None] = []
+    for split, dataset, length in zip(Split, found, lengths, strict=True):
+        if dataset is None or length == 0:
+            streams.append(None)
+            continue
+        order = None  # the padded baseline has Megatron's sampler itself
+        if config.enabled and length:
+            order = build_order(
+                args.dataloader_type,
+                total=length,
+                num_replicas=args.data_parallel_size,
+                data_sharding=args.data_sharding,
+            )
+        if datasets is None:
+            streams.append(stream_from_dataset(dataset, num_samples=length, order=order))
+        else:
+            own = _own_stream(args, rules, dataset, split=split, length=length, order=order)
+            streams.append(own)
     is_asked = config.dry_run or config.log_dir is not None
     shows = is_asked and mpu.get_data_parallel_rank() == 0 and reads_data
     if shows and renderer is not None and isinstance(streams[0], SampleStream):
@@ -163,9 +160,9 @@ def build_padded(
             "goes by, need random access"
         )
     return [
-        None
-        if not isinstance(stream, SampleStream)
-        else PaddedDataset(stream, sequence_length=args.seq_length, split=split)
+        PaddedDataset(stream, sequence_length=args.seq_length, split=split)
+        if isinstance(stream, SampleStream)
+        else None
         for split, stream in zip(Split, streams, strict=True)
     ]
 
@@ -219,22 +216,6 @@ def _show_first(stream: SampleStream, renderer: ChatRenderer) -> None:
         )
 
 
-def _order(
-    args: argparse.Namespace, config: OdbConfig, length: int | None, *, split: Split
-) -> Order | None:
-    """Return the order that Megatron's sampler of the split has; None for the stream's own."""
-    if not config.enabled:
-        return None  # the padded baseline has that sampler itself
-    if not length:
-        return None
-    return build_order(
-        args.dataloader_type,
-        total=length,
-        num_replicas=args.data_parallel_size,
-        data_sharding=args.data_sharding,
-    )
-
-
 def _own_stream(
     args: argparse.Namespace,
     rules: SampleRules,
@@ -242,7 +223,7 @@ def _own_stream(
     *,
     split: Split,
     length: int | None,
-    order: Order | None,
+    order: CyclicOrder | None,
 ) -> SampleStream | ItemStream:
     """Return the stream of a user's own dataset.
 
@@ -255,7 +236,8 @@ def _own_stream(
                 "--odb-epochs without --data-path is for iterable train datasets, and this one is "
                 f"a map-style {type(dataset).__name__}: give --train-samples N instead"
             )
-        part = _own_part(dataset, split, rules=rules, seed=args.seed)
+        source = MapSource(dataset, rules=rules, name=f"{split.name} dataset")
+        part = SourcePart(source=source, order=PassOrder(range(len(source)), seed=args.seed))
         return SampleStream([part], num_samples=length, order=order)
     if split is not Split.train:
         raise ValueError(
@@ -273,8 +255,3 @@ def _own_stream(
         num_samples=length,
         keeps_state=bool(args.save),
     )
-
-
-def _own_part(dataset: Any, split: Split, *, rules: SampleRules, seed: int) -> SourcePart:
-    source = MapSource(dataset, rules=rules, name=f"{split.name} dataset")
-    return SourcePart(source=source, order=PassOrder(range(len(source)), seed=seed))

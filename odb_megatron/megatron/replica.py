@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,9 +24,10 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from odb_megatron.comm.groups import GlooGroup, ReplicaGroup
 from odb_megatron.comm.heartbeat import Deadline, Heartbeat
 from odb_megatron.comm.watchdog import Watchdog, limit_end
-from odb_megatron.data.feed import ChunkIterator, ContextPart, StepFeed
+from odb_megatron.data.feed import ChunkIterator, StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.elastic import leave_reason
+from odb_megatron.megatron.checkpoint import gather_json
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.plan.record import ReplicaFailedError
 
@@ -77,19 +78,11 @@ def replica_ranks(args: argparse.Namespace, *, rank: int) -> ReplicaRanks:
         rank: global rank.
     """
     stages = args.pipeline_model_parallel_size
-    shape = {
-        "tp": args.tensor_model_parallel_size,
-        "cp": args.context_parallel_size,
-        "pp": stages,
-    }
-    size = shape["tp"] * shape["cp"] * stages
+    shape = {"tp": args.tensor_model_parallel_size, "cp": args.context_parallel_size, "pp": stages}
+    size = math.prod(shape.values())
     mapping = getattr(args, "use_tp_pp_dp_mapping", False)
-    generator = mpu.RankGenerator(
-        **shape,
-        ep=1,
-        dp=args.world_size // size,
-        order="tp-cp-ep-pp-dp" if mapping else "tp-cp-ep-dp-pp",
-    )
+    order = "tp-cp-ep-pp-dp" if mapping else "tp-cp-ep-dp-pp"
+    generator = mpu.RankGenerator(**shape, ep=1, dp=args.world_size // size, order=order)
 
     def group(token: str, member: int) -> list[int]:
         found: list[int] = next(ranks for ranks in generator.get_ranks(token) if member in ranks)
@@ -125,17 +118,13 @@ def require_agreement(args: argparse.Namespace, place: ReplicaRanks) -> None:
     Raises:
         ValueError: on all ranks of the replica, with what differs.
     """
-    if len(place.ranks) == 1:
-        return
     values = {
         name: str(value)
         for name, value in vars(args).items()
         if name not in _OWN_NAMES and os.sep not in str(value)
     }
-    found = differences(
-        values, ranks=place.ranks, timeout_s=60.0 * args.distributed_timeout_minutes
-    )
-    if found:
+    timeout_s = 60.0 * args.distributed_timeout_minutes
+    if found := differences(values, ranks=place.ranks, timeout_s=timeout_s):
         raise ValueError(
             f"ranks {list(place.ranks)} form one replica and were started with different "
             f"arguments: {'; '.join(found)}. Start all with the same flags and environment"
@@ -145,7 +134,7 @@ def require_agreement(args: argparse.Namespace, place: ReplicaRanks) -> None:
 def differences(values: Mapping[str, str], *, ranks: Sequence[int], timeout_s: float) -> list[str]:
     """Return what differs from the source rank's values, one text for each rank that differs.
 
-    Every rank of the replica must call it; all get the same texts. Equal ranks pay one all-gather.
+    Every rank of the replica must call it; all get the same texts.
 
     Args:
         values: this rank's.
@@ -155,15 +144,11 @@ def differences(values: Mapping[str, str], *, ranks: Sequence[int], timeout_s: f
     Raises:
         RuntimeError: a rank is gone or did not come in time.
     """
+    if len(ranks) == 1:
+        return []
     group = GlooGroup(ranks, name="arguments", timeout_s=timeout_s)
     try:
-        own = json.dumps(dict(values), sort_keys=True).encode()
-        digest = hashlib.blake2b(own, digest_size=32).digest()
-        found = group.all_gather(digest + len(own).to_bytes(8, "little"))
-        if found == found[:1] * len(found):
-            return []
-        most = max(int.from_bytes(one[32:], "little") for one in found)
-        first, *others = map(json.loads, group.all_gather(own.ljust(most)))
+        first, *others = gather_json(group.all_gather, dict(values))
     finally:
         group.close()
     return [
@@ -184,15 +169,13 @@ class ReplicaData:
     Args:
         args: Megatron's arguments.
         place: this rank's place in its replica.
-        plan_ahead: see `StepFeed`.
         deadlines: of each split's loader, by its name.
         num_chunks: iterators per split; None for one for each virtual pipeline chunk.
         has_images: samples may have images, which go to the ranks of the first pipeline stage.
 
     Attributes:
-        place: see above.
-        channels: to the other ranks of the replica, by split; empty for a replica of one rank.
-        checkpoint_channel: the one that saving uses; None for a replica of one rank.
+        checkpoint_channel: to the other ranks of the replica, for saving; None for a replica of one
+            rank.
     """
 
     def __init__(
@@ -200,82 +183,79 @@ class ReplicaData:
         args: argparse.Namespace,
         place: ReplicaRanks,
         *,
-        plan_ahead: int = 2,
-        deadlines: Mapping[str, Deadline] | None = None,
+        deadlines: Mapping[str, Deadline],
         num_chunks: int | None = None,
         has_images: bool = False,
     ) -> None:
-        self._deadlines = deadlines or {}
-        self.place = place
-        self._args = args
+        self._place, self._deadlines = place, deadlines
         self._num_chunks = num_chunks or args.virtual_pipeline_model_parallel_size or 1
         self._feeds: list[StepFeed | None] = []
-        self._loaders: Loaders = ()
-        self._reported = 0
-        self._plan_ahead = plan_ahead
-        self.channels: list[ReplicaGroup] = []
+        self._num_reported = 0
+        self._channels: list[ReplicaGroup] = []  # by split
         self._reports: ReplicaGroup | None = None
         self.checkpoint_channel: ReplicaGroup | None = None
         make = partial(ReplicaGroup, timeout_s=60.0 * args.distributed_timeout_minutes)
+        source = place.ranks[:1]
         if len(place.ranks) > 1:
-            self.channels = [
+            self._channels = [
                 make(
                     place.ranks,
                     payload_ranks=place.payload_ranks,
                     name=split.name,
-                    deadline=self._deadlines.get(split.name),
+                    deadline=deadlines.get(split.name),
                     attachment_ranks=place.first_stage if has_images else (),
                 )
                 for split in Split
             ]
-            source = place.ranks[:1]
             self.checkpoint_channel = make(place.ranks, payload_ranks=source, name="checkpoint")
-        if place.reporter != place.ranks[0] and place.rank in (place.ranks[0], place.reporter):
+        if place.reporter not in source and place.rank in (*source, place.reporter):
             # Of its own: the channels belong to the threads that make steps.
-            pair = [place.ranks[0], place.reporter]
-            self._reports = make(pair, payload_ranks=pair[:1], name="report")
-
-    @contextlib.contextmanager
-    def error_broadcast(self) -> Iterator[None]:
-        """Run what only the source rank does; an error is told to the other ranks of the replica.
-
-        Raises:
-            ReplicaFailedError: on the others, with the source rank's error.
-        """
-        try:
-            yield
-        except Exception as error:
-            self._tell(f"{type(error).__name__}: {error}")
-            raise
-        self._tell("")
+            pair = (*source, place.reporter)
+            self._reports = make(pair, payload_ranks=source, name="report")
 
     def build(self, make_loaders: Callable[[], Loaders]) -> None:
         """Build the feeds.
 
         Args:
-            make_loaders: returns the loaders of the three splits; called on the source rank alone.
+            make_loaders: returns the loaders of the three splits on the source rank, and nothing on
+                others; called on every rank.
 
         Raises:
             ReplicaFailedError: the source rank failed, on the other ranks.
         """
-        with self.error_broadcast():
-            if self.place.is_source:
-                self._loaders = make_loaders()
-        lengths = self._share_lengths()
-        part = ContextPart(size=self.place.context_size, rank=self.place.context_rank)
-        for at, split in enumerate(Split):
+        try:
+            loaders = make_loaders()
+        except Exception as error:
+            self._share(f"{type(error).__name__}: {error}")
+            raise
+        steps = self._share([None if one is None else len(one) for one in loaders])
+        part = (self._place.context_size, self._place.context_rank)
+        for at, (split, num_steps) in enumerate(zip(Split, steps, strict=True)):
             feed = None
-            if lengths[at] is not None:
+            if num_steps is not None:
                 feed = StepFeed(
-                    self._loaders[at] if self._loaders else None,
-                    channel=self.channels[split.value] if self.channels else None,
+                    loaders[at] if loaders else None,
+                    channel=self._channels[at] if self._channels else None,
                     part=part,
                     num_chunks=self._num_chunks,
-                    plan_ahead=self._plan_ahead,
-                    num_steps=lengths[at] or 0,
+                    num_steps=num_steps,
                 )
                 feed.deadline = self._deadlines.get(split.name)
             self._feeds.append(feed)
+
+    def _share(self, found: str | list[int | None]) -> list[int | None]:
+        """Return the source rank's steps of one pass of each split; None for one without data.
+
+        Args:
+            found: this rank's, or its error.
+        """
+        is_source = self._place.is_source
+        if self._channels:
+            data = json.dumps(found).encode() if is_source else None
+            found = json.loads(self._channels[0].header(data))
+        if isinstance(found, str) and not is_source:
+            raise ReplicaFailedError(f"the source rank of this replica failed: {found}")
+        return found if isinstance(found, list) else []
 
     @property
     def train(self) -> StepFeed | None:
@@ -284,19 +264,13 @@ class ReplicaData:
 
     def close(self, *, timeout_s: float) -> bool:
         """Close all feeds; return whether all have ended within the time. See `StepFeed.close`."""
-        deadline = time.monotonic() + timeout_s
+        end = time.monotonic() + timeout_s
         have_ended = [
-            feed.close(timeout_s=max(0.0, deadline - time.monotonic()))
+            feed.close(timeout_s=max(0.0, end - time.monotonic()))
             for feed in self._feeds
             if feed is not None
         ]
         return all(have_ended)
-
-    def num_reported(self) -> int:
-        """Return how many reports the replica's source rank has got since the last call."""
-        total = 0 if self._reports is None else self._reports.num_reports
-        new, self._reported = total - self._reported, total
-        return new
 
     def iterators(self, chunk: int) -> tuple[ChunkIterator | None, ...]:
         """Return the iterators of the three splits for a virtual pipeline chunk."""
@@ -304,30 +278,13 @@ class ReplicaData:
 
     def report(self, values: Sequence[float]) -> list[float]:
         """Return on the source rank what the last pipeline stage knows (training only)."""
-        if self._reports is None:
-            return list(values)
-        return self._reports.report(values)
+        return list(values) if self._reports is None else self._reports.report(values)
 
-    def _tell(self, error: str) -> None:
-        if not self.channels:
-            return
-        channel, leads = self.channels[0], self.place.is_source
-        found = json.loads(channel.header(json.dumps(error).encode() if leads else None))
-        if found and not leads:
-            raise ReplicaFailedError(f"the source rank of this replica failed: {found}")
-
-    def _share_lengths(self) -> list[int | None]:
-        """Return the steps of one pass of each split; None for a split without data."""
-        own: list[int | None] = [
-            None if loader is None else len(loader) for loader in self._loaders
-        ]
-        if not self.channels:
-            return own or [None] * len(Split)
-        leads = self.place.is_source
-        shared: list[int | None] = json.loads(
-            self.channels[0].header(json.dumps(own).encode() if leads else None)
-        )
-        return shared
+    def num_reported(self) -> int:
+        """Return how many reports the replica's source rank has got since the last call."""
+        total = 0 if self._reports is None else self._reports.num_reports
+        new, self._num_reported = total - self._num_reported, total
+        return new
 
 
 _GRACE_S = 8.0
@@ -336,17 +293,16 @@ _GRACE_S = 8.0
 _NEWS_S = 0.5
 """Seconds in which the news of a loss comes that an error may be the consequence of."""
 
-_SHOWN = 600
-
 
 class PeerWatch:
-    """Every rank of the world makes one, in the same order.
+    """What this rank knows of the others; every rank of the world makes one, in the same order.
 
     Args:
         args: Megatron's arguments.
         config: ODB's.
 
     Attributes:
+        heartbeat: tells and knows.
         deadlines: of each loader, by the split's name.
     """
 
@@ -354,50 +310,36 @@ class PeerWatch:
         self._is_saving = False
         self._watchdog: Watchdog | None = None
         timeout_s = 60.0 * args.distributed_timeout_minutes
-        self._heartbeat = Heartbeat(
-            f"replica {mpu.get_data_parallel_rank()}",
-            timeout_s=timeout_s,
-            silent_s=config.warn_s,
+        self.heartbeat = Heartbeat(
+            f"replica {mpu.get_data_parallel_rank()}", timeout_s=timeout_s, silent_s=config.warn_s
         )
         if args.world_size > 1:
             self._watchdog = Watchdog(
-                self._heartbeat,
+                self.heartbeat,
                 grace_s=_GRACE_S,
                 is_saving=lambda: self._is_saving,
                 longest_save_s=timeout_s,
                 leave_reason=partial(leave_reason, is_told=True),
             )
         self.deadlines = {
-            name: Deadline(self._heartbeat, timeout_s=config.timeout_s, warn_s=config.warn_s)
-            for name in ("train", "valid", "test")
+            split.name: Deadline(self.heartbeat, timeout_s=config.timeout_s, warn_s=config.warn_s)
+            for split in Split
         }
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """A checkpoint is written, or given up, within."""
+        """A checkpoint is written, or given up, within: no watchdog ends the process."""
         self._is_saving = True
         try:
             yield
         finally:
             self._is_saving = False
 
-    def loss_behind(self, error: BaseException | None) -> str:
+    def loss_behind_error(self) -> str:
         """Return the loss of a peer that an error may be the consequence of; empty for none."""
-        if self._watchdog is None or error is None:
+        if self._watchdog is None or not self.heartbeat.wait_for_loss(_NEWS_S):
             return ""
-        return self._heartbeat.diagnosis() if self._heartbeat.wait_for_loss(_NEWS_S) else ""
-
-    def tell_failure(self, text: str) -> None:
-        """Tell all ranks that this one ends with an error."""
-        self._heartbeat.tell_failure(text[:_SHOWN])
-
-    def begin_step(self) -> None:
-        """The trainer begins a step, of training or evaluation."""
-        self._heartbeat.begin_step()
-
-    def leave(self, *, within_step: bool) -> None:
-        """The script has ended without an error: after the last step of all, or others miss it."""
-        self._heartbeat.leave(within_step=within_step)
+        return self.heartbeat.diagnosis()
 
     def close(self, *, clean: bool) -> None:
         """End; while a peer is gone the watchdog stays until the process has ended.
@@ -409,5 +351,5 @@ class PeerWatch:
             self._watchdog.stop()
             if not clean:
                 limit_end()
-            if not self._heartbeat.gone:
-                self._heartbeat.close()
+            if not self.heartbeat.gone:
+                self.heartbeat.close()

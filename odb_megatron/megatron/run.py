@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -20,22 +19,22 @@ from megatron.core.datasets.utils import Split
 from odb_megatron import doctor
 from odb_megatron.comm.groups import SourceGroup
 from odb_megatron.comm.heartbeat import Deadline
-from odb_megatron.data.feed import StepFeed, StepHeader
+from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.iterable import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.elastic import USAGE_ERROR, leave_reason
 from odb_megatron.errors import SettingError, usage_errors
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.checkpoint import (
     DataCheckpoint,
     data_identity,
-    gather_counts,
+    gather_json,
     restore,
     saved_text,
 )
 from odb_megatron.megatron.config import OdbConfig
-from odb_megatron.megatron.device_memory import memory_use
 from odb_megatron.megatron.forward_step import (
     LossOf,
     RouterMask,
@@ -51,9 +50,17 @@ from odb_megatron.megatron.replica import (
     replica_ranks,
     require_agreement,
 )
-from odb_megatron.megatron.run_report import RunReport, logged_loss, megatron_writers
+from odb_megatron.megatron.run_report import (
+    RunReport,
+    Writers,
+    logged_loss,
+    megatron_writers,
+    memory_use,
+    start_lines,
+)
 from odb_megatron.megatron.setup import choose_backend, total_samples
 from odb_megatron.megatron.topology import has_state_layers, padding_multiple
+from odb_megatron.megatron.versions import describe_megatron
 from odb_megatron.plan.record import ReplicaFailedError
 
 __all__ = ["OdbRun"]
@@ -69,6 +76,9 @@ _CLEAN_CLOSE_S = 60.0
 
 _CLOSE_S = 2.0
 """The same after an error, which others may not know of: this process must end for them to."""
+
+_SHOWN = 600
+"""Most characters of an error that the other ranks are told."""
 
 
 class OdbRun:
@@ -96,32 +106,28 @@ class OdbRun:
         datasets: Callable[[Sequence[int | None]], Sequence[Any]] | None = None,
     ) -> None:
         self.config = OdbConfig.from_args(args)
-        self._args = args
-        self._datasets = datasets
-        self._total = total_samples(args)
-        self._backend = self._choose_backend()
+        self._args, self._datasets = args, datasets
+        self._place = replica_ranks(args, rank=args.rank)
         self._hooks = self._make_hooks()
-        self._model_class: Callable[..., Any] | None = None
         self._undo_attention: Callable[[], None] = lambda: None
+        self._model_class: Callable[..., Any] | None = None
         self._saved: str | None = None  # data state of the loaded checkpoint
         self._calculator: StepCalculator | None = None
         self._loader: StepLoader | None = None
         self._replica: ReplicaData | None = None
         self._groups: list[SourceGroup] = []  # on source ranks
         self._padded: Sequence[SampleStream | ItemStream | None] = ()
-        self._report = self._make_report()
         self._peers: PeerWatch | None = None
         self._checkpoint: DataCheckpoint | None = None
         self._last_step: Any = None  # what shows it, its loss, memory
         self._unfit = ""  # what of this machine fails, in a dry run
-        self._place = replica_ranks(args, rank=args.rank)
+        self._attention = self._choose_attention()
+        lines = self._start_lines()
+        self._report = RunReport(args, self.config, lines=lines, writers=self._writers)
         self.forward_step = self._make_forward_step()
         self.datasets_provider = self._make_provider()
 
     # --- what another host than Megatron's own `pretrain()` has otherwise -----------------------
-
-    def _choose_backend(self) -> Attention:
-        return choose_backend(self._args)
 
     def _make_hooks(self) -> Hooks:
         return Hooks(
@@ -136,13 +142,16 @@ class OdbRun:
         """Whether pipeline stages take each other's shapes from step headers."""
         return self.config.enabled and self._args.pipeline_model_parallel_size > 1
 
-    def _make_report(self) -> RunReport:
-        return RunReport(
-            self._args,
-            self.config,
-            backend=self._backend,
-            writers=partial(megatron_writers, self._args),
-        )
+    def _choose_attention(self) -> Attention:
+        return choose_backend(self._args)
+
+    def _start_lines(self) -> list[str]:
+        """Return what is printed first."""
+        attention = f"attention backend {self._attention.name}: {self._attention.reason}"
+        return [describe_megatron(), attention, *start_lines(self._args, self.config)]
+
+    def _writers(self) -> Writers:
+        return megatron_writers(self._args)
 
     def _make_forward_step(self) -> Callable[..., Any]:
         args = self._args
@@ -163,6 +172,17 @@ class OdbRun:
         """Return the loss of a micro-batch; None for that of `forward_step`."""
         return None
 
+    def _router_mask(self) -> RouterMask | None:
+        args = self._args
+        if not self.config.enabled or args.num_experts is None:
+            return None
+        return RouterMask(
+            context_size=self._place.context_size,
+            context_rank=self._place.context_rank,
+            sequence_size=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+            sequence_rank=self._place.tensor_rank,
+        )
+
     def _make_replica(self) -> ReplicaData:
         return ReplicaData(self._args, self._place, deadlines=self._deadlines)
 
@@ -175,17 +195,10 @@ class OdbRun:
         """Return the tokenizer; None for Megatron's global one."""
         return None
 
-    def _go_on(self) -> None:
-        """Let the training data go on where the loaded checkpoint left them."""
-        args = self._args
-        if self._loader is None or not args.iteration or args.finetune or args.skip_train:
-            return
-        if restore(args, self._loader, group=self._groups[0], text=self._saved):
-            self._report.goes_on()
-
-    def _saved_text(self) -> str | None:
-        args = self._args
-        return None if not args.iteration or args.finetune or args.skip_train else saved_text(args)
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the training data go on where the loaded checkpoint left them."""
+        return bool(self._args.iteration) and not self._args.finetune and not self._args.skip_train
 
     # --- the host's calls -----------------------------------------------------------------------
 
@@ -265,20 +278,9 @@ class OdbRun:
             **place,
         )
 
-    def _router_mask(self) -> RouterMask | None:
-        args = self._args
-        if not self.config.enabled or args.num_experts is None:
-            return None
-        return RouterMask(
-            context_size=self._place.context_size,
-            context_rank=self._place.context_rank,
-            sequence_size=args.tensor_model_parallel_size if args.sequence_parallel else 1,
-            sequence_rank=self._place.tensor_rank,
-        )
-
     def __enter__(self) -> OdbRun:
         self._hooks.install()
-        self._undo_attention = self._backend.install()
+        self._undo_attention = self._attention.install()
         return self
 
     def __exit__(
@@ -290,7 +292,7 @@ class OdbRun:
         clean = kind is None or (isinstance(error, SystemExit) and not error.code)
         has_left = clean and is_within_step(trace)
         if clean and self._peers is not None:
-            self._peers.leave(within_step=has_left)
+            self._peers.heartbeat.leave(within_step=has_left)
         if has_left:
             clean, error = False, RuntimeError("the script has left by sys.exit() within a step")
             leave_reason(str(error))
@@ -309,8 +311,12 @@ class OdbRun:
             self._report.finish(feed, together=clean and ended)
         if self._peers is not None:
             self._peers.close(clean=clean)
-        if self.config.dry_run:
-            self._end_dry_run(error)
+        if self.config.dry_run:  # exit code 2 where something does not fit
+            with usage_errors():
+                if isinstance(error, (ValueError, ReplicaFailedError)):
+                    raise ValueError(str(error)) from error
+                if self._unfit:
+                    raise ValueError(self._unfit)
         if isinstance(error, KeyboardInterrupt):
             print(f"odb: rank {self._args.rank} was interrupted", file=sys.stderr, flush=True)
             raise SystemExit(INTERRUPTED) from None
@@ -322,28 +328,28 @@ class OdbRun:
         dry = self.config.dry_run
         text = str(error) if dry else f"{type(error).__name__}: {error}"
         is_told = isinstance(error, ReplicaFailedError)
-        loss = "" if self._peers is None or is_told else self._peers.loss_behind(error)
+        loss = "" if self._peers is None or is_told else self._peers.loss_behind_error()
         if isinstance(error, Exception):
-            known = not loss or loss in text
-            reason, is_told = text if known else f"{loss} ({text})", is_told or bool(loss)
+            reason = text if loss in text else f"{loss} ({text})"
+            is_told = is_told or bool(loss)
             leave_reason(reason, is_told=is_told, code=USAGE_ERROR if dry else 1)
         if self._peers is not None and not loss and not is_told:
-            self._peers.tell_failure(text)
+            self._peers.heartbeat.tell_failure(text[:_SHOWN])
 
     # --- what the hooks tell -------------------------------------------------------------------
 
     def on_schedule(self, *, training: bool) -> None:
         if self._peers is not None:
-            self._peers.begin_step()
+            self._peers.heartbeat.begin_step()
         if training:
             self._report.start_clock()
-        if training and self._checkpoint is not None:
-            self._checkpoint.note_trained()
+            if self._checkpoint is not None:
+                self._checkpoint.note_trained()
 
     def on_header(self, header: StepHeader, *, training: bool) -> None:
         """Fix the loop's end and the step's sample count."""
+        totals = header.totals
         if not training:
-            totals = header.totals
             self._report.evaluated(
                 samples=totals.num_samples,
                 loss_tokens=totals.num_loss_tokens,
@@ -352,27 +358,25 @@ class OdbRun:
             )
             return
         assert self._calculator is not None
-        self._calculator.begin_step(header.totals)
+        self._calculator.begin_step(totals)
         self._report.begin_step(header)
         done = self._args.curr_iteration + 1
-        if header.totals.is_final:
+        if totals.is_final:
             self._args.train_iters = done
         elif done >= self._args.train_iters:
             self._args.train_iters = done + 1
 
     def on_trained(self) -> None:
         """The work of a schedule is launched; the loss of the step before it has come meanwhile."""
-        self._report.on_trained()
+        self._report.mark()
         self._show_last_step()
 
     def on_logged(self, values: dict[str, Any]) -> None:
         """Record the step; it is shown with the next one, or at a save or the end."""
         show = None
-        if self._report.recorder is not None:
-            show = self._report.end_step(
-                values,
-                delivered=None if self._train_feed is None else self._train_feed.delivered,
-            )
+        if self._report.records:
+            delivered = None if self._train_feed is None else self._train_feed.delivered
+            show = self._report.end_step(values, delivered=delivered)
         self._show_last_step()  # without --odb
         self._last_step = (show, logged_loss(values["loss_dict"]), memory_use())
 
@@ -384,15 +388,15 @@ class OdbRun:
         if self._last_step is None:
             return
         (show, read, memory), self._last_step = self._last_step, None
-        loss = read()
+        loss, reports = read(), 0
         if together and self._replica is not None and self._args.pipeline_model_parallel_size > 1:
             known = math.nan if loss is None else loss
-            found, peak, reserved = self._replica.report([known, memory.peak, memory.reserved])
+            found, peak, reserved = self._replica.report([known, *memory])
             loss = None if math.isnan(found) and loss is None else found
-            peak, reserved = max(memory.peak, int(peak)), max(memory.reserved, int(reserved))
-            memory = replace(memory, peak=peak, reserved=reserved)
+            memory = (max(memory[0], int(peak)), max(memory[1], int(reserved)))
+            reports = self._replica.num_reported()
         if show is not None:
-            show(loss, memory, 0 if self._replica is None else self._replica.num_reported())
+            show(loss, memory, reports)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -402,6 +406,18 @@ class OdbRun:
             if self._checkpoint is not None:
                 self._checkpoint.save()
             yield
+
+    def _on_batch(self, item: Any) -> None:
+        if torch.is_grad_enabled():
+            self._report.on_batch(item)
+        elif not self.config.enabled:
+            left_out = int((item["skipped"] > 0).sum())
+            self._report.evaluated(
+                samples=len(item["skipped"]) - left_out,
+                loss_tokens=int((item["loss_mask"] > 0).sum()),
+                left_out=left_out,
+                truncated=int(item["truncated"].sum()),
+            )
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -427,15 +443,14 @@ class OdbRun:
         provider.is_distributed = True  # type: ignore[attr-defined]  # every rank builds its data
         return provider
 
-    def _build_streams(
-        self, sizes: Sequence[int | None], *, reads_data: bool = True
-    ) -> list[SampleStream | ItemStream | None]:
-        """Build the streams, and on source ranks what goes with them."""
+    def _build_streams(self, sizes: Sequence[int | None]) -> list[SampleStream | ItemStream | None]:
+        """Build the streams, and on ranks that read data what goes with them."""
         args = self._args
+        reads_data = self._place.is_source or not self.config.enabled
         datasets = None
         if self._datasets is not None:
             if not reads_data:  # and nothing of Megatron's is built, which would wait for all ranks
-                return [None] * len(sizes)
+                return []
             datasets = self._datasets(sizes)
         streams = build_streams(
             args,
@@ -446,7 +461,7 @@ class OdbRun:
             tokenizer=self._tokenizer(),
         )
         if not reads_data:
-            return streams
+            return []
         if streams[0] is None and not args.skip_train:
             raise SettingError(
                 "there is nothing to train on: the train split is empty; change {split} or "
@@ -468,9 +483,7 @@ class OdbRun:
     def _build_packed(self, replica: ReplicaData, sizes: Sequence[int | None]) -> None:
         args = self._args
         self._saved = self._saved_text()
-        with replica.error_broadcast():
-            streams = self._build_streams(sizes, reads_data=replica.place.is_source)
-        replica.build(lambda: self._build_loaders(streams))
+        replica.build(lambda: self._build_loaders(sizes))
         if not args.skip_train:
             group = self._groups[-1] if self._groups else None  # on source ranks
             channel = replica.checkpoint_channel
@@ -482,7 +495,7 @@ class OdbRun:
         name = REPLACED["_GLOBAL_NUM_MICROBATCHES_CALCULATOR"]
         self._hooks.replace(name, self._make_calculator)
         args.dataloader_type = "external"
-        remaining = max(0, self._total - args.consumed_train_samples)
+        remaining = max(0, total_samples(args) - args.consumed_train_samples)
         steps = -(-remaining // args.global_batch_size)
         if replica.train is not None and replica.train.num_steps == 0:
             steps = 0  # the end of iterables shows only in their state
@@ -492,69 +505,11 @@ class OdbRun:
         self._calculator = StepCalculator(base, num_replicas=self._args.data_parallel_size)
         return self._calculator
 
-    def _read_first_steps(self, replica: ReplicaData) -> None:
-        """Read and plan the first steps, and look at the machine; every rank calls it."""
-        args, (train, *_), longest = self._args, replica.iterators(0), 0
-        for number in range(_DRY_STEPS):
-            self._report.start_clock()
-            header = None if train is None else next(train, None)
-            if train is None or not isinstance(header, StepHeader):
-                break
-            self._report.begin_step(header)
-            for _ in range(header.totals.num_micro_batches):
-                self._report.on_batch(next(train))
-            args.consumed_train_samples += header.totals.num_consumed
-            if self._report.recorder is not None:
-                values = {"iteration": args.iteration + number + 1, "loss_dict": {}}
-                show = self._report.end_step(
-                    values | {"grad_norm": None, "learning_rate": None},
-                    delivered=replica.train.delivered if replica.train else None,
-                )
-                record = show(None, memory_use(), 0)
-                longest = max(longest, *(n for lengths in record.lengths for n in lengths), 0)
-        if self._groups:
-            longest = max(own for (own,) in gather_counts(self._groups[-1], [longest]))
-        if args.rank == 0:
-            print(f"odb: the longest sample of these steps has {longest} tokens", flush=True)
-        if int(os.environ.get("LOCAL_RANK", args.rank)) == 0:
-            self._check_machine()
+    def _saved_text(self) -> str | None:
+        return saved_text(self._args) if self._goes_on else None
 
-    def _check_machine(self) -> None:
-        args = self._args
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", min(args.world_size, 8)))
-        size = len(self._place.ranks)
-        load = doctor.Load(
-            ranks=here,
-            readers=max(1, here // size),
-            num_workers=args.num_workers or 0,
-            replicas=args.data_parallel_size,
-            uses_nccl=args.distributed_backend == "nccl",
-        )
-        found = doctor.check_run(load, num_nodes=-(-args.world_size // here))
-        told = [one for one in found if one.status in (doctor.WARNING, doctor.FAILURE)]
-        if told:
-            print(f"odb: this machine, rank {args.rank}:\n{doctor.render(told)}", flush=True)
-        self._unfit = "; ".join(
-            f"{one.subject}: {one.observed}, expected {one.expected}: {one.hint}"
-            for one in told
-            if one.status == doctor.FAILURE
-        )
-
-    def _end_dry_run(self, error: BaseException | None) -> None:
-        """End with exit code 2 where something does not fit."""
-        with usage_errors():
-            if isinstance(error, (ValueError, ReplicaFailedError)):
-                raise ValueError(str(error)) from error
-            if self._unfit:
-                raise ValueError(self._unfit)
-
-    @property
-    def _train_feed(self) -> StepFeed | None:
-        return None if self._replica is None else self._replica.train
-
-    def _build_loaders(
-        self, streams: Sequence[SampleStream | ItemStream | None]
-    ) -> list[StepLoader | None]:
+    def _build_loaders(self, sizes: Sequence[int | None]) -> list[StepLoader | None]:
+        streams = self._build_streams(sizes)
         loaders = [
             None
             if stream is None
@@ -568,18 +523,57 @@ class OdbRun:
             )
             for split, stream, group in zip(Split, streams, self._groups, strict=False)
         ]
-        self._loader = loaders[0]
-        self._go_on()
+        if loaders and loaders[0] is not None:
+            self._loader, group = loaders[0], self._groups[0]
+            if self._goes_on and restore(self._args, self._loader, group=group, text=self._saved):
+                self._report.goes_on()
         return loaders
 
-    def _on_batch(self, item: Any) -> None:
-        if torch.is_grad_enabled():
-            self._report.on_batch(item)
-        elif not self.config.enabled:
-            left_out = int((item["skipped"] > 0).sum())
-            self._report.evaluated(
-                samples=len(item["skipped"]) - left_out,
-                loss_tokens=int((item["loss_mask"] > 0).sum()),
-                left_out=left_out,
-                truncated=int(item["truncated"].sum()),
-            )
+    @property
+    def _train_feed(self) -> StepFeed | None:
+        return None if self._replica is None else self._replica.train
+
+    def _read_first_steps(self, replica: ReplicaData) -> None:
+        """Read and plan the first steps, and look at the machine; every rank calls it."""
+        args, (train, *_), longest = self._args, replica.iterators(0), 0
+        for number in range(_DRY_STEPS):
+            self._report.start_clock()
+            header = None if train is None else next(train, None)
+            if train is None or not isinstance(header, StepHeader):
+                break
+            self._report.begin_step(header)
+            for _ in range(header.totals.num_micro_batches):
+                self._report.on_batch(next(train))
+            args.consumed_train_samples += header.totals.num_consumed
+            if self._report.records:
+                values = {"iteration": args.iteration + number + 1, "loss_dict": {}}
+                values |= {"grad_norm": None, "learning_rate": None}
+                delivered = replica.train.delivered if replica.train else None
+                record = self._report.end_step(values, delivered=delivered)(None, memory_use(), 0)
+                longest = max(longest, *(n for lengths in record.lengths for n in lengths), 0)
+        if self._groups:
+            longest = max(gather_json(self._groups[-1].gather_all, longest))
+        if args.rank == 0:
+            print(f"odb: the longest sample of these steps has {longest} tokens", flush=True)
+        if int(os.environ.get("LOCAL_RANK", args.rank)) == 0:
+            self._check_machine()
+
+    def _check_machine(self) -> None:
+        args = self._args
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", min(args.world_size, 8)))
+        load = doctor.Load(
+            ranks=here,
+            readers=max(1, here // len(self._place.ranks)),
+            num_workers=args.num_workers or 0,
+            replicas=args.data_parallel_size,
+            uses_nccl=args.distributed_backend == "nccl",
+        )
+        found = doctor.check_run(load, num_nodes=-(-args.world_size // here))
+        told = [one for one in found if one.status in (doctor.WARNING, doctor.FAILURE)]
+        if told:
+            print(f"odb: this machine, rank {args.rank}:\n{doctor.render(told)}", flush=True)
+        self._unfit = "; ".join(
+            f"{one.subject}: {one.observed}, expected {one.expected}: {one.hint}"
+            for one in told
+            if one.status == doctor.FAILURE
+        )

@@ -17,10 +17,10 @@ from odb_megatron.data.records import require_data
 from odb_megatron.data.sample import SampleRules
 from odb_megatron.errors import raise_usage_errors, usage_errors
 from odb_megatron.megatron.attention import Attention, select
-from odb_megatron.megatron.config import OdbConfig, add_odb_arguments
+from odb_megatron.megatron.config import OdbConfig, add_odb_arguments, given
 from odb_megatron.megatron.modelopt.checkpoint import refuse_converted
 from odb_megatron.megatron.replica import replica_ranks
-from odb_megatron.megatron.validation import NEEDS, refuse_flags, refuse_unsupported, set_needs
+from odb_megatron.megatron.validation import RULES, refuse_flags, refuse_unsupported, set_needs
 from odb_megatron.plan.record import OPEN_TOTAL
 
 __all__ = [
@@ -68,63 +68,45 @@ def read_args(
     own in between: `--odb-epochs` becomes `--train-samples`, and what cannot work is refused.
 
     Args:
-        args_defaults: as upstream.
+        args_defaults: as upstream; `train_samples` is for a run whose length no flag gives.
         extra_args: adds a script's own flags, as upstream's `extra_args_provider`.
 
     Raises:
-        ValueError: flags that are not known or do not fit together, each named.
+        ValueError: flags that are not known or do not fit together, each named on a line of its
+            own.
     """
-    from megatron.training.arguments import parse_args
+    from megatron.training import arguments as megatron_arguments
+    from megatron.training.checkpointing import load_args_from_checkpoint
     from megatron.training.global_vars import set_global_variables
 
-    args: argparse.Namespace = parse_args(
+    args: argparse.Namespace = megatron_arguments.parse_args(
         lambda parser: _add_arguments(parser if extra_args is None else extra_args(parser))
     )
     if getattr(args, "yaml_cfg", None) is not None:
         raise ValueError(
             "--yaml-cfg replaces the command line that --odb reads: give flags instead"
         )
-    _complete_args(args, args_defaults)
-    choose_backend(args)
-    set_global_variables(args)
-    return args
-
-
-def _complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | None = None) -> None:
-    """Validate parsed arguments and fill in what follows from them; no global variable is set.
-
-    Args:
-        args: parsed; changed as far as the checks come.
-        args_defaults: as upstream; `train_samples` is for a run whose length no flag gives.
-
-    Raises:
-        ValueError: flags that do not fit together, each named on a line of its own.
-    """
-    from megatron.training import arguments as megatron_arguments
-    from megatron.training.checkpointing import load_args_from_checkpoint
-
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args)
-    set_of_needs = set_needs(args, vars(args).pop("odb_unset", {}))
+    set_of_needs = set_needs(args, vars(args).pop("odb_unset"))
     defaults = dict(args_defaults or {})
     length = defaults.pop("train_samples", None)
     if args.odb_epochs is args.train_samples is args.train_iters is None:
         args.train_samples = length
-    messages = _messages(lambda: _resolve_tokenizer(args), lambda: _check_length(args))
-    messages = messages or _messages(lambda: _resolve_epochs(args))
-    _raise(messages, args)
     try:
+        args.odb_epochs = given(args).get("epochs")
+        _check_flags(args)
+        _resolve_epochs(args)
         megatron_arguments.validate_args(args, defaults)
-    except Exception:
-        refuse_flags(args)  # Megatron names what else a flag needs, which would not help
+        config = OdbConfig.from_args(args)
+    except Exception as error:
+        # What ODB refuses says more than what Megatron names as another flag's need.
+        refuse_flags(args, besides=error if isinstance(error, ValueError) else None)
         raise
     if args.eval_interval is None:  # 0.19.2 divides by it all the same (training.py 4481)
         args.eval_interval = _NEVER
-    _raise(_messages(lambda: OdbConfig.from_args(args)), args)
-    config = OdbConfig.from_args(args)
-    messages = _messages(lambda: refuse_unsupported(args, config), lambda: refuse_converted(args))
-    if messages:
-        raise ValueError("\n".join(messages))
+    refuse_unsupported(args, config)
+    refuse_converted(args)
     if args.pipeline_model_parallel_size > 1 and not config.enabled:
         exchange_shapes(args)  # the baseline's batches are as long as their longest sample
     if set_of_needs and args.rank == 0:
@@ -132,6 +114,9 @@ def _complete_args(args: argparse.Namespace, args_defaults: dict[str, Any] | Non
     if config.dry_run:
         args.tensorboard_dir = args.wandb_project = None
         args.log_progress = False
+    choose_backend(args)
+    set_global_variables(args)
+    return args
 
 
 def exchange_shapes(args: argparse.Namespace) -> None:
@@ -143,25 +128,6 @@ def exchange_shapes(args: argparse.Namespace) -> None:
     args.variable_seq_lengths = True
     if args.num_experts is None:
         args.moe_token_dispatcher_type = "alltoall"
-
-
-def _messages(*checks: Callable[[], object]) -> list[str]:
-    """Return what each check refuses."""
-    found = []
-    for check in checks:
-        try:
-            check()
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-def _raise(messages: list[str], args: argparse.Namespace) -> None:
-    """Refuse what was found, if anything, and what ODB refuses of the flags besides it."""
-    if not messages:
-        return
-    messages = messages + _messages(lambda: refuse_flags(args))
-    raise ValueError("\n".join(messages))
 
 
 def device_type() -> str:
@@ -241,49 +207,50 @@ def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     if device_type() == "cpu":
         parser.set_defaults(distributed_backend="gloo")
     raise_usage_errors(parser)
-    unset = {need.name: parser.get_default(need.name) for need in NEEDS if need.is_set}
+    unset = {rule.name: parser.get_default(rule.name) for rule in RULES if rule.is_set}
     parser.set_defaults(**dict.fromkeys(unset), odb_unset=unset)
     return add_odb_arguments(parser)
 
 
-def _check_length(args: argparse.Namespace) -> None:
-    for name in ("odb_epochs", "train_samples", "train_iters"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            flag = "--" + name.replace("_", "-")
+def _check_flags(args: argparse.Namespace) -> None:
+    """Check what Megatron's own validation would take, or say less clearly.
+
+    Raises:
+        ValueError: a tokenizer that is not there, a micro-batch size or length that is not given.
+    """
+    model = args.tokenizer_model
+    if args.tokenizer_type == "HuggingFaceTokenizer" and model:
+        names_path = model.startswith((".", "/", "~"))
+        if os.path.isfile(model) or (names_path and not os.path.exists(model)):
+            raise ValueError(
+                f"--tokenizer-model {model} is no folder of a Hugging Face tokenizer, which has a "
+                "tokenizer_config.json: give that"
+            )
+    if args.micro_batch_size is None:
+        raise ValueError(
+            "--micro-batch-size is not given, and without --odb Megatron's padded micro-batches "
+            "have that many samples: give it, or add --odb"
+        )
+    lengths = {name: getattr(args, name) for name in ("odb_epochs", "train_samples", "train_iters")}
+    flags = {f"--{name.replace('_', '-')}": n for name, n in lengths.items() if n is not None}
+    for flag, value in flags.items():
+        if value < 1:
             raise ValueError(f"{flag} must be at least 1, got {value}")
-    if args.train_samples is not None and args.train_iters is not None:
-        raise ValueError("--train-samples and --train-iters each give the run's length: keep one")
-    if args.odb_epochs is args.train_samples is args.train_iters is None:
+    if len(flags) > 1:
+        raise ValueError(f"{' and '.join(flags)} each give the run's length: keep one")
+    if not flags:
         raise ValueError(
             "the run has no length: give --train-samples N, --train-iters N or (with --odb) "
             "--odb-epochs N"
         )
 
 
-def _resolve_tokenizer(args: argparse.Namespace) -> None:
-    model = args.tokenizer_model
-    if args.tokenizer_type != "HuggingFaceTokenizer" or not model:
-        return
-    if model.startswith((".", "/", "~")) and not os.path.exists(model):
-        raise ValueError(
-            f"--tokenizer-model {model} does not exist: give a Hugging Face tokenizer folder"
-        )
-    if os.path.isfile(model):
-        raise ValueError(
-            f"--tokenizer-model {model} is a file: give its folder, which has a "
-            "tokenizer_config.json too"
-        )
-
-
 def _resolve_epochs(args: argparse.Namespace) -> None:
-    if args.odb_epochs is None or not args.odb:
-        return  # OdbConfig refuses the flag without --odb
-    if args.train_samples or args.train_iters:
-        raise ValueError(
-            "--odb-epochs, --train-samples and --train-iters each give the run's length: keep one"
-        )
-    if _has_no_files(args):
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    if args.odb_epochs is None:
+        return
+    if not any(get_blend_and_blend_per_split(args)):  # the user's own data sets are to come
         _leave_length_open(args)
         return
     if args.data_path is not None and args.split is None:
@@ -291,14 +258,6 @@ def _resolve_epochs(args: argparse.Namespace) -> None:
     rules = SampleRules(context=args.seq_length, token_budget=args.seq_length)
     args.train_samples = args.odb_epochs * count_epoch(dataset_config(args, rules=rules))
     args.odb_epoch_samples = args.train_samples // args.odb_epochs
-
-
-def _has_no_files(args: argparse.Namespace) -> bool:
-    """Whether no data was given by flags, so that the user's own data sets are to come."""
-    from megatron.training.utils import get_blend_and_blend_per_split
-
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    return blend is None and blend_per_split is None
 
 
 def _leave_length_open(args: argparse.Namespace) -> None:
@@ -341,8 +300,15 @@ def require_paths(args: argparse.Namespace, *, has_datasets: bool = False) -> No
             for path in _data_paths(args):
                 if is_source or not config.enabled:  # the padded baseline reads on every rank
                     require_data(path)
-        if args.odb_log_dir is not None and is_source:
-            _require_folder(args.odb_log_dir)
+        if (folder := args.odb_log_dir) is not None and is_source:
+            try:
+                os.makedirs(folder, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):  # permissions do not tell all
+                    pass
+            except OSError as error:
+                raise ValueError(
+                    f"--odb-log-dir {folder} cannot be written ({error}): give a folder that can"
+                ) from error
 
 
 def _data_paths(args: argparse.Namespace) -> Iterator[str]:
@@ -351,15 +317,3 @@ def _data_paths(args: argparse.Namespace) -> Iterator[str]:
     for blend in (data.blend, *(data.blend_per_split or ())):
         if blend is not None:
             yield from blend[0]
-
-
-def _require_folder(folder: str) -> None:
-    """Make the folder of the step logs, and write to it: permissions do not tell all."""
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"--odb-log-dir {folder} cannot be written ({error}): give a folder that can"
-        ) from error

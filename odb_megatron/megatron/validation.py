@@ -19,90 +19,80 @@ from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.topology import count_multiple, padding_multiple, routers
 from odb_megatron.plan.padding import OverlongPolicy, budget_length
 
-__all__ = ["NEEDS", "refuse_flags", "refuse_unsupported", "set_needs"]
-
-
-def _always(_args: argparse.Namespace) -> bool:
-    return True
-
-
-def _has_experts(args: argparse.Namespace) -> bool:
-    return getattr(args, "num_experts", None) is not None
+__all__ = ["RULES", "refuse_flags", "refuse_unsupported", "set_needs"]
 
 
 def _moves_micro_batches(args: argparse.Namespace) -> bool:
     """Whether experts meet in micro-batches of different sizes, those of several replicas."""
-    has_one_shape = getattr(args, "odb_pad_to", None) in ("budget", ["budget"])
-    shares = _has_experts(args) and (getattr(args, "expert_model_parallel_size", None) or 1) > 1
-    return shares and not has_one_shape
+    has_one_shape = _given(args, "odb_pad_to") in ("budget", ["budget"])
+    shares = _given(args, "num_experts") and (_given(args, "expert_model_parallel_size") or 1) > 1
+    return bool(shares) and not has_one_shape
 
 
-class Need(NamedTuple):
-    """An argument that must have one of some values; the first is set where none was given."""
+def _given(args: argparse.Namespace, name: str) -> Any:
+    return getattr(args, name, None)
+
+
+class Rule(NamedTuple):
+    """What `--odb` asks of one argument.
+
+    Attributes:
+        values: that it may have; empty where it must not be given.
+        is_set: whether the first of them is set where none was given.
+        applies: whether the argument matters to this run.
+    """
 
     name: str
-    values: tuple[Any, ...]
     why: str
-    applies: Callable[[argparse.Namespace], bool] = _always
+    values: tuple[Any, ...] = ()
     is_set: bool = True
+    applies: Callable[[argparse.Namespace], bool] = lambda _: True
 
 
 _LOSS = "without it the loss is averaged per micro-batch first: it depends on the packing"
 _SIZES = "replicas' micro-batches differ in size ({odb_pad_to} budget gives all one)"
 _ORDER = "the data loader is its own, and takes the order of the samples from this"
-
-NEEDS = (
-    Need("calculate_per_token_loss", (True,), _LOSS),
-    Need("micro_batch_size", (1,), "a packed micro-batch is one row of many samples"),
-    Need("eval_micro_batch_size", (1,), "evaluations are packed too"),
-    Need("moe_token_dispatcher_type", ("alltoall", "flex"), _SIZES, _moves_micro_batches),
-    Need("dataloader_type", ("single", "cyclic"), _ORDER, is_set=False),
-    Need("non_persistent_ckpt_type", ("global",), "all nodes read its data state", is_set=False),
-    Need("gtp_weight_remat_size", (1,), "it does not know this axis", is_set=False),
-)
-
-_OFF = {
-    "sft": "two packings of the same data; chat files are read without it",
-    "trust_remote_code": "no code is run that comes with a tokenizer",
-    "mock_data": "real samples are trained: give {data_path}",
-    "fim_data": "samples are not cut for fill-in-the-middle",
-    **dict.fromkeys(
-        (
-            *("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
-            "dataloader_inter_document_masking",
-        ),
-        "it does nothing: samples never share positions or attention; loss follows the data",
-    ),
-    **dict.fromkeys(
-        (
-            *("rampup_batch_size", "step_batch_size_schedule", "iterations_to_skip"),
-            *("phase_transition_iterations", "multiple_validation_sets"),
-        ),
-        "not in this version",
-    ),
-    **dict.fromkeys(
-        ("hybrid_context_parallel", "sequence_packing_scheduler", "use_varlen_dataset"),
-        "both form the micro-batches",
-    ),
-    **dict.fromkeys(
-        ("use_megatron_fsdp", "use_torch_fsdp2"),
-        "FSDP is not in this version (it has not been run: no test without CUDA can); use "
-        "{use_distributed_optimizer}",
-    ),
-    "decrease_batch_size_if_needed": "the batch size stays",
-    "override_ckpt_iteration": "it would count other samples than the checkpoint's own iteration; "
-    "{ckpt_step} loads the checkpoint of that iteration",
-    "full_validation": "Megatron's own fails with one validation set (training.py 4382, 0.19.2); "
-    "{eval_iters} gives the steps of an evaluation",
-    "perform_rl_step": "rollouts are not batched",
-    "inprocess_restart": "it leaves groups and threads; a restarted job goes on from a checkpoint",
-    "logits_load_dir": "a teacher's saved logits are not read",
-    "overlap_moe_expert_parallel_comm": "its schedule routes without the padding mask "
-    "(models/gpt/fine_grained_callables.py 130, 0.19.2): padding would count in routers' losses",
-    "ddp_average_in_collective": "gradients are divided by the loss tokens of all replicas",
-    "fp4": "not in this version; use {fp8} or {bf16}",
+_SAMPLES = "it does nothing: samples never share positions or attention; loss follows the data"
+_FSDP = "FSDP is not in this version (it has not been run: no test without CUDA can); use "
+_FSDP += "{use_distributed_optimizer}"
+_STEP = "it would count other samples than the checkpoint's own iteration; {ckpt_step} loads the "
+_STEP += "checkpoint of that iteration"
+_EVALUATION = "Megatron's own fails with one validation set (training.py 4382, 0.19.2); "
+_EVALUATION += "{eval_iters} gives the steps of an evaluation"
+_ROUTES = "its schedule routes without the padding mask (models/gpt/fine_grained_callables.py 130, "
+_ROUTES += "0.19.2): padding would count in routers' losses"
+_REASONS = {
+    "not in this version": "rampup_batch_size step_batch_size_schedule iterations_to_skip "
+    "phase_transition_iterations multiple_validation_sets",
+    "both form the micro-batches": "hybrid_context_parallel sequence_packing_scheduler "
+    "use_varlen_dataset",
+    _SAMPLES: "reset_position_ids reset_attention_mask eod_mask_loss "
+    "dataloader_inter_document_masking",
+    _FSDP: "use_megatron_fsdp use_torch_fsdp2",
+    "two packings of the same data; chat files are read without it": "sft",
+    "no code is run that comes with a tokenizer": "trust_remote_code",
+    "real samples are trained: give {data_path}": "mock_data",
+    "samples are not cut for fill-in-the-middle": "fim_data",
+    "the batch size stays": "decrease_batch_size_if_needed",
+    _STEP: "override_ckpt_iteration",
+    _EVALUATION: "full_validation",
+    "rollouts are not batched": "perform_rl_step",
+    "it leaves groups and threads; a restarted job goes on from a checkpoint": "inprocess_restart",
+    "a teacher's saved logits are not read": "logits_load_dir",
+    _ROUTES: "overlap_moe_expert_parallel_comm",
+    "gradients are divided by the loss tokens of all replicas": "ddp_average_in_collective",
+    "not in this version; use {fp8} or {bf16}": "fp4",
 }
-"""Arguments that must not be given with `--odb`, and why."""
+RULES = (
+    Rule("calculate_per_token_loss", _LOSS, (True,)),
+    Rule("micro_batch_size", "a packed micro-batch is one row of many samples", (1,)),
+    Rule("eval_micro_batch_size", "evaluations are packed too", (1,)),
+    Rule("moe_token_dispatcher_type", _SIZES, ("alltoall", "flex"), applies=_moves_micro_batches),
+    Rule("dataloader_type", _ORDER, ("single", "cyclic"), is_set=False),
+    Rule("non_persistent_ckpt_type", "all nodes read its data state", ("global",), is_set=False),
+    Rule("gtp_weight_remat_size", "it does not know this axis", (1,), is_set=False),
+    *(Rule(name, why, is_set=False) for why, names in _REASONS.items() for name in names.split()),
+)
 
 
 def set_needs(args: argparse.Namespace, unset: Mapping[str, Any]) -> str:
@@ -116,24 +106,27 @@ def set_needs(args: argparse.Namespace, unset: Mapping[str, Any]) -> str:
         What was set for ODB, for the user; empty for nothing.
     """
     said = []
-    for name, default in unset.items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
-            need = next(need for need in NEEDS if need.name == name)
-            if args.odb and default not in need.values and need.applies(args):
-                setattr(args, name, need.values[0])
-                value = "" if need.values[0] is True else f" {need.values[0]}"
-                said.append(f"{{{name}}}{value}")
+    for rule in RULES:
+        if rule.name in unset and getattr(args, rule.name) is None:
+            value = unset[rule.name]
+            if args.odb and value not in rule.values and rule.applies(args):
+                value = rule.values[0]
+                said.append(f"{{{rule.name}}}" + ("" if value is True else f" {value}"))
+            setattr(args, rule.name, value)
     return str(SettingError(" ".join(said)))
 
 
-def refuse_flags(args: argparse.Namespace) -> None:
-    """Check arguments that Megatron has refused, or not validated: what ODB refuses says why.
+def refuse_flags(args: argparse.Namespace, *, besides: ValueError | None = None) -> None:
+    """Check arguments that were refused otherwise, or not validated: what ODB refuses says why.
+
+    Args:
+        args: parsed.
+        besides: another refusal, to be named first.
 
     Raises:
         ValueError: every refusal of a flag that applies, one line each.
     """
-    _raise(_flag_texts(args, enabled=args.odb), {})
+    _raise(_flag_texts(args, enabled=args.odb), {}, first=besides)
 
 
 def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
@@ -148,13 +141,11 @@ def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
         "length": args.seq_length,
         "multiple": multiple,
         "captured": budget_length(config.token_budget, multiple),
-        "stages": getattr(args, "pipeline_model_parallel_size", None) or 1,
+        "stages": _given(args, "pipeline_model_parallel_size") or 1,
         "group": count_multiple(args),
-        "cost": _cost_error(config),
         "loss_per": config.loss_per and config.loss_per.value,
         "scale": config.count_scale,
-        "folder": getattr(args, "save", None),
-        "unsaved": _save_error(args) if config.enabled else "",
+        "folder": _given(args, "save"),
     }
     texts = [*_flag_texts(args, enabled=config.enabled), *_weight_texts(args, config)]
     if config.enabled:
@@ -162,57 +153,64 @@ def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
     _raise(texts, values)
 
 
-def _raise(texts: Iterable[str], values: Mapping[str, Any]) -> None:
+def _raise(
+    texts: Iterable[str], values: Mapping[str, Any], first: ValueError | None = None
+) -> None:
     messages = [str(SettingError(text, values)) for text in texts]
     if messages:
-        raise ValueError("\n".join(messages))
+        raise ValueError("\n".join([*([str(first)] if first else []), *messages]))
 
 
 def _flag_texts(args: argparse.Namespace, *, enabled: bool) -> Iterator[str]:
     """Yield what is refused of single flags; layers and kernels are the baseline's, too."""
-    if getattr(args, "transformer_impl", "local") not in ("local", "transformer_engine"):
+    layers = getattr(args, "transformer_impl", "local")
+    if layers not in ("local", "transformer_engine"):
         yield (
             "{odb} packs samples in Megatron's local layers and in Transformer Engine's: use "
             "{transformer_impl} local or transformer_engine"
         )
-    if getattr(args, "spec", None) and getattr(args, "transformer_impl", "local") == "local":
+    if _given(args, "spec") and layers == "local":
         yield (
             "local layers of {spec} may not take packed samples of {odb}: drop it, or use "
             "{transformer_impl} transformer_engine"
         )
+    predicts, stages = _given(args, "mtp_num_layers"), _given(args, "pipeline_model_parallel_size")
+    is_tied = not _given(args, "untie_embeddings_and_output_weights")
+    has_checkpoints = _given(args, "save") or _given(args, "load")
+    has_checkpoints = has_checkpoints and _given(args, "ckpt_format") != "torch"
+    if predicts and (stages or 1) > 1 and is_tied and has_checkpoints:
+        yield (
+            "multi-token prediction in pipeline stages has no checkpoints with tied embeddings "
+            "(language_module.py 497, 0.19.2): with {mtp_num_layers} add "
+            "{untie_embeddings_and_output_weights}, or drop {pipeline_model_parallel_size}"
+        )
     if not enabled:
         return
-    for name, values, why, applies, _ in NEEDS:
-        value = getattr(args, name, None)
-        if value is not None and value not in values and applies(args):
-            wanted = "" if values[0] is True else f" {' or '.join(map(str, values))}"
-            yield f"{{odb}} needs {{{name}}}{wanted}: {why}"
-    for name, why in _OFF.items():
-        if getattr(args, name, None):
-            yield f"{{odb}} and {{{name}}}: {why}: drop {{{name}}}"
-    yield from _layer_texts(args)
-
-
-def _layer_texts(args: argparse.Namespace) -> Iterator[str]:
-    has_experts, predicts = _has_experts(args), bool(getattr(args, "mtp_num_layers", None))
+    for rule in RULES:
+        value = _given(args, rule.name)
+        if not rule.values and value:
+            yield f"{{odb}} and {{{rule.name}}}: {rule.why}: drop {{{rule.name}}}"
+        elif rule.values and value not in (None, *rule.values) and rule.applies(args):
+            wanted = "" if rule.values[0] is True else f" {' or '.join(map(str, rule.values))}"
+            yield f"{{odb}} needs {{{rule.name}}}{wanted}: {rule.why}"
+    has_experts = _given(args, "num_experts") is not None
     if {"quantile_balancing", "sinkhorn"} & routers(args):
         yield (
             "{moe_router_load_balancing_type} quantile_balancing and sinkhorn take no padding "
-            "mask, and {odb} has padding and idle micro-batches: use aux_loss, seq_aux_loss, "
-            "global_aux_loss or none"
+            "mask, which {odb} needs: use aux_loss, seq_aux_loss, global_aux_loss or none"
         )
     backend = ""
-    if getattr(args, "moe_token_dispatcher_type", None) == "flex":
+    if _given(args, "moe_token_dispatcher_type") == "flex":
         backend = getattr(args, "moe_flex_dispatcher_backend", "deepep")
     for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
         # NCCL's experts end the run where a rank's capacity is passed; the others drop tokens.
-        if getattr(args, name, None) is not None and has_experts and backend != "ncclep":
+        if _given(args, name) is not None and has_experts and backend != "ncclep":
             yield (
                 f"{{{name}}} drops tokens by what else is in a micro-batch, so with {{odb}} the "
                 "loss would depend on how samples are packed: drop it"
             )
     if _moves_micro_batches(args):
-        evens_out = getattr(args, "moe_hybridep_pad_uneven_dispatch_inputs", False)
+        evens_out = _given(args, "moe_hybridep_pad_uneven_dispatch_inputs")
         if backend == "hybridep" and not evens_out:
             yield (
                 "{moe_flex_dispatcher_backend} hybridep takes equal token counts "
@@ -224,7 +222,7 @@ def _layer_texts(args: argparse.Namespace) -> Iterator[str]:
                 "{moe_flex_dispatcher_backend} ncclep sizes its buffers by the first micro-batch "
                 "(token_dispatcher.py `_ensure_bootstrap`, 0.19.2): add {odb_pad_to} budget"
             )
-    if predicts and (getattr(args, "context_parallel_size", None) or 1) > 1:
+    if predicts and (_given(args, "context_parallel_size") or 1) > 1:
         yield (
             "multi-token prediction of packed samples is not exact under context parallelism "
             "(multi_token_prediction.py 270, 0.19.2): with {odb} drop {mtp_num_layers} or "
@@ -235,12 +233,12 @@ def _layer_texts(args: argparse.Namespace) -> Iterator[str]:
             "multi-token prediction shifts the routers' padding mask, so that padding counts in "
             "their losses: with {odb} drop {mtp_num_layers} or {num_experts}"
         )
-    if getattr(args, "fp8", None) and getattr(args, "transformer_impl", "local") == "local":
+    if _given(args, "fp8") and layers == "local":
         yield (
             "{fp8} is of Transformer Engine's layers: use {transformer_impl} transformer_engine, "
             "or {bf16} alone"
         )
-    if getattr(args, "fp8", None) and getattr(args, "fp8_recipe", "delayed") == "custom":
+    if _given(args, "fp8") and _given(args, "fp8_recipe") == "custom":
         yield (
             "{fp8_recipe} custom does not say which token counts it takes: use delayed, "
             "tensorwise, blockwise or mxfp8"
@@ -248,32 +246,24 @@ def _layer_texts(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _weight_texts(args: argparse.Namespace, config: OdbConfig) -> Iterator[str]:
-    """Yield what does not know that weights are scaled; see `data.preprocess.count_scale`."""
+    """Yield what does not know that weights are scaled; see `data.sample.count_scale`."""
     if config.loss_per is None:
         return
-    if getattr(args, "fp16", False):
+    if _given(args, "fp16"):
         yield (
-            "{odb_loss_per} {loss_per} scales the loss by {scale}, so that weights can be counted "
-            "in whole numbers, and {fp16} has no room for that: use {bf16}, or drop one of them"
+            "{odb_loss_per} {loss_per} scales the loss by {scale} to count weights in whole "
+            "numbers, and {fp16} has no room for that: use {bf16}, or drop one of them"
         )
-    if _has_experts(args) and not config.enabled:
+    if _given(args, "num_experts") is not None and not config.enabled:
         yield (
             "{odb_loss_per} {loss_per} weighs the routers' losses by what {odb} knows of a step: "
             "add {odb}, or drop {num_experts}"
         )
-    if getattr(args, "experimental_attention_variant", None) is not None:
+    if _given(args, "experimental_attention_variant") is not None:
         yield (
             "{odb_loss_per} {loss_per} and {experimental_attention_variant}, whose own loss would "
             "not be weighed: drop one of them"
         )
-
-
-def _graphed_modules(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the parts of a layer that are put into CUDA graphs; empty for whole layers."""
-    found = getattr(args, "cuda_graph_modules", None) or ()  # enums or names
-    found = found.split(",") if isinstance(found, str) else found
-    names = [getattr(each, "name", each) for each in found]
-    return tuple(name for name in names if name != "full")
 
 
 def _graph_texts(
@@ -281,18 +271,20 @@ def _graph_texts(
 ) -> Iterator[str]:
     """Yield which CUDA graphs and buffers do not fit packed micro-batches."""
     has_length = config.pads_to_budget and values["captured"] == values["length"]
-    if getattr(args, "tp_comm_overlap", False) and not has_length:
+    if _given(args, "tp_comm_overlap") and not has_length:
         yield (
             "{tp_comm_overlap} has buffers for {seq_length} {length} tokens (initialize.py 211, "
             "0.19.2), and {odb} makes micro-batches of varying size: add {odb_pad_to} budget with "
             "a budget of as many, or drop {tp_comm_overlap}"
         )
-    kind, modules = getattr(args, "cuda_graph_impl", None) or "none", _graphed_modules(args)
-    has_attention = not modules or "attn" in modules
-    rope = getattr(args, "position_embedding_type", "rope") in ("rope", "yarn")
+    kind = _given(args, "cuda_graph_impl") or "none"
+    modules = _given(args, "cuda_graph_modules") or ()  # enums or names; none for whole layers
+    modules = modules.split(",") if isinstance(modules, str) else modules
+    parts = {getattr(one, "name", one) for one in modules} - {"full"}
+    has_attention = not parts or "attn" in parts
     if kind == "none":
         return
-    if kind == "full_iteration" or any(one.startswith("full_iteration") for one in modules):
+    if kind == "full_iteration" or any(one.startswith("full_iteration") for one in parts):
         yield (
             "{cuda_graph_impl} full_iteration replays a whole step, and {odb} makes steps of "
             "varying micro-batch counts: use local or none"
@@ -302,21 +294,22 @@ def _graph_texts(
             "{odb} makes micro-batches of varying size, which CUDA graphs cannot replay: add "
             "{odb_pad_to} budget, or use {cuda_graph_impl} none"
         )
-    elif kind == "local":
-        if has_attention and rope and not getattr(args, "apply_rope_fusion", False):
+    elif kind == "local" and has_attention:
+        out = "leave attention out with {cuda_graph_modules} mlp"
+        rope = getattr(args, "position_embedding_type", "rope") in ("rope", "yarn")
+        if rope and not _given(args, "apply_rope_fusion"):
             yield (
                 "{cuda_graph_impl} local captures attention with lengths of 0, by which rotary "
                 "embeddings without fusion find no positions (cuda_graphs.py 274, 0.19.2): drop "
-                "{no_rope_fusion}, or leave attention out with {cuda_graph_modules} mlp"
+                f"{{no_rope_fusion}}, or {out}"
             )
-        backend = getattr(getattr(args, "attention_backend", None), "name", "")
-        if has_attention and backend == "unfused" and args.transformer_impl == "local":
+        unfused = getattr(_given(args, "attention_backend"), "name", "") == "unfused"
+        if unfused and getattr(args, "transformer_impl", "local") == "local":
             yield (
                 "{attention_backend} unfused reads lengths on the host, which {cuda_graph_impl} "
-                "local cannot capture: use {attention_backend} flash, or leave attention out with "
-                "{cuda_graph_modules} mlp"
+                f"local cannot capture: use {{attention_backend}} flash, or {out}"
             )
-    else:
+    elif kind != "local":
         use_local = "or use {cuda_graph_impl} local"
         if has_attention:
             yield (
@@ -332,9 +325,8 @@ def _graph_texts(
             )
         if values["stages"] > 1:
             yield (
-                "{cuda_graph_impl} transformer_engine captures one graph for each micro-batch of a "
-                "fixed count under pipeline parallelism, and {odb} varies it: use "
-                "{cuda_graph_impl} local"
+                "{cuda_graph_impl} transformer_engine captures graphs for a fixed count of "
+                f"micro-batches under pipeline parallelism, and {{odb}} varies it: {use_local[3:]}"
             )
 
 
@@ -343,19 +335,22 @@ def _planning_texts(
 ) -> Iterator[str]:
     if min(config.token_budget, args.seq_length) < values["multiple"]:
         yield (
-            "every sample is padded to a multiple of {multiple} (context parallelism, tensor "
-            "parallelism with sequence parallelism, FP8): {odb_token_budget} {budget} and "
-            "{seq_length} {length} must not be below it"
+            "every sample is padded to a multiple of {multiple} (context parallelism, sequence "
+            "parallelism, FP8): {odb_token_budget} {budget} and {seq_length} {length} must not be "
+            "below it"
         )
     if config.token_budget < args.seq_length and config.overlong is OverlongPolicy.ERROR:
         yield (
             "{odb_token_budget} {budget} is below {seq_length} {length}: samples in between could "
-            "not be placed; raise the budget, or say what happens to them with {odb_overlong} "
-            "truncate, drop or solo"
+            "not be placed; raise the budget, or give {odb_overlong} truncate, drop or solo"
         )
-    if values["cost"]:
-        yield "{odb_cost} {cost}"
-    has_chunks = getattr(args, "virtual_pipeline_model_parallel_size", None)
+    if config.cost is not None:
+        longest = np.array([max(config.context, config.token_budget)])
+        try:
+            config.cost.model().samples(longest, longest * 0)
+        except ValueError as error:
+            yield f"{{odb_cost}} {config.cost}: {error}"
+    has_chunks = _given(args, "virtual_pipeline_model_parallel_size")
     if has_chunks and values["group"] < values["stages"]:
         yield (
             "{odb} makes a multiple of {microbatch_group_size_per_vp_stage} micro-batches: {group} "
@@ -367,23 +362,13 @@ def _planning_texts(
             "{odb_overlong} solo makes micro-batches above the budget, which {odb_pad_to} cannot "
             "pad to one of its shapes: use error, truncate or drop, or drop {odb_pad_to}"
         )
-    if values["unsaved"]:
-        yield "{save} {folder}: {unsaved}"
-
-
-def _cost_error(config: OdbConfig) -> str:
-    if config.cost is not None:
-        try:
-            longest = np.array([max(config.context, config.token_budget)])
-            config.cost.model().samples(longest, longest * 0)
-        except ValueError as error:
-            return f"{config.cost}: {error}"
-    return ""
+    if args_error := _save_error(args):
+        yield "{save} {folder}: " + args_error.replace("{", "{{").replace("}", "}}")
 
 
 def _save_error(args: argparse.Namespace) -> str:
     """Return what would show at the first save only, with all steps until then lost."""
-    save = str(getattr(args, "save", None) or "")
+    save = str(_given(args, "save") or "")
     if not save or "://" in save:
         return ""
     found = Path(save).absolute()

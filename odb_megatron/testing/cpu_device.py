@@ -13,15 +13,16 @@ Megatron has no official CPU mode: `use_cpu_initialization` still asks CUDA for 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
-import importlib.util
 import logging
 import os
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -57,8 +58,7 @@ def activate() -> None:
     `RANK`, 0 where unset) prints one line.
 
     Raises:
-        RuntimeError: CUDA is available here, or torch is told to count devices through NVML,
-            in which case a replaced device count would make CUDA look available.
+        RuntimeError: CUDA is available here.
     """
     global _active  # noqa: PLW0603 (a process-wide switch is what this is)
     if _active:
@@ -67,11 +67,6 @@ def activate() -> None:
         raise RuntimeError(
             "the CPU device layer was asked for, but torch sees a CUDA device: drop --device cpu "
             "to use it, or hide it with CUDA_VISIBLE_DEVICES= (empty)"
-        )
-    if os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1":
-        raise RuntimeError(
-            "PYTORCH_NVML_BASED_CUDA_CHECK=1 makes torch.cuda.is_available() follow the replaced "
-            "device count: unset it to use the CPU device layer"
         )
     _import_megatron()
     for replacement in REPLACEMENTS:
@@ -95,26 +90,14 @@ def _import_megatron() -> None:
     C++ compiler. Modules imported before the layer keep their compiled functions; `torch.compile`
     itself is as before when this returns.
     """
-    compile_function: Any = torch.compile
 
     def leave_uncompiled(model: Any = None, **_: Any) -> Any:
         return model or (lambda function: function)
 
-    torch.compile = leave_uncompiled
-    try:
+    with mock.patch.object(torch, "compile", leave_uncompiled):
         for name in _MEGATRON_MODULES:
-            if _is_installed(".".join(name.split(".")[:2])):
+            with contextlib.suppress(ModuleNotFoundError):  # whoever needs it is told
                 importlib.import_module(name)
-    finally:
-        torch.compile = compile_function
-
-
-def _is_installed(package: str) -> bool:
-    """Whether a package can be imported; `megatron` itself is a namespace package."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 class Replacement(NamedTuple):

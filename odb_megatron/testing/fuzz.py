@@ -12,23 +12,22 @@ more, a case never occurred. A world is a function of the seed and its number al
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import random
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from odb_megatron.output_files import check_output
+from odb_megatron.command import check_output
 from odb_megatron.plan.record import LoaderClosedError, ReplicaFailedError
 from odb_megatron.testing.replicas import Lockstep
 from odb_megatron.testing.worlds import (
-    Counts,
     Fault,
     InjectedError,
     Tally,
@@ -70,8 +69,8 @@ def run_world(
     steps = [list(step) for step in zip(*(own[:least] for own in lockstep.steps), strict=True)]
     is_over = bool(steps) and decoded(steps[-1][0]).totals.is_final  # what comes later is too late
     tally = check_run(world, steps, is_whole=is_whole or is_over)
-    tally.closed_early = int(not is_whole and fault is not None and fault.where == "close")
-    tally.failed = int(not is_whole) - tally.closed_early
+    if not is_whole and fault is not None:
+        tally["closed_early" if fault.where == "close" else "failed"] += 1
     return tally
 
 
@@ -81,8 +80,8 @@ def fuzz_command(
     name: str,
     description: str,
     unit: str,
-    run: Callable[[int, int], Counts],
-    empty: Counts,
+    run: Callable[[int, int], Tally],
+    total: Tally,
 ) -> int:
     """Run what is asked for in processes, print and write the tally; return the exit status.
 
@@ -92,7 +91,7 @@ def fuzz_command(
         description: for the help.
         unit: what is numbered, "world" or "trial"; names the flag and the key of a failure.
         run: importable; returns the tally of a number under a seed.
-        empty: a tally.
+        total: an empty tally.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
     parser.add_argument(f"--{unit}s", dest="count", type=int, default=1000, help="how many")
@@ -110,22 +109,25 @@ def fuzz_command(
             parser.error(str(error))
 
     failures: list[dict[str, Any]] = []
-    one = partial(_run, run, type(empty), args.seed)
+    one = partial(_run, run, type(total), args.seed)
     numbers = range(args.first, args.first + args.count)
-    with multiprocessing.get_context("spawn").Pool(min(args.processes, args.count)) as pool:
-        found = pool.imap_unordered(one, numbers, chunksize=max(1, min(20, args.count // 50)))
+    with contextlib.ExitStack() as stack:
+        found: Iterator[tuple[int, Tally, str]] = map(one, numbers)
+        if args.processes > 1:
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(args.processes))
+            found = pool.imap_unordered(one, numbers, chunksize=max(1, min(20, args.count // 50)))
         for done, (number, tally, what) in enumerate(found, start=1):
-            empty.add(tally)
+            total.update(tally)
             failures += [{unit: number, "what": what}] if what else []
             if done % max(100, args.count // 10) == 0:
                 print(f"{done} {unit}s", file=sys.stderr, flush=True)
-    result: dict[str, object] = {f"{unit}s": args.count, "seed": args.seed, **asdict(empty)}
+    result: dict[str, object] = {f"{unit}s": args.count, "seed": args.seed}
+    result |= {name: total[name] for name in (*total.VIOLATIONS, *total.CASES)}
     print(json.dumps(result))
     for failure in failures[:10]:
         again = f"--seed {args.seed} --first {failure[unit]} --{unit}s 1"
         print(f"{unit} {failure[unit]} ({again}): {failure['what']}", file=sys.stderr)
-    cases = [case for case in asdict(empty) if case not in empty.VIOLATIONS]
-    missing = [case for case in cases if not getattr(empty, case) and args.count >= _ENOUGH]
+    missing = [case for case in total.CASES if not total[case] and args.count >= _ENOUGH]
     if missing:
         text = f"never occurred in {args.count} {unit}s: {', '.join(missing)}; run more of them"
         print(text, file=sys.stderr)
@@ -136,14 +138,13 @@ def fuzz_command(
 
 
 def _run(
-    run: Callable[[int, int], Counts], kind: type[Counts], seed: int, number: int
-) -> tuple[int, Counts, str]:
+    run: Callable[[int, int], Tally], kind: type[Tally], seed: int, number: int
+) -> tuple[int, Tally, str]:
     try:
         tally = run(number, seed)
-        return number, tally, str(asdict(tally)) if tally.num_violations else ""
+        return number, tally, str(tally) if tally.num_violations else ""
     except Exception:  # the fuzzer goes on; the case is named and its error shown
-        broken = kind(**{kind.VIOLATIONS[-1]: 1})
-        return number, broken, traceback.format_exc(limit=-3)
+        return number, kind([kind.VIOLATIONS[-1]]), traceback.format_exc(limit=-3)
 
 
 def _world(number: int, seed: int) -> Tally:
@@ -159,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__.split("\n", 1)[0],
         unit="world",
         run=_world,
-        empty=Tally(),
+        total=Tally(),
     )
 
 

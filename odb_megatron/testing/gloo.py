@@ -18,21 +18,20 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Child", "ReplicaError", "nursery", "run_replicas"]
+__all__ = ["Child", "Nursery", "ReplicaError", "nursery", "run_replicas"]
 
 _GRACE_S = 0.5
 """How long to look for a dead process behind the first error: its peers may report first."""
@@ -46,29 +45,25 @@ class ReplicaError(RuntimeError):
     """
 
     def __init__(self, rank: int, message: str) -> None:
-        super().__init__(message)
+        super().__init__(f"replica {rank} {message}")
         self.rank = rank
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
+class _Job(NamedTuple):
     """What one process is to do (pickled into it)."""
 
     rank: int
     num_replicas: int
     fn: Callable[..., Any]
     args: tuple[Any, ...]
-    folder: str
+    folder: Path
     timeout_s: float
     model_parallel: Mapping[str, Any] | None
 
-
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """What one process sends back: a result, or its error as text."""
-
-    value: Any
-    is_error: bool = False
+    @property
+    def stack(self) -> Path:
+        """The file in which the process says where it is, when it gets SIGUSR1."""
+        return self.folder / f"stack_{self.rank}"
 
 
 def run_replicas(
@@ -102,138 +97,74 @@ def run_replicas(
             is named rather than the errors it caused in peers. The others are killed.
         TimeoutError: not all were done in time; names them and shows where each one was.
     """
-    if num_replicas < 1:
-        raise ValueError(f"num_replicas is {num_replicas}, must be at least 1")
+    assert num_replicas > 0, "nobody would run it"
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="gloo_replicas_") as folder:
-        processes: list[Child] = []
-        connections: list[Connection] = []
+        common = (num_replicas, fn, args, Path(folder), timeout_s, model_parallel)
+        jobs = [_Job(rank, *common) for rank in range(num_replicas)]
+        children: list[Child] = []
         try:
-            for rank in range(num_replicas):
-                job = _Job(
-                    rank=rank,
-                    num_replicas=num_replicas,
-                    fn=fn,
-                    args=args,
-                    folder=folder,
-                    timeout_s=timeout_s,
-                    model_parallel=model_parallel,
-                )
-                process, mine = nursery(device_layer=device_layer).start(_run, job)
-                processes.append(process)
-                connections.append(mine)
-            results = _collect(processes, connections, deadline, folder)
-            _release(processes, connections)
+            for job in jobs:
+                children.append(nursery(device_layer=device_layer).start(_run, job))
+            results = _collect(children, jobs, deadline)
+            for child in children:  # let them tear down and end
+                with contextlib.suppress(OSError):
+                    child.connection.send(None)
+            for child in children:
+                child.join(10)
             return results
         finally:
-            _end(processes, connections)
+            for child in children:
+                child.kill()
+            for child in children:
+                child.join()
+                child.connection.close()
 
 
-def _collect(
-    processes: list[Child], connections: list[Connection], deadline: float, folder: str
-) -> list[Any]:
-    """Wait for a result of every process; raise on the first failure."""
-    reports: dict[int, _Report] = {}
-    while len(reports) < len(processes):
-        pending = {connections[rank]: rank for rank in range(len(processes)) if rank not in reports}
+def _collect(children: Sequence[Child], jobs: Sequence[_Job], deadline: float) -> list[Any]:
+    """Wait for a result of every process; raise on the first failure, a death before an error."""
+    results: dict[int, Any] = {}
+    failure: ReplicaError | None = None
+    pending = {child.connection: rank for rank, child in enumerate(children)}
+    while pending:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise TimeoutError(_stuck(processes, sorted(pending.values()), folder))
+            ranks = sorted(pending.values())
+            raise failure or TimeoutError(_where([(children[at], jobs[at]) for at in ranks]))
         for connection in ready:
             assert isinstance(connection, Connection)
-            rank = pending[connection]
-            report = _receive(connection)
-            if report is None or report.is_error:
-                raise _failure(rank, report, processes, connections, reports)
-            reports[rank] = report
-    return [reports[rank].value for rank in range(len(processes))]
+            rank = pending.pop(connection)
+            try:
+                results[rank], error = connection.recv()
+            except (EOFError, ConnectionResetError):
+                code = children[rank].join(5)
+                text = f"ended without a result, exit code {code}"
+                raise ReplicaError(rank, text) from None
+            if error and failure is None:
+                failure = ReplicaError(rank, f"raised:\n{error}")
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    if failure is not None:
+        raise failure
+    return [results[rank] for rank in range(len(children))]
 
 
-def _receive(connection: Connection) -> _Report | None:
-    """The report, or None if the process died without one."""
-    try:
-        report = connection.recv()
-    except (EOFError, ConnectionResetError):
-        return None
-    assert isinstance(report, _Report)
-    return report
-
-
-def _failure(
-    rank: int,
-    report: _Report | None,
-    processes: list[Child],
-    connections: list[Connection],
-    reports: Mapping[int, _Report],
-) -> ReplicaError:
-    """Name what came first: a process that died, else the first error that arrived."""
-    if report is None:
-        return _death(rank, processes[rank])
-    pending = {
-        connections[other]: other
-        for other in range(len(processes))
-        if other != rank and other not in reports
-    }
-    grace_ends = time.monotonic() + _GRACE_S
-    while pending:
-        ready = wait(list(pending), timeout=max(0.0, grace_ends - time.monotonic()))
-        if not ready:
-            break
-        for connection in ready:
-            assert isinstance(connection, Connection)
-            other = pending.pop(connection)
-            if _receive(connection) is None:
-                return _death(other, processes[other])
-    return ReplicaError(rank, f"replica {rank} raised:\n{report.value}")
-
-
-def _death(rank: int, process: Child) -> ReplicaError:
-    process.join(timeout=5)
-    return ReplicaError(
-        rank, f"replica {rank} ended without a result, exit code {process.exitcode}"
-    )
-
-
-def _stuck(processes: list[Child], ranks: list[int], folder: str) -> str:
+def _where(late: Sequence[tuple[Child, _Job]]) -> str:
     """Say which replicas are not done and where their threads are."""
-    for rank in ranks:
-        if processes[rank].exitcode is None and _stack_file(folder, rank).exists():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(processes[rank].pid, signal.SIGUSR1)
+    for child, job in late:
+        if job.stack.exists():
+            child.send_signal(signal.SIGUSR1)
     time.sleep(_GRACE_S)
-    lines = [f"no result in time from replica {', '.join(map(str, ranks))}"]
-    for rank in ranks:
-        path = _stack_file(folder, rank)
-        stack = path.read_text() if path.exists() else "not started yet"
-        lines.append(f"replica {rank} was here:\n{stack}")
+    lines = [f"no result in time from replica {', '.join(str(job.rank) for _, job in late)}"]
+    for _, job in late:
+        stack = job.stack.read_text() if job.stack.exists() else "not started yet"
+        lines.append(f"replica {job.rank} was here:\n{stack}")
     return "\n".join(lines)
-
-
-def _release(processes: list[Child], connections: list[Connection]) -> None:
-    """Let the processes tear down and end."""
-    for connection in connections:
-        with contextlib.suppress(OSError):
-            connection.send(None)
-    for process in processes:
-        process.join(timeout=10)
-
-
-def _end(processes: list[Child], connections: list[Connection]) -> None:
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join()
-        process.close()
-    for connection in connections:
-        connection.close()
-
-
-def _stack_file(folder: str, rank: int) -> Path:
-    return Path(folder) / f"stack_{rank}"
 
 
 def _run(job: _Job, connection: Connection) -> None:
     """The body of one process."""
+    import torch
+
     released = threading.Event()
     threading.Thread(target=_watch_parent, args=(connection, released), daemon=True).start()
     os.environ.update(
@@ -241,17 +172,32 @@ def _run(job: _Job, connection: Connection) -> None:
     )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with _stack_file(job.folder, job.rank).open("w") as stack_file:
+    with job.stack.open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         try:
-            _set_up(job)
-            report = _Report(job.fn(job.rank, *job.args))
-            connection.send(report)
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            torch.distributed.init_process_group(
+                "gloo",
+                init_method=f"file://{job.folder / 'store'}",
+                rank=job.rank,
+                world_size=job.num_replicas,
+                timeout=timedelta(seconds=job.timeout_s),
+            )
+            if job.model_parallel is not None:
+                from megatron.core import parallel_state
+                from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+                parallel_state.initialize_model_parallel(**job.model_parallel)
+                model_parallel_cuda_manual_seed(1)
+            connection.send((job.fn(job.rank, *job.args), ""))
         except BaseException:
-            connection.send(_Report(traceback.format_exc(), is_error=True))
+            connection.send((None, traceback.format_exc()))
         released.wait()
         faulthandler.unregister(signal.SIGUSR1)
-        _tear_down(job)
+        if job.model_parallel is not None:
+            parallel_state.destroy_model_parallel()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def _watch_parent(connection: Connection, released: threading.Event) -> None:
@@ -263,76 +209,39 @@ def _watch_parent(connection: Connection, released: threading.Event) -> None:
     released.set()
 
 
-def _set_up(job: _Job) -> None:
-    import torch
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    distributed = torch.distributed
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{Path(job.folder) / 'store'}",
-        rank=job.rank,
-        world_size=job.num_replicas,
-        timeout=timedelta(seconds=job.timeout_s),
-    )
-    if job.model_parallel is not None:
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        parallel_state.initialize_model_parallel(**job.model_parallel)
-        model_parallel_cuda_manual_seed(1)
-
-
-def _tear_down(job: _Job) -> None:
-    import torch
-
-    if job.model_parallel is not None:
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-    distributed = torch.distributed
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
 # --- the nursery -------------------------------------------------------------------------------
 
 
 class Child:
-    """A process of the nursery's; not a child of this process, so the nursery reports its end.
+    """A process of the nursery's, which is not a child of this process.
 
     Attributes:
         pid: its process id.
+        connection: to it.
+        exitcode: negative for a signal; None until `join` has seen its end.
     """
 
-    def __init__(self, status: Connection) -> None:
-        self._status = status
-        self._exitcode: int | None = None
-        self.pid: int = status.recv()
+    def __init__(self, home: Nursery, pid: int, connection: Connection) -> None:
+        self._home, self._handle = home, os.pidfd_open(pid)
+        self.pid, self.connection = pid, connection
+        self.exitcode: int | None = None
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, at most `timeout` seconds."""
-        if self._exitcode is None and self._status.poll(timeout):
-            try:
-                self._exitcode = self._status.recv()
-            except EOFError:  # the nursery has gone, and what it started with it
-                self._exitcode = -signal.SIGKILL
+    def join(self, timeout: float | None = None) -> int | None:
+        """Wait until it has ended, at most `timeout` seconds; return its exit code."""
+        if self.exitcode is None and wait([self._handle], timeout):
+            self.exitcode = self._home.exitcode_of(self.pid)
+            os.close(self._handle)
+        return self.exitcode
 
-    @property
-    def exitcode(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
-        self.join(0)
-        return self._exitcode
+    def send_signal(self, number: int) -> None:
+        """Does nothing where it has ended."""
+        if self.join(0) is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, number)
 
     def kill(self) -> None:
-        """End it at once; does nothing where it has ended."""
-        if self.exitcode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Forget it."""
-        self._status.close()
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
 
 
 class Nursery:
@@ -343,11 +252,9 @@ class Nursery:
     """
 
     def __init__(self, *, device_layer: bool) -> None:
-        self._control, theirs = socket.socketpair()
+        self._control, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(
-            target=_serve_nursery, args=(theirs, device_layer), name="nursery"
-        )
+        self._process = context.Process(target=_serve, args=(theirs, device_layer), name="nursery")
         self._lock = threading.Lock()
         self._process.start()
         theirs.close()
@@ -358,34 +265,41 @@ class Nursery:
         """The nursery's own process id."""
         return self._process.pid
 
-    def start(self, run: Callable[[Any, Connection], None], job: Any) -> tuple[Child, Connection]:
+    def start(self, run: Callable[[Any, Connection], None], job: Any) -> Child:
         """Call `run(job, connection)` in a process with this one's environment and import path.
 
         Args:
             run: a module-level function.
             job: pickled.
 
-        Returns:
-            The process, and the other end of its connection.
-
         Raises:
             RuntimeError: the nursery has ended.
         """
         mine, theirs = multiprocessing.Pipe()
-        status, report = multiprocessing.Pipe(duplex=False)
         try:
             with self._lock:
-                socket.send_fds(self._control, [b"\0"], [theirs.fileno(), report.fileno()])
-            theirs.close()
-            report.close()
-            child = Child(status)
+                self._control.send(None)
+                reduction.send_handle(self._control, theirs.fileno(), self.pid)
+                child = Child(self, self._control.recv(), mine)
         except (EOFError, OSError) as error:
             self._process.join(1)
             code = self._process.exitcode
             raise RuntimeError(f"the nursery has ended, exit code {code}: see above") from error
+        finally:
+            theirs.close()
         mine.send((dict(os.environ), sys.path))
         mine.send((run, job))  # read when modules can be imported as here
-        return child, mine
+        return child
+
+    def exitcode_of(self, pid: int) -> int:
+        """Return the exit code of a process that has ended."""
+        try:
+            with self._lock:
+                self._control.send(pid)
+                code: int = self._control.recv()
+        except (EOFError, OSError):  # the nursery has gone, and what it started with it
+            return -signal.SIGKILL
+        return code
 
 
 @functools.cache
@@ -394,7 +308,7 @@ def nursery(*, device_layer: bool) -> Nursery:
     return Nursery(device_layer=device_layer)
 
 
-def _serve_nursery(control: socket.socket, device_layer: bool) -> None:
+def _serve(control: Connection, device_layer: bool) -> None:
     """Fork what is asked for until the other end of `control` is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the tests' process decides
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported; no threads to fork
@@ -408,28 +322,24 @@ def _serve_nursery(control: socket.socket, device_layer: bool) -> None:
     gc.collect()
     gc.freeze()  # collections in the processes leave the shared pages alone
     context = multiprocessing.get_context("fork")
-    living: dict[int, tuple[BaseProcess, Connection[Any, Any]]] = {}
-    while True:
-        for ready in wait([control, *living]):
-            if isinstance(ready, int):
-                process, status = living.pop(ready)
+    living: dict[int | None, ForkProcess] = {}
+    with contextlib.suppress(EOFError):
+        while True:
+            pid = control.recv()
+            if pid is None:
+                connection = Connection(reduction.recv_handle(control))
+                process = context.Process(target=_forked, args=(connection, control))
+                process.start()
+                connection.close()
+                living[process.pid] = process
+                control.send(process.pid)
+            else:
+                process = living.pop(pid)
                 process.join()
-                with contextlib.suppress(OSError):
-                    status.send(process.exitcode)
-                status.close()
-                continue
-            told, handles, _, _ = socket.recv_fds(control, 1, 2)
-            if not told:
-                return
-            connection, status = (Connection(handle) for handle in handles)
-            process = context.Process(target=_forked, args=(connection, control))
-            process.start()
-            connection.close()
-            status.send(process.pid)
-            living[process.sentinel] = process, status
+                control.send(process.exitcode)
 
 
-def _forked(connection: Connection, control: socket.socket) -> None:
+def _forked(connection: Connection, control: Connection) -> None:
     """The body of a forked process."""
     control.close()
     signal.signal(signal.SIGINT, signal.default_int_handler)

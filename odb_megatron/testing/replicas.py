@@ -12,6 +12,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partialmethod
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -168,18 +169,6 @@ class ThreadChannel:
         self._meeting, self.replica = meeting, replica
         self.num_replicas = len(meeting.waiting)
 
-    def gather(self, record: bytes) -> list[bytes]:
-        return self._ask("gather", record)  # type: ignore[no-any-return]
-
-    def gather_blocks(self, record: bytes) -> list[bytes]:
-        return self._ask("gather_blocks", record)  # type: ignore[no-any-return]
-
-    def gather_all(self, record: bytes) -> list[bytes]:
-        return self._ask("gather_all", record)  # type: ignore[no-any-return]
-
-    def exchange(self, step: int, sends: Any, receives: Any) -> dict[int, bytes | None]:
-        return self._ask("exchange", step, sends, receives)  # type: ignore[no-any-return]
-
     def close(self) -> None:
         self.set_away(True)
 
@@ -191,6 +180,11 @@ class ThreadChannel:
 
     def _ask(self, method: str, *args: Any) -> Any:
         return self._meeting.ask(self.replica, Ask(method, args))
+
+    gather = partialmethod(_ask, "gather")
+    gather_blocks = partialmethod(_ask, "gather_blocks")
+    gather_all = partialmethod(_ask, "gather_all")
+    exchange = partialmethod(_ask, "exchange")
 
 
 def thread_channels(

@@ -16,22 +16,21 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import NamedTuple
 
 from odb_megatron.data.loop import PackedStep, Progress
 from odb_megatron.data.wire import encode_header
 from odb_megatron.testing.fuzz import fuzz_command
 from odb_megatron.testing.replicas import Lockstep
-from odb_megatron.testing.worlds import Counts, World, check_run, decoded, random_world
+from odb_megatron.testing.worlds import Tally, World, check_run, decoded, random_world
 
 __all__ = ["Kill", "ResumeTally", "main", "run_trial"]
 
 Steps = list[list[PackedStep]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
+class Kill(NamedTuple):
     """A point at which the run is killed, and what it goes on with.
 
     Attributes:
@@ -45,29 +44,18 @@ class Kill:
     ahead: int = 0
 
 
-@dataclass(kw_only=True)
-class ResumeTally(Counts):
-    """What was found (`differences` must be 0), and cases that occurred.
+class ResumeTally(Tally):
+    """Trials in which something differed, was lost or came twice; and cases that occurred.
 
-    Attributes:
-        differences: trials in which something differed, was lost or came twice.
-        same_replicas: resumes with the same replicas.
-        other_replicas: resumes with another number of them.
-        iterators: resumes of replicas' own iterators.
-        made_ahead: resumes of loops that had made further steps.
-        resumed_twice: runs resumed more than once.
-        skipped: resumed runs with skipped samples.
+    Resumes with the same and with other replicas, of replicas' own iterators, of loops that had
+    made further steps; runs resumed more than once, and with skipped samples.
     """
 
-    VIOLATIONS: ClassVar[tuple[str, ...]] = ("differences",)
-
-    differences: int = 0
-    same_replicas: int = 0
-    other_replicas: int = 0
-    iterators: int = 0
-    made_ahead: int = 0
-    resumed_twice: int = 0
-    skipped: int = 0
+    VIOLATIONS = ("differences",)
+    CASES = (
+        *("same_replicas", "other_replicas", "iterators", "made_ahead", "resumed_twice"),
+        "skipped",
+    )
 
 
 def random_trial(rng: random.Random) -> tuple[World, tuple[Kill, ...]]:
@@ -77,13 +65,7 @@ def random_trial(rng: random.Random) -> tuple[World, tuple[Kill, ...]]:
     for share in sorted(rng.randrange(1001) for _ in range(rng.choice([1, 1, 1, 2, 3]))):
         others = [n for n in (1, 2, 3, 4, 8, 16) if n != world.config.num_replicas]
         is_other = not world.shards and rng.random() < 0.5
-        kills.append(
-            Kill(
-                share=share,
-                num_replicas=rng.choice(others) if is_other else None,
-                ahead=rng.randint(0, 3),
-            )
-        )
+        kills.append(Kill(share, rng.choice(others) if is_other else None, rng.randint(0, 3)))
     return world, tuple(kills)
 
 
@@ -94,8 +76,8 @@ def run_trial(world: World, kills: Sequence[Kill]) -> ResumeTally:
         AssertionError: the interrupted run differs from the other; with what.
     """
     whole = world.run()
-    tally = ResumeTally(resumed_twice=int(len(kills) > 1))
-    tally.skipped = int(any(decoded(step[0]).totals.num_left_out for step in whole))
+    tally = ResumeTally(resumed_twice=len(kills) > 1)
+    tally["skipped"] += any(decoded(step[0]).totals.num_left_out for step in whole)
     current, starts, steps = world, [Progress(consumed=0)] * world.config.num_replicas, Steps()
     is_same = True
     for kill in (*kills, None):
@@ -118,14 +100,12 @@ def run_trial(world: World, kills: Sequence[Kill]) -> ResumeTally:
             break
         lockstep.close()
         starts = [replace(start, **json.loads(_saved(start))) for start in starts]
-        tally.iterators += bool(world.shards)
-        tally.made_ahead += kill.ahead > 0
         num = kill.num_replicas or current.config.num_replicas
-        tally.same_replicas += num == current.config.num_replicas
-        tally.other_replicas += num != current.config.num_replicas
-        if num != current.config.num_replicas:
-            config = replace(current.config, num_replicas=num)
-            current = replace(current, config=config)
+        is_other = num != current.config.num_replicas
+        tally["other_replicas" if is_other else "same_replicas"] += 1
+        tally.update(iterators=bool(world.shards), made_ahead=kill.ahead > 0)
+        if is_other:
+            current = replace(current, config=replace(current.config, num_replicas=num))
             starts = [Progress(consumed=starts[0].consumed)] * num
         is_same = current.config == world.config
     assert len(steps) == len(whole), f"{len(steps)} steps instead of {len(whole)}"
@@ -173,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__.split("\n", 1)[0],
         unit="trial",
         run=_trial,
-        empty=ResumeTally(),
+        total=ResumeTally(),
     )
 
 

@@ -10,34 +10,28 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from odb_megatron.data.loop import PackedStep, Progress, StepLoop
 from odb_megatron.data.sample import Sample, Skipped, SkipReason
 from odb_megatron.data.stream import own_positions
-from odb_megatron.data.wire import StepMetadata, decode_header, decode_step
+from odb_megatron.data.wire import StepHeader, decode_step
+from odb_megatron.data.workers import Reader
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig, Sync
 from odb_megatron.testing.replicas import Lockstep
 
-__all__ = [
-    "FAULTS",
-    "Counts",
-    "Fault",
-    "InjectedError",
-    "SyntheticReader",
-    "Tally",
-    "World",
-    "check_run",
-]
+__all__ = ["FAULTS", "Fault", "InjectedError", "SyntheticReader", "Tally", "World", "check_run"]
 __all__ += ["decoded", "random_world"]
 
 _VOCAB = 1 << 20
-FAULTS = ("read", "measure", "plan", "encode", "decode", "pack")
+_VERBS = {"read": "_read", "measure": "_read", "plan": "_planned", "encode": "_encoded"}
+_VERBS |= {"decode": "_decoded", "pack": "_pack"}
+FAULTS = tuple(_VERBS)
 """Where a loop raises: in each verb, in delivery on both sides."""
 
 
@@ -52,6 +46,23 @@ class Fault:
     step: int
     replica: int
     where: str  # one of FAULTS, or close
+
+    def put_into(self, loop: Any) -> None:
+        """Have a loop do it."""
+        name = _VERBS.get(self.where, "_read")
+        original = getattr(loop, name)
+
+        def spoilt(*args: Any) -> Any:
+            if self.where == "close":
+                if loop._step >= self.step:
+                    loop.close()
+            elif loop._step == self.step:
+                if self.where == "measure":
+                    original(*args)
+                raise InjectedError(f"{self.where} of step {self.step}")
+            return original(*args)
+
+        setattr(loop, name, spoilt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,16 +89,13 @@ class World:
     ) -> list[StepLoop]:
         """Return one loop per replica."""
         starts = starts or [Progress(consumed=0)] * self.config.num_replicas
-        return [
-            _FaultyLoop(
-                SyntheticReader(self, replica, start),
-                self.config,
-                replica=replica,
-                start=start,
-                fault=fault if fault is not None and fault.replica == replica else None,
-            )
-            for replica, start in enumerate(starts)
+        loops = [
+            StepLoop(SyntheticReader(self, at, start), self.config, replica=at, start=start)
+            for at, start in enumerate(starts)
         ]
+        if fault is not None:
+            fault.put_into(loops[fault.replica])
+        return loops
 
     def run(self, *, rng: random.Random | None = None) -> list[list[PackedStep]]:
         """Run to the end; return the steps, each of all replicas."""
@@ -107,8 +115,8 @@ class World:
         return {at for at in ids if self.lengths[at]}
 
 
-class SyntheticReader:
-    """A `loop.Reader` over a world."""
+class SyntheticReader(Reader):
+    """A reader of a world."""
 
     def __init__(self, world: World, replica: int, start: Progress) -> None:
         self._world, self._replica = world, replica
@@ -158,103 +166,40 @@ class SyntheticReader:
         return (self._next - 1) * self._world.config.num_replicas + self._replica
 
 
-class _FaultyLoop(StepLoop):
-    """A loop that raises where it is told to."""
+class Tally(Counter[str]):
+    """Violations found (all must be 0), and cases that occurred (none should be 0 in many runs).
 
-    def __init__(self, *args: Any, fault: Fault | None, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self._fault = fault
+    - `lost`: samples that were not trained.
+    - `duplicated`: samples trained again, or that are none of the run.
+    - `over_budget`: micro-batches of several samples over the token budget or the patch cap.
+    - `misaligned`: steps in which replicas differ in M or in the totals, whose M is no multiple of
+      what it should be, that idle where a replica has enough samples, that hold other samples than
+      Megatron's order gives, or fewer than a global batch before the end.
+    - `idle` micro-batches, `moved` samples, `skipped` samples, runs of `several_blocks`, runs in
+      which an iterator ends before others (`drained_early`) or that end within an epoch (`quota`),
+      runs that a replica closed before their end (`closed_early`) or in which one `failed`.
+    """
 
-    def _raise_in(self, where: str) -> None:
-        fault = self._fault
-        if fault is not None and fault.where == where and fault.step == self._step:
-            raise InjectedError(f"{where} of step {self._step}")
-
-    def _read(self, count: int) -> Any:
-        fault = self._fault
-        if fault is not None and fault.where == "close" and self._step >= fault.step:
-            self.close()
-        self._raise_in("read")
-        rows = super()._read(count)
-        self._raise_in("measure")
-        return rows
-
-    def _planned(self, *args: Any) -> Any:
-        self._raise_in("plan")
-        return super()._planned(*args)
-
-    def _encoded(self, *args: Any) -> Any:
-        self._raise_in("encode")
-        return super()._encoded(*args)
-
-    def _decoded(self, *args: Any) -> Any:
-        self._raise_in("decode")
-        return super()._decoded(*args)
-
-    def _pack(self, *args: Any) -> Any:
-        self._raise_in("pack")
-        return super()._pack(*args)
-
-
-@dataclass(kw_only=True)
-class Counts:
-    """Violations found, named by `VIOLATIONS`, and cases that occurred."""
-
-    VIOLATIONS: ClassVar[tuple[str, ...]] = ()
+    VIOLATIONS: tuple[str, ...] = ("lost", "duplicated", "over_budget", "misaligned")
+    CASES: tuple[str, ...] = (
+        "idle",
+        "moved",
+        "skipped",
+        "several_blocks",
+        "drained_early",
+        "quota",
+    )
+    CASES += ("closed_early", "failed")
 
     @property
     def num_violations(self) -> int:
         """Sum of the violations."""
-        return sum(getattr(self, name) for name in self.VIOLATIONS)
-
-    def add(self, other: Counts) -> None:
-        """Add another tally to this one."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+        return sum(self[name] for name in self.VIOLATIONS)
 
 
-@dataclass(kw_only=True)
-class Tally(Counts):
-    """Violations found (all must be 0), and cases that occurred (none should be 0 in many runs).
-
-    Attributes:
-        lost: samples that were not trained.
-        duplicated: samples trained again, or that are none of the run.
-        over_budget: micro-batches of several samples over the token budget or the patch cap.
-        misaligned: steps in which replicas differ in M or in the totals, whose M is no multiple of
-            what it should be, that idle where a replica has enough samples, that hold other
-            samples than Megatron's order gives, or fewer than a global batch before the end.
-        idle: idle micro-batches.
-        moved: samples that another replica trains than the one that has read them.
-        skipped: samples skipped.
-        several_blocks: runs of several blocks.
-        drained_early: runs in which an iterator ends before others.
-        quota: runs that end within an epoch.
-        closed_early: runs that a replica closed before their end.
-        failed: runs in which a replica raised, which then ended on all.
-    """
-
-    VIOLATIONS: ClassVar[tuple[str, ...]] = ("lost", "duplicated", "over_budget", "misaligned")
-
-    lost: int = 0
-    duplicated: int = 0
-    over_budget: int = 0
-    misaligned: int = 0
-    idle: int = 0
-    moved: int = 0
-    skipped: int = 0
-    several_blocks: int = 0
-    drained_early: int = 0
-    quota: int = 0
-    closed_early: int = 0
-    failed: int = 0
-
-
-def decoded(step: PackedStep) -> StepMetadata:
+def decoded(step: PackedStep) -> StepHeader:
     """Return what a step's header says."""
-    found = decode_header(step.header)
-    assert isinstance(found, StepMetadata)
-    return found
+    return step.header
 
 
 def check_run(world: World, steps: Sequence[Sequence[PackedStep]], *, is_whole: bool) -> Tally:
@@ -275,42 +220,47 @@ def check_run(world: World, steps: Sequence[Sequence[PackedStep]], *, is_whole: 
         trained.update(ids)
         is_last = is_whole and number == len(steps) - 1
         wanted = min(config.global_batch_size, config.total - consumed)
-        sound = all(replace(one, plan_us=0).totals == totals for one in found)
-        sound &= all(len(one.positions) == totals.num_micro_batches for one in found)
-        sound &= totals.num_micro_batches % config.count_multiple == 0
-        sound &= totals.consumed_before == consumed and totals.is_final == is_last
-        sound &= totals.num_samples == len(ids)
-        sound &= totals.num_consumed == totals.num_samples + totals.num_left_out
-        sound &= totals.num_consumed == wanted or (is_last and config.has_unknown_end)
-        sound &= totals.num_idle == sum(not row for one in found for row in one.positions)
-        sound &= totals.num_tokens == sum(map(sum, (r for one in found for r in one.lengths)))
-        for one in found:
-            full = sum(map(len, one.positions)) >= totals.num_micro_batches
-            sound &= not full or all(one.positions)
-        if not world.shards:
-            of_step = range(consumed, consumed + wanted)
-            sound &= sorted(ids) == [at for at in of_step if world.lengths[at]]
-        tally.misaligned += not sound
-        tally.over_budget += sum(_over_budget(config, one) for one in found)
-        tally.misaligned += any(map(_has_other_tokens, found, packed))
+        of_step = range(consumed, consumed + wanted)
+        tally["misaligned"] += not all(
+            (
+                all(one.totals == totals for one in found),
+                all(len(one.positions) == totals.num_micro_batches for one in found),
+                totals.num_micro_batches % config.count_multiple == 0,
+                totals.consumed_before == consumed,
+                totals.is_final == is_last,
+                totals.num_samples == len(ids),
+                totals.num_consumed == totals.num_samples + totals.num_left_out,
+                totals.num_consumed == wanted or (is_last and config.has_unknown_end),
+                totals.num_idle == sum(not row for one in found for row in one.positions),
+                totals.num_tokens == sum(sum(row) for one in found for row in one.lengths),
+                all(
+                    all(one.positions)
+                    for one in found
+                    if sum(map(len, one.positions)) >= totals.num_micro_batches
+                ),
+                world.shards or sorted(ids) == [at for at in of_step if world.lengths[at]],
+                all(map(_has_own_tokens, found, packed)),
+            )
+        )
         consumed += totals.num_consumed
-        tally.idle, tally.moved = tally.idle + totals.num_idle, tally.moved + totals.num_moved
-        tally.skipped += totals.num_left_out
-    tally.duplicated = sum(count - 1 for count in trained.values())
+        tally["over_budget"] += sum(_over_budget(config, one) for one in found)
+        counts = {"idle": totals.num_idle, "moved": totals.num_moved}
+        tally.update(counts, skipped=totals.num_left_out)
+    tally["duplicated"] = trained.total() - len(trained)
     if is_whole and not world.starts_again:
         expected = world.expected()
         if not (world.shards and config.total != OPEN_TOTAL):  # else a quota is what is due
-            tally.lost = len(expected - trained.keys())
-        tally.duplicated += len(trained.keys() - expected)
+            tally["lost"] = len(expected - trained.keys())
+        tally["duplicated"] += len(trained.keys() - expected)
     if is_whole and not config.has_unknown_end:
-        tally.misaligned += consumed != config.total
-    tally.several_blocks = int(config.num_replicas > config.block)
-    tally.drained_early = int(len(set(world.shards)) > 1 and not world.starts_again)
-    tally.quota = int(world.starts_again)
+        tally["misaligned"] += consumed != config.total
+    tally["several_blocks"] = int(config.num_replicas > config.block)
+    tally["drained_early"] = int(len(set(world.shards)) > 1 and not world.starts_again)
+    tally["quota"] = int(world.starts_again)
     return tally
 
 
-def _over_budget(config: PlanConfig, step: StepMetadata) -> int:
+def _over_budget(config: PlanConfig, step: StepHeader) -> int:
     found = 0
     for lengths, patches in zip(step.lengths, step.patches, strict=True):
         size = sum(map(config.size_rule.padded, lengths))
@@ -319,14 +269,12 @@ def _over_budget(config: PlanConfig, step: StepMetadata) -> int:
     return found
 
 
-def _has_other_tokens(metadata: StepMetadata, step: PackedStep) -> bool:
-    items = decode_step(metadata, step.payload)
-    for item in items:
-        starts = item.cu_seqlens_padded.tolist()
-        for number, start in zip(item.positions, starts, strict=False):
-            if int(item.tokens[0, start]) != number % _VOCAB:
-                return True
-    return False
+def _has_own_tokens(metadata: StepHeader, step: PackedStep) -> bool:
+    return all(
+        int(item.tokens[0, start]) == number % _VOCAB
+        for item in decode_step(metadata, step.payload)
+        for number, start in zip(item.positions, item.cu_seqlens_padded.tolist(), strict=False)
+    )
 
 
 def random_world(rng: random.Random) -> tuple[World, Fault | None]:
@@ -373,16 +321,10 @@ def random_world(rng: random.Random) -> tuple[World, Fault | None]:
             replica=rng.randrange(num),
             where=rng.choice([*FAULTS, "close"]),
         )
-    return (
-        World(
-            config=config,
-            lengths=lengths,
-            patches=patches,
-            shards=shards,
-            starts_again=starts_again,
-        ),
-        fault,
+    world = World(
+        config=config, lengths=lengths, patches=patches, shards=shards, starts_again=starts_again
     )
+    return world, fault
 
 
 def _shard_size(rng: random.Random) -> int:
