@@ -26,9 +26,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
@@ -137,6 +139,9 @@ def planned(seq_length: int, layers: str) -> dict[str, Run]:
         "data made before": Run(odb, is_long=True, is_ready=True),
     }
 
+
+NEEDS = "it needs"
+"""Begins what is said of a run that cannot be made here."""
 
 ON_CPU = ("packed", "single", "one size", "padded", "ideal", "full", "twice the budget")
 ON_CPU += ("data made before",)
@@ -300,16 +305,12 @@ def lengths_of(kind: str, count: int, seq_length: int) -> list[int]:
 
 def train(job: Mapping[str, Any]) -> dict[str, Any]:
     """Train, and return what the step log of the first replica has."""
-    from odb_megatron.megatron.replica import ReplicaData
+    from odb_megatron.megatron import replica
     from odb_megatron.megatron.run import OdbRun
-    from odb_megatron.megatron.setup import parse_and_validate_args
+    from odb_megatron.megatron.setup import read_args
 
     class Ready(OdbRun):
         """The data side has made all steps before the second is trained."""
-
-        def _make_replica(self) -> ReplicaData:
-            ahead = job["steps"] + 1
-            return ReplicaData(self._args, self._place, deadlines=self._deadlines, plan_ahead=ahead)
 
         def on_schedule(self, *, training: bool) -> None:
             feed, done = self._train_feed, self._args.curr_iteration
@@ -318,13 +319,14 @@ def train(job: Mapping[str, Any]) -> dict[str, Any]:
             super().on_schedule(training=training)
 
     sys.argv[1:] = job["flags"]
-    args = parse_and_validate_args()
+    args = read_args()
     samples = Samples(job["lengths"], args.vocab_size)
-    kind = Ready if job["is_ready"] else OdbRun
+    kind, ahead = (Ready, job["steps"] + 1) if job["is_ready"] else (OdbRun, 2)
     # Megatron ends the process at --exit-interval.
     cpu_s = math.nan
     with (
         contextlib.suppress(SystemExit),
+        mock.patch.object(replica, "StepFeed", partial(replica.StepFeed, plan_ahead=ahead)),
         kind(args, datasets=lambda _: [samples, None, None]) as run,
     ):
         try:
@@ -415,6 +417,9 @@ class Hour:
                         need: self._done.get(need, {"error": "it was not run"}) for need in needs
                     }
                     holds, seen = judge(runs, self._scale.limit)
+                    errors = [one["error"] for one in runs.values() if "error" in one]
+                    if any(not error.startswith(NEEDS) for error in errors):
+                        holds = False
                 elif name == "kernels":
                     holds = all(one["ok"] for one in seen.values())
             except Exception as error:  # of one part; the others go on
@@ -456,12 +461,25 @@ class Hour:
         """Train what was not trained yet: on a CPU everything at once, to start one process."""
         if self._options.device == "cpu":
             names = [need for part in self._options.parts for need in PARTS[part][1]]
-            for name in set(names) - set(ON_CPU):
-                self._done[name] = {"error": "it needs a GPU"}
+        self._done |= {name: {"error": why} for name in names if (why := self._lacks(name))}
         names = [name for name in dict.fromkeys(names) if name not in self._done]
         jobs = [self._job(name, self._runs[name]) for name in names]
         for batch in [jobs] if self._options.device == "cpu" else [[job] for job in jobs]:
             self._call(batch)
+
+    def _lacks(self, name: str) -> str:
+        """Return what a run cannot do without; empty where all is there."""
+        flags, find = self._runs[name].flags, importlib.util.find_spec
+        if self._options.device == "cpu":
+            return "" if name in ON_CPU else f"{NEEDS} a GPU"
+        if _TE in flags and not find("transformer_engine"):
+            return f"{NEEDS} Transformer Engine"
+        if "flash" in name and not (find("flash_attn") or find("flash_attn_interface")):
+            return f"{NEEDS} flash-attn"
+        capability = self._done.get("environment", {}).get("capability", "10.0")
+        return (
+            f"{NEEDS} compute capability 10" if "mxfp8" in flags and float(capability) < 10 else ""
+        )
 
     def _job(self, name: str, run: Run | None = None) -> dict[str, Any]:
         if run is None:
@@ -536,7 +554,7 @@ class Hour:
 
 
 def _status(part: Mapping[str, Any]) -> str:
-    return {None: "measured", True: "holds", False: "does not hold"}[part["holds"]]
+    return {None: "measured", True: "holds", False: "failed, or does not hold"}[part["holds"]]
 
 
 def _text(value: Any) -> str:
