@@ -26,11 +26,12 @@ import torch
 from common import ChatData, chat_stream, parser_of, prepare, write_json
 
 from odb_megatron.comm.groups import SourceGroup
-from odb_megatron.data.feed import StepFeed, StepHeader
+from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.sample import Sample
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.data.thd import MicroBatch, assemble
+from odb_megatron.data.thd import MicroBatch
+from odb_megatron.data.wire import StepHeader, assemble
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.record import PlanConfig
 from odb_megatron.testing.gloo import run_replicas
@@ -156,7 +157,7 @@ def train(_rank: int, data: ChatData, args: argparse.Namespace) -> dict[str, Any
                 time.sleep(STEP_S / header.totals.num_micro_batches)
             if step >= WARM_UP:
                 next_us.append(times)
-            queue_bytes = max(queue_bytes, feed.delivered.queue_bytes)
+            queue_bytes = max(queue_bytes, feed.delivered["queue_bytes"])
         figures = wait_figures(next_us, time.perf_counter() - starts)
     finally:
         feed.close(timeout_s=CLOSE_S)

@@ -35,7 +35,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from odb_megatron.data.sample import Sample
-from odb_megatron.data.thd import PAD_TOKEN, MicroBatch, assemble, layout
+from odb_megatron.data.thd import PAD_TOKEN, MicroBatch, layout
+from odb_megatron.data.wire import assemble
 from odb_megatron.megatron.attention import Attention, absent, select
 from odb_megatron.megatron.forward_step import Batch, packed_batch, padded_batch
 from odb_megatron.megatron.run_report import Clock, CudaClock, WallClock

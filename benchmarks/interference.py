@@ -114,7 +114,7 @@ class Trainer:
         """Take a step."""
         started = time.perf_counter()
         header = next(self._items)
-        for _ in header.micro_batches:
+        for _ in header.positions:
             next(self._items)
         self.take_s += time.perf_counter() - started
         self.steps += 1

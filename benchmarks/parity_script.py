@@ -121,10 +121,9 @@ def replaying(steps: Sequence[LoggedStep]) -> Callable[..., StepPlan]:
     """Return what plans in place of `StepLoop._planned`: one replica, by the log of several."""
 
     def planned(loop: Any, table: Any, _least: int) -> StepPlan:
-        places = np.flatnonzero(table.trained).tolist()
         indices = {}
-        for index, place in enumerate(places):
-            where = loop._reader._stream.locate(loop._held[place][0])
+        for index, slot in enumerate(table["slot"].tolist()):
+            where = loop._reader._stream.locate(loop._held[slot][0])
             indices[f"{where.source}:{where.record}@{where.epoch}"] = index
         records = steps[loop._step].records
         rows = zip(*(record.ids for record in records.values()), strict=True)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from odb_megatron.data.feed import StepHeader
 from odb_megatron.data.sample import Sample, Skipped
 from odb_megatron.data.stream import PaddedDataset
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.megatron.hooks import REPLACED, Hooks
 from odb_megatron.megatron.run import OdbRun
 from odb_megatron.megatron.setup import parse_and_validate_args
@@ -201,7 +201,7 @@ def _items(
     """One replica's items: per step its header, then batches as the padded baseline has them."""
     for step, total in zip(steps, totals, strict=True):
         batches = tuple(one[replica] for one in step)
-        yield StepHeader(totals=total, micro_batches=batches)
+        yield StepHeader(totals=total, positions=batches)
         for batch in batches:
             yield torch.utils.data.default_collate([dataset[position] for position in batch])
 

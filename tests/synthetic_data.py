@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from odb_megatron.data.loop import PackedStep
-from odb_megatron.data.order import Order, PassOrder
+from odb_megatron.data.order import CyclicOrder, PassOrder
 from odb_megatron.data.sample import Sample, SampleRules
 from odb_megatron.data.sources import MapSource
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream, SourcePart
 from odb_megatron.data.thd import MicroBatch
-from odb_megatron.data.wire import StepMetadata, decode_header
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.plan.record import PlanConfig
@@ -111,7 +111,7 @@ def single_stream(
     *,
     seed: int = 7,
     num_samples: int | None = None,
-    order: Order | None = None,
+    order: CyclicOrder | None = None,
     sample_rules: SampleRules | None = None,
 ) -> SampleStream:
     """A stream over one map-style dataset."""
@@ -139,12 +139,11 @@ def step_config(**changes: Any) -> PlanConfig:
     return PlanConfig(**values | changes)
 
 
-def metadata_of(step: PackedStep | None) -> StepMetadata:
+def metadata_of(step: PackedStep | None) -> StepHeader:
     """What a step's header says, without times."""
     assert step is not None
-    found = decode_header(step.header)
-    assert isinstance(found, StepMetadata)
-    return replace(found, totals=replace(found.totals, wait_us=0), plan_us=0)
+    totals = replace(step.header.totals, wait_us=0)
+    return replace(step.header, totals=totals, plan_us=0)
 
 
 def steps_of(loader: StepLoader, *, most: int | None = None) -> list[PackedStep]:

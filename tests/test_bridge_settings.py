@@ -14,7 +14,8 @@ import torch
 from odb_megatron import errors
 from odb_megatron.bridge.run import TrainBatches, as_batch
 from odb_megatron.bridge.settings import OdbSettings, described, setting_in_bridge
-from odb_megatron.data.thd import assemble, layout
+from odb_megatron.data.thd import layout
+from odb_megatron.data.wire import assemble
 from odb_megatron.errors import SettingError, flag_of
 from odb_megatron.megatron.config import SETTINGS, OdbConfig
 from odb_megatron.plan.padding import OverlongPolicy, SizeRule

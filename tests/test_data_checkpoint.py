@@ -20,9 +20,10 @@ from synthetic_data import (
 )
 from test_item_stream import config_of, stream_of
 
-from odb_megatron.data.feed import StepFeed, StepHeader
+from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.iterable import IterableShards
 from odb_megatron.data.step_loader import StepLoader
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.megatron import checkpoint as module
 from odb_megatron.megatron.checkpoint import DataCheckpoint, DataState, data_identity, restore
 from odb_megatron.testing.replicas import ThreadChannel, run_in_threads, thread_channels

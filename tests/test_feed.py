@@ -26,11 +26,12 @@ from synthetic_data import (
     step_config,
 )
 
-from odb_megatron.data.feed import ContextPart, StepFeed, StepHeader
+from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.loop import StepLoop
 from odb_megatron.data.sample import BadRecordError
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.plan.record import LoaderClosedError, ReplicaFailedError
 from odb_megatron.testing.replicas import ThreadChannel, run_in_threads, thread_channels
 
@@ -58,7 +59,7 @@ def feed_of(
 
 def timeless(item: Any) -> Any:
     """A header without times."""
-    return replace(item, totals=replace(item.totals, wait_us=0))
+    return replace(item, totals=replace(item.totals, wait_us=0), plan_us=0)
 
 
 def read(feed: StepFeed, *, most: int | None = None, delay_s: float = 0.0) -> list[Any]:
@@ -129,9 +130,9 @@ def test_several_loaders_at_once_in_turns() -> None:
                 time.sleep(0.001)
             read(feed, most=1)
             delivered = feed.delivered
-            assert delivered.queue_steps >= 1
-            assert delivered.queue_bytes > 0
-            assert delivered.wait_s < WAIT_S
+            assert delivered["queue_steps"] >= 1
+            assert delivered["queue_bytes"] > 0
+            assert delivered["wait_s"] < WAIT_S
             assert feed.close(timeout_s=WAIT_S)
 
     in_threads(go)
@@ -267,10 +268,10 @@ def test_a_bad_record_reaches_all_trainers_after_the_steps_before_it() -> None:
 def test_an_error_after_the_gather_reaches_all_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     pack = StepLoop._pack
 
-    def broken(self: StepLoop, plan: Any, totals: Any, samples: Any) -> Any:
+    def broken(self: StepLoop, rows: Any, plan: Any, totals: Any) -> Any:
         if self._replica == 1 and totals.step == 4:
             raise OSError("no memory to pack in")
-        return pack(self, plan, totals, samples)
+        return pack(self, rows, plan, totals)
 
     monkeypatch.setattr(StepLoop, "_pack", broken)
     (made, other), (count, error) = _errors(lambda channel: feed_of(channel, plan_ahead=3))
@@ -334,7 +335,7 @@ def in_ranks(
         feed = StepFeed(
             StepLoader(stream, config, channel=source) if rank == 0 else None,
             channel=channel,
-            part=ContextPart(size=parts, rank=rank % parts),
+            part=(parts, rank % parts),
             num_chunks=2,
             plan_ahead=rank + 1,
         )

@@ -16,9 +16,10 @@ import torch
 from megatron_world import Megatron
 from synthetic_data import Records, rules, single_stream
 
-from odb_megatron.data.feed import StepFeed, StepHeader
+from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.thd import MicroBatch
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.record import PlanConfig
 from odb_megatron.testing.replicas import ThreadChannel, run_in_threads, thread_channels

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from odb_megatron.data.sample import Sample
-from odb_megatron.data.thd import assemble, padding_mask, sample_index, slice_micro_batch
+from odb_megatron.data.thd import padding_mask, sample_index, slice_micro_batch
+from odb_megatron.data.wire import assemble
 from odb_megatron.plan.padding import SizeRule
 
 pytest.importorskip("megatron.training")

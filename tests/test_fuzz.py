@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from odb_megatron.data.loop import PackedStep
-from odb_megatron.data.wire import StepMetadata, encode_header
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.plan.record import PlanConfig
 from odb_megatron.testing import fuzz
 from odb_megatron.testing.fuzz import run_world
@@ -26,14 +26,14 @@ WORLD = World(
 )
 
 
-def spoil(step: PackedStep, change: Callable[[StepMetadata], StepMetadata]) -> PackedStep:
-    return replace(step, header=encode_header(change(decoded(step))))
+def spoil(step: PackedStep, change: Callable[[StepHeader], StepHeader]) -> PackedStep:
+    return replace(step, header=change(step.header))
 
 
 def another_id(steps: Steps) -> None:
     """A sample in place of another one, which is lost."""
 
-    def change(metadata: StepMetadata) -> StepMetadata:
+    def change(metadata: StepHeader) -> StepHeader:
         (_, *rest), *others = metadata.positions
         return replace(metadata, positions=((23, *rest), *map(tuple, others)))
 
@@ -45,7 +45,7 @@ def other_totals(steps: Steps) -> None:
 
 
 def fewer_micro_batches(steps: Steps) -> None:
-    def change(metadata: StepMetadata) -> StepMetadata:
+    def change(metadata: StepHeader) -> StepHeader:
         return replace(
             metadata,
             positions=(sum(metadata.positions, ()),),

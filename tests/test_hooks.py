@@ -15,8 +15,8 @@ from host_reads import host_reads
 
 pytest.importorskip("megatron.training")
 
-from odb_megatron.data.feed import StepHeader
 from odb_megatron.data.thd import layout
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.megatron import hooks as module
 from odb_megatron.megatron.forward_step import RouterMask
 from odb_megatron.megatron.hooks import (
@@ -97,7 +97,7 @@ class _Listener:
 def test_a_schedule_runs_the_headers_m(virtual: bool, forward_only: bool) -> None:
     listener, seen = _Listener(), []
     hooks = Hooks(listener, packed=True)  # type: ignore[arg-type]
-    header = StepHeader(totals=TOTALS, micro_batches=((1,),) * 3)
+    header = StepHeader(totals=TOTALS, positions=((1,),) * 3)
     chunks = [iter([header, 0, 1, 2]) for _ in range(1 + virtual)]
 
     def schedule(**arguments: Any) -> str:
@@ -146,7 +146,7 @@ def test_a_log_line_has_the_flops_of_the_mean_step(monkeypatch: pytest.MonkeyPat
     schedule = hooks._wrap_get_forward_backward_func(lambda: lambda **_: None)()
     for call, (tokens, squared) in enumerate([(100, 2600), (100, 2600), (20, 400), (60, 900)]):
         totals = replace(TOTALS, num_tokens=tokens, num_squared_tokens=squared)
-        schedule(data_iterator=iter([StepHeader(totals=totals, micro_batches=((1,),)), 0]))
+        schedule(data_iterator=iter([StepHeader(totals=totals, positions=((1,),)), 0]))
         if call:  # the first one is replayed
             assert log({}, iteration=call) == "flag"
     assert seen == [(100, 2600), ((100 + 20) / 2, (2600 + 400) / 2), (60, 900)]

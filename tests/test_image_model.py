@@ -13,7 +13,8 @@ import torch
 from image_samples import image_sample
 
 from odb_megatron.data.images import mrope_positions
-from odb_megatron.data.thd import MicroBatch, assemble
+from odb_megatron.data.thd import MicroBatch
+from odb_megatron.data.wire import assemble
 from odb_megatron.plan.padding import SizeRule
 from odb_megatron.testing.gloo import run_replicas
 

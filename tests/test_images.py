@@ -13,7 +13,8 @@ from image_samples import VISUAL, image_sample
 
 from odb_megatron.data.images import PixelFormat, SampleImages, mrope_positions, visual_places
 from odb_megatron.data.sample import Sample
-from odb_megatron.data.thd import MicroBatch, assemble
+from odb_megatron.data.thd import MicroBatch
+from odb_megatron.data.wire import assemble
 from odb_megatron.plan.padding import SizeRule
 
 

@@ -27,7 +27,7 @@ from odb_megatron.data.iterable import (
 from odb_megatron.data.loop import PackedStep, Progress
 from odb_megatron.data.sample import BadRecordError
 from odb_megatron.data.step_loader import StepLoader
-from odb_megatron.data.wire import StepMetadata, decode_step
+from odb_megatron.data.wire import StepHeader, decode_step
 from odb_megatron.data.workers import WorkerError
 from odb_megatron.plan.padding import OverlongPolicy
 from odb_megatron.plan.record import OPEN_TOTAL, LoaderClosedError, PlanConfig, ReplicaFailedError
@@ -73,10 +73,10 @@ def run(
     steps: int | None = None,
     states: Sequence[str] = (),
     num_workers: int = 0,
-) -> tuple[Names, list[list[str]], list[StepMetadata]]:
+) -> tuple[Names, list[list[str]], list[StepHeader]]:
     """Run all replicas; return names by step and replica, JSON states, and replica 0's steps."""
 
-    def go(channel: ThreadChannel) -> list[tuple[list[int], str, StepMetadata]]:
+    def go(channel: ThreadChannel) -> list[tuple[list[int], str, StepHeader]]:
         loader = StepLoader(stream, config, channel=channel, num_workers=num_workers)
         if states:
             loader.restore(Progress(**json.loads(states[channel.replica])))

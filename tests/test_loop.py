@@ -12,7 +12,7 @@ import pytest
 from odb_megatron.data.iterable import SourceError
 from odb_megatron.data.loop import Ask, PackedStep, Progress, StepLoop
 from odb_megatron.data.sample import Skipped, SkipReason, TooManyBadRecordsError
-from odb_megatron.data.wire import StepMetadata
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.plan.record import (
@@ -61,7 +61,7 @@ def world(
     )
 
 
-def run(made: World) -> list[list[StepMetadata]]:
+def run(made: World) -> list[list[StepHeader]]:
     """Run to the end, hold every invariant, and return what each step says, by replica."""
     steps = made.run()
     tally = check_run(made, steps, is_whole=True)
@@ -69,7 +69,7 @@ def run(made: World) -> list[list[StepMetadata]]:
     return [[decoded(one) for one in step] for step in steps]
 
 
-def shapes(step: Sequence[StepMetadata]) -> list[list[list[int]]]:
+def shapes(step: Sequence[StepHeader]) -> list[list[list[int]]]:
     """Lengths in each micro-batch, by replica."""
     return [[sorted(row) for row in one.lengths] for one in step]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,16 @@ from synthetic_data import rules
 from odb_megatron.data.sample import (
     MAX_WEIGHT,
     BadRecordError,
-    BadRecords,
     LossPer,
     Sample,
     Skipped,
     SkipReason,
-    TooManyBadRecordsError,
     WeightError,
     apply_rules,
     count_scale,
     shift_labels,
 )
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy
-from odb_megatron.plan.record import StepTotals
 
 ERROR, DROP = OverlongPolicy.ERROR, OverlongPolicy.DROP
 TRUNCATE, SOLO = OverlongPolicy.TRUNCATE, OverlongPolicy.SOLO
@@ -77,27 +74,6 @@ def test_all_survive_a_process_boundary() -> None:
     skipped = Skipped(reason=SkipReason.OVERLONG, message="too long", source=2)
     assert pickle.loads(pickle.dumps(skipped)) == skipped
     assert pickle.loads(pickle.dumps(_sample([5, 6], [6, 7], [0, 1]))).tokens.tolist() == [5, 6]
-
-
-def test_too_many_bad_records() -> None:
-    flags = {field.name: 0 for field in fields(StepTotals)} | {"is_final": False}
-    step = replace(StepTotals(**flags), num_consumed=9)
-    own, other, any_number = BadRecords(3), BadRecords(3, num=1), BadRecords(None)
-    own.note(Skipped(reason=SkipReason.OVERLONG, message="too long"))
-    for number in range(5):
-        text = f"a.jsonl:{number}: bad\nOriginal traceback: long"
-        own.note(Skipped(reason=SkipReason.BAD_RECORD, message=text))
-    own.add_up(replace(step, num_bad=3))  # three are allowed
-    with pytest.raises(TooManyBadRecordsError) as caught:
-        own.add_up(replace(step, num_bad=1, consumed_before=11))
-    assert str(caught.value) == (
-        "4 of the 20 samples consumed so far are bad records, and --odb-max-bad-records 3 are "
-        "allowed. The first of this replica: a.jsonl:0: bad | a.jsonl:1: bad | a.jsonl:2: bad. "
-        "Mend the data, or raise --odb-max-bad-records"
-    )
-    with pytest.raises(TooManyBadRecordsError, match="none; other replicas name theirs"):
-        other.add_up(replace(step, num_bad=3))  # one was before the resume
-    any_number.add_up(replace(step, num_bad=10**6))  # an evaluation's are only counted
 
 
 # --- shifting -----------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from odb_megatron.data.order import CyclicOrder
 from odb_megatron.data.sample import BadRecordError, Sample
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
-from odb_megatron.data.wire import StepMetadata, decode_header, decode_step
+from odb_megatron.data.wire import decode_step
 from odb_megatron.data.workers import WorkerError
 from odb_megatron.plan.record import LoaderClosedError, PlanConfig, ReplicaFailedError
 from odb_megatron.testing.replicas import ThreadChannel, run_in_threads, thread_channels
@@ -182,9 +182,7 @@ def test_a_pass_begins_anew() -> None:
 
 
 def _wait_us(step: PackedStep) -> int:
-    found = decode_header(step.header)
-    assert isinstance(found, StepMetadata)
-    return found.totals.wait_us
+    return step.header.totals.wait_us
 
 
 # --- errors of the data -----------------------------------------------------------------------

@@ -15,13 +15,13 @@ from odb_megatron.data.sample import Sample
 from odb_megatron.data.thd import (
     PAD_TOKEN,
     MicroBatch,
-    assemble,
     chunk_indices,
     cost_balance,
     layout,
     padding_mask,
     slice_micro_batch,
 )
+from odb_megatron.data.wire import assemble
 from odb_megatron.plan.padding import SizeRule, size_rule
 
 BASE = 1000

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from image_samples import image_sample
 
 from odb_megatron.data.sample import Sample
-from odb_megatron.data.thd import assemble, slice_micro_batch
+from odb_megatron.data.thd import slice_micro_batch
 from odb_megatron.data.wire import (
     Ending,
     SampleWireError,
-    StepMetadata,
+    StepHeader,
+    assemble,
     decode_header,
     decode_sample,
     decode_step,
@@ -105,7 +106,7 @@ def test_a_step(step: Any, dtype: str, multiple: int, sizes: tuple[int, ...]) ->
     metadata, payload, pixels = pack_step(TOTALS, rows, rule=rule)
     found = decode_header(encode_header(metadata))
     assert found == metadata
-    assert isinstance(found, StepMetadata)
+    assert isinstance(found, StepHeader)
     for one, other, last, where in zip(
         sent,
         decode_step(found, payload, pixels),

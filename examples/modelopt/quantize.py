@@ -62,7 +62,7 @@ def forward(models: list[Any], items: Iterator[Any], run: Any, _model: Any, *, l
     is_final = False
     while not is_final:
         header = next(items)
-        batches = zip(header.lengths, [next(items) for _ in header.lengths], strict=True)
+        batches = zip(header.sizes, [next(items) for _ in header.sizes], strict=True)
         used = [(tokens, item) for tokens, item in batches if not item.is_idle]
         is_final = header.totals.is_final
         if used:

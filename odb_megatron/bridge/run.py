@@ -21,8 +21,8 @@ import torch
 from odb_megatron.bridge.arguments import BridgeArgs, UnusableError, refuse
 from odb_megatron.bridge.hooks import BridgeHooks
 from odb_megatron.bridge.settings import described
-from odb_megatron.data.feed import StepHeader
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.megatron.attention import Attention
 from odb_megatron.megatron.checkpoint import restore
 from odb_megatron.megatron.config import OdbConfig

@@ -833,7 +833,9 @@ def _ending(
         calls = messages[-1].get("tool_calls", [{}])
         answers = [answer | {"tool_call_id": call.get("id", "call00001")} for call in calls]
         followed = _around(rendering, [*messages, *answers], number)[1]
-        return _stop(followed, _alike(followed, after), frame.control)
+        own = followed[: _alike(followed, after)]
+        if (ending := _stop(followed, len(own), frame.control)) != own:
+            return ending
     return after.rstrip() + frame.end
 
 

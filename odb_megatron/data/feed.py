@@ -14,106 +14,35 @@ import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from odb_megatron.comm.heartbeat import Deadline
 from odb_megatron.data.loop import Progress
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.thd import MicroBatchLayout, slice_micro_batch
-from odb_megatron.data.wire import (
-    Ending,
-    StepMetadata,
-    decode_header,
-    decode_step,
-    encode_header,
-)
-from odb_megatron.plan.record import LoaderClosedError, ReplicaFailedError, StepTotals
+from odb_megatron.data.wire import Ending, StepHeader, decode_header, decode_step, encode_header
+from odb_megatron.plan.record import LoaderClosedError, ReplicaFailedError
 
-__all__ = ["Channel", "ChunkIterator", "ContextPart", "Delivered", "StepFeed", "StepHeader"]
+if TYPE_CHECKING:
+    from odb_megatron.comm.groups import ReplicaGroup
 
-Bytes = npt.NDArray[np.uint8]
+__all__ = ["ChunkIterator", "StepFeed"]
 
 _AT_EXIT_S = 1.0
 """Seconds that the end of the process waits for each feed that nobody closed."""
 
 _CLOSED = "the step queue is closed: no step can be taken from it any more"
 
-
-class Channel(Protocol):
-    """`comm.groups.ReplicaGroup`, or what stands in for it in tests."""
-
-    num_collectives: int
-    num_bytes: int
-    has_payload: bool
-    has_attachment: bool
-
-    def header(self, data: bytes | None = None) -> bytes:
-        """Broadcast a header; the source rank passes it."""
-
-    def payload(self, data: Bytes) -> Bytes:
-        """Broadcast a payload into a buffer of its size."""
-
-    def attachment(self, data: Bytes) -> Bytes:
-        """As `payload`, for the patches of images."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextPart:
-    """Which part of a context-parallel group's tokens a rank holds."""
-
-    size: int = 1
-    rank: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepHeader:
-    """First item of a step.
-
-    Attributes:
-        totals: the step, over all replicas.
-        micro_batches: this replica's stream positions per micro-batch.
-        lengths: tokens of each of them, padding and all context-parallel parts included.
-    """
-
-    totals: StepTotals
-    micro_batches: tuple[tuple[int, ...], ...]
-    lengths: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivered:
-    """How a step came to the trainer.
-
-    Attributes:
-        wait_s: seconds the trainer waited for it.
-        plan_s: seconds that making it took the source rank, waits included.
-        queue_steps: finished steps behind it.
-        queue_bytes: their bytes.
-        collectives: broadcasts that brought it to this rank.
-        bytes_delivered: their bytes.
-    """
-
-    wait_s: float = 0.0
-    plan_s: float = 0.0
-    queue_steps: int = 0
-    queue_bytes: int = 0
-    collectives: int = 0
-    bytes_delivered: int = 0
-
-
 Item = StepHeader | MicroBatchLayout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    header: StepHeader
-    micro_batches: tuple[MicroBatchLayout, ...]
-    delivered: Delivered
+class _Step(NamedTuple):
+    items: list[Item]  # the header, and this rank's part of each micro-batch
+    delivered: dict[str, float]
     progress: Progress | None  # the loader's after it; on source ranks
     num_bytes: int
 
@@ -122,7 +51,11 @@ class _Pass:
     """One pass over the loader's steps, made ahead by a thread."""
 
     def __init__(
-        self, loader: StepLoader | None, channel: Channel | None, part: ContextPart, depth: int
+        self,
+        loader: StepLoader | None,
+        channel: ReplicaGroup | None,
+        part: tuple[int, int],
+        depth: int,
     ) -> None:
         self._loader, self._channel, self._part = loader, channel, part
         self._has_told = False  # the other ranks of the replica know that no step follows
@@ -132,9 +65,9 @@ class _Pass:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="the step queue", daemon=True)
 
-    @property
-    def num_ready(self) -> int:
-        return sum(isinstance(one, _Step) for one in list(self._made))
+    def waiting(self) -> list[_Step]:
+        """Return the finished steps that nobody has taken."""
+        return [one for one in list(self._made) if isinstance(one, _Step)]
 
     def take(self) -> _Step:
         """Return the next step, waiting for it.
@@ -153,9 +86,7 @@ class _Pass:
             found = self._made.popleft()
             self._room.release()
             if isinstance(found, _Step):
-                waiting = [one.num_bytes for one in list(self._made) if isinstance(one, _Step)]
-                behind = {"queue_steps": len(waiting), "queue_bytes": sum(waiting)}
-                return replace(found, delivered=replace(found.delivered, **behind))
+                return found
             self._over = found
         raise self._over
 
@@ -184,7 +115,7 @@ class _Pass:
             if self._closing.is_set():
                 break
             try:
-                found = self._make() or StopIteration()
+                found = self._make()
             except BaseException as error:
                 found = error
             self._made.append(found)
@@ -194,14 +125,14 @@ class _Pass:
         if self._loader is not None:
             with contextlib.suppress(Exception):
                 self._loader.end()  # tells the other replicas
-        with contextlib.suppress(Exception):
-            if self._loader is not None:
+            with contextlib.suppress(Exception):
                 self._tell(Ending(closed="it closed its loader"))
+        with contextlib.suppress(Exception):
             while not self._has_told:  # on the others; the source rank has told them
                 self._receive()
 
-    def _make(self) -> _Step | None:
-        """Return the next step; None when there is none.
+    def _make(self) -> _Step | StopIteration:
+        """Return the next step.
 
         Raises:
             ReplicaFailedError: the source rank failed; it raises its own error.
@@ -211,35 +142,24 @@ class _Pass:
         before = (channel.num_collectives, channel.num_bytes) if channel else (0, 0)
         found = self._receive() if self._loader is None else self._send(self._loader)
         if found is None:
-            return None
-        metadata, payload, pixels, progress = found
-        items: list[MicroBatchLayout] = []
+            return StopIteration()
+        header, payload, pixels, progress = found
+        items: list[MicroBatchLayout]
         if payload is None:
-            items += metadata.layouts()
+            items = header.layouts()
         else:
-            size, rank = self._part.size, self._part.rank
-            for item in decode_step(metadata, payload, pixels):
-                items.append(slice_micro_batch(item, size=size, rank=rank))
+            size, rank = self._part
+            whole = decode_step(header, payload, pixels)
+            items = [slice_micro_batch(item, size=size, rank=rank) for item in whole]
         after = (channel.num_collectives, channel.num_bytes) if channel else (0, 0)
-        return _Step(
-            header=StepHeader(
-                totals=metadata.totals,
-                micro_batches=metadata.positions,
-                lengths=tuple(int(item.cu_seqlens_padded[-1]) for item in items),
-            ),
-            micro_batches=tuple(items),
-            delivered=Delivered(
-                plan_s=metadata.plan_us / 1e6,
-                collectives=after[0] - before[0],
-                bytes_delivered=after[1] - before[1],
-            ),
-            progress=progress,
-            num_bytes=sum(map(_num_bytes, items)),
-        )
+        delivered = {
+            "plan_s": header.plan_us / 1e6,
+            "collectives": after[0] - before[0],
+            "bytes_delivered": after[1] - before[1],
+        }
+        return _Step([header, *items], delivered, progress, sum(map(_num_bytes, items)))
 
-    def _send(
-        self, loader: StepLoader
-    ) -> tuple[StepMetadata, Bytes, Bytes | None, Progress] | None:
+    def _send(self, loader: StepLoader) -> tuple[StepHeader, Any, Any, Progress] | None:
         try:
             step = loader.make_step()
         except LoaderClosedError as error:
@@ -252,38 +172,35 @@ class _Pass:
             self._tell(Ending())
             return None
         if self._channel is not None:
-            self._channel.header(step.header)
+            self._channel.header(encode_header(step.header))
             self._channel.payload(step.payload)
             if step.pixels is not None and self._channel.has_attachment:
                 self._channel.attachment(step.pixels)
-        metadata = decode_header(step.header)
-        assert isinstance(metadata, StepMetadata)
-        return metadata, step.payload, step.pixels, step.progress
+        return step.header, step.payload, step.pixels, step.progress
 
-    def _receive(self) -> tuple[StepMetadata, Bytes | None, Bytes | None, None] | None:
+    def _receive(self) -> tuple[StepHeader, Any, Any, None] | None:
         assert self._channel is not None, "a rank without a loader has a channel"
         if self._has_told:
             return None
         try:
-            content = decode_header(self._channel.header())
+            header = decode_header(self._channel.header())
         except BaseException:
             self._has_told = True
             raise
-        if isinstance(content, Ending):
+        if isinstance(header, Ending):
             self._has_told = True
-            if content.error:
-                raise ReplicaFailedError(f"the source rank of this replica failed: {content.error}")
-            if content.closed:
-                raise LoaderClosedError(
-                    f"the source rank of this replica stopped: {content.closed}"
-                )
+            who = "the source rank of this replica"
+            if header.error:
+                raise ReplicaFailedError(f"{who} failed: {header.error}")
+            if header.closed:
+                raise LoaderClosedError(f"{who} stopped: {header.closed}")
             return None
         payload = pixels = None
         if self._channel.has_payload:
-            payload = self._channel.payload(np.zeros(content.payload_bytes, dtype=np.uint8))
-        if content.pixels is not None and self._channel.has_attachment:
-            pixels = self._channel.attachment(np.zeros(content.pixel_bytes, dtype=np.uint8))
-        return content, payload, pixels, None
+            payload = self._channel.payload(np.zeros(header.payload_bytes, dtype=np.uint8))
+        if header.pixels is not None and self._channel.has_attachment:
+            pixels = self._channel.attachment(np.zeros(header.pixel_bytes, dtype=np.uint8))
+        return header, payload, pixels, None
 
     def _tell(self, ending: Ending) -> None:
         if not self._has_told:
@@ -312,14 +229,17 @@ class StepFeed:
     Args:
         loader: the source rank's; None on other ranks.
         channel: to the replica's other ranks; None for a replica of one rank.
-        part: this rank's context-parallel part.
+        part: context-parallel size and this rank's place in it.
         num_chunks: virtual pipeline chunks of this rank.
         plan_ahead: most finished steps that wait for the trainer, at least 1.
         num_steps: steps of one pass over the stream.
 
     Attributes:
         num_steps: see above.
-        delivered: how the last step came to the trainer.
+        delivered: how the last step came to the trainer: `wait_s` that it waited for it, `plan_s`
+            that making it took the source rank, waits included; `queue_steps` finished steps behind
+            it and their `queue_bytes`; broadcasts that brought it to this rank (`collectives`) and
+            their bytes (`bytes_delivered`).
         deadline: counts the time that the trainer waits; set before the first step is taken.
     """
 
@@ -327,19 +247,19 @@ class StepFeed:
         self,
         loader: StepLoader | None,
         *,
-        channel: Channel | None = None,
-        part: ContextPart | None = None,
+        channel: ReplicaGroup | None = None,
+        part: tuple[int, int] = (1, 0),
         num_chunks: int = 1,
         plan_ahead: int = 2,
         num_steps: int = 0,
     ) -> None:
-        self._loader, self._channel, self._part = loader, channel, part or ContextPart()
+        self._loader, self._channel, self._part = loader, channel, part
         assert plan_ahead > 0, "steps are made ahead"
         self._plan_ahead = plan_ahead
         self._progress: Progress | None = None
         self.num_steps = num_steps
         self.deadline: Deadline | None = None
-        self.delivered = Delivered()
+        self.delivered: dict[str, float] = {}
         self._items: list[deque[Item]] = [deque() for _ in range(num_chunks)]  # for each chunk
         self._has_begun = [False] * num_chunks
         self._pass = self._new_pass()
@@ -359,7 +279,7 @@ class StepFeed:
     @property
     def num_ready(self) -> int:
         """Finished steps that wait for the trainer."""
-        return self._pass.num_ready
+        return len(self._pass.waiting())
 
     def restart(self, *, timeout_s: float = 600.0) -> None:
         """Begin the loader's stream again (Megatron's full validation).
@@ -405,9 +325,14 @@ class StepFeed:
             with self.deadline.waiting() if self.deadline else contextlib.nullcontext():
                 step = self._pass.take()
             self._progress = step.progress
-            self.delivered = replace(step.delivered, wait_s=time.perf_counter() - started)
+            wait_s, behind = time.perf_counter() - started, self._pass.waiting()
+            self.delivered = step.delivered | {
+                "wait_s": wait_s,
+                "queue_steps": len(behind),
+                "queue_bytes": sum(one.num_bytes for one in behind),
+            }
             for items in self._items:
-                items.extend((step.header, *step.micro_batches))
+                items.extend(step.items)
         return self._items[chunk].popleft()
 
     def close(self, *, timeout_s: float) -> bool:

@@ -157,26 +157,20 @@ class ImageLayout:
     merge: int
 
 
-def image_layout(
-    grids: Sequence[Integers], starts: Sequence[Integers], *, offsets: Integers, merge: int
-) -> ImageLayout:
+def image_layout(images: Sequence[Sequence[int]], offsets: Integers, *, merge: int) -> ImageLayout:
     """Lay out the images of a micro-batch.
 
     Args:
-        grids: int64 [I, 3] of each sample.
-        starts: int64 [I] of each sample, counted from its first token.
+        images: see `wire.StepHeader`.
         offsets: place in T of each sample.
         merge: see `ImageLayout`.
     """
-    grid = np.concatenate([np.asarray(one, dtype=np.int64).reshape(-1, 3) for one in grids])
-    places = [
-        np.asarray(own, dtype=np.int64) + offset
-        for own, offset in zip(starts, offsets, strict=True)
-    ]
-    counts = [len(own) for own in starts]
+    rows = np.array(images, dtype=np.int64)
+    sample, grid = rows[:, 0], rows[:, 1:4]
+    counts = np.bincount(sample, minlength=len(offsets))
     return ImageLayout(
-        grid_thw=torch.from_numpy(grid),
-        starts=torch.from_numpy(np.concatenate(places)),
+        grid_thw=torch.from_numpy(grid.copy()),
+        starts=torch.from_numpy(offsets[sample] + rows[:, 4]),
         cu_images=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
         cu_patches=torch.tensor([0, *np.cumsum(grid.prod(axis=1))], dtype=torch.int32),
         merge=merge,

@@ -13,23 +13,22 @@ import copyreg
 import hashlib
 import importlib
 import io
-import multiprocessing
 import sys
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from odb_megatron.data.sample import BadRecordError, Sample, SampleRules, Skipped
-from odb_megatron.data.sources import ItemSource
-from odb_megatron.data.stream import FetchError, Location
-from odb_megatron.data.workers import WorkerError, Workers, limited, starting
-from odb_megatron.plan.padding import OverlongError
+from odb_megatron.data.sample import Sample, SampleRules, Skipped
+from odb_megatron.data.sources import DATA_ERRORS, MapSource
+from odb_megatron.data.stream import Location
+from odb_megatron.data.workers import Reader, Workers, limited
 from odb_megatron.plan.record import OPEN_TOTAL
 
 __all__ = ["HEAD_ITEMS", "ItemReader", "ItemStream", "IterableShards", "SourceError", "as_shards"]
@@ -46,9 +45,6 @@ HEAD_ITEMS = 8
 
 _STATE_VERSION = 5
 _STATE_KEYS = {"version", "replicas", "passes", "has_state", "ended", "next", "pass", "parts"}
-_PREFETCH = 2
-
-Item = Sample | Skipped | FetchError
 
 
 class SourceError(RuntimeError):
@@ -90,7 +86,7 @@ class IterableShards:
     @property
     def has_own_workers(self) -> bool:
         """Whether it is a loader, which worker processes (having no children) cannot run."""
-        return isinstance(getattr(self.make, "dataset", None), torch.utils.data.DataLoader)
+        return self.is_own and isinstance(self.make(0, 1), torch.utils.data.DataLoader)
 
     def numbers(self, replica: int, num_replicas: int) -> range:
         """Return the numbers of a replica's parts among all."""
@@ -99,15 +95,9 @@ class IterableShards:
         return range(replica * self.parts, (replica + 1) * self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """Returns a replica's own iterable; a class, so that workers can be sent it."""
-
-    dataset: Any
-
-    def __call__(self, index: int, num_shards: int) -> Any:
-        del index, num_shards
-        return self.dataset
+def _own(dataset: Any, index: int, num_shards: int) -> Any:
+    del index, num_shards
+    return dataset
 
 
 def is_iterable(dataset: Any) -> bool:
@@ -132,7 +122,7 @@ def as_shards(dataset: Any, *, name: str) -> IterableShards:
             f"the {name} is a {type(dataset).__name__}, which can be run through only once: give "
             "an object whose __iter__ starts anew each time"
         )
-    return IterableShards(make=_Own(dataset), name=type(dataset).__name__, is_own=True)
+    return IterableShards(make=partial(_own, dataset), name=type(dataset).__name__, is_own=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,27 +200,28 @@ class ItemStream:
                 f"of them: resume with that data-parallel size, not {num_replicas}, or start the "
                 "data anew (--finetune); IterableShards(make, total_parts=N) can be resumed at any"
             )
-        for at, state in enumerate(states):
-            _check_state(self, state, replica=at, num_replicas=then)
-        readers = [(at, state) for at, state in enumerate(states) if state["parts"]]
-        current = min(state["pass"] for _, state in readers)
-        places: dict[int, Any] = {}
-        for at, state in readers:
-            parts = state["parts"]
-            if state["pass"] == current + 1 and not any(part["count"] for part in parts):
-                parts = [asdict(_Place(count=1, ended=True))] * len(parts)  # of the pass before
-            elif state["pass"] != current:
+        readers = [
+            (at, state, _checked_places(self, state, replica=at, num_replicas=then))
+            for at, state in enumerate(states)
+        ]
+        current = min(state["pass"] for _, state, parts in readers if parts)
+        places: dict[int, _Place] = {}
+        for at, state, parts in readers:
+            if state["pass"] == current + 1 and not any(part.count for part in parts):
+                parts = [_Place(count=1, ended=True)] * len(parts)
+            elif parts and state["pass"] != current:
                 raise ValueError(
                     f"the {then} replicas were in different passes of {self.name} when it was "
                     f"saved: resume with that data-parallel size, not {num_replicas}"
                 )
             places |= zip(self.shards.numbers(at, then), parts, strict=True)
+        own = self.shards.numbers(replica, num_replicas)
         return states[0] | {
             "replicas": num_replicas,
             "ended": all(state["ended"] for state in states),
             "next": -(-max(state["next"] for state in states) * then // num_replicas),  # ids go on
             "pass": current,
-            "parts": [places[one] for one in self.shards.numbers(replica, num_replicas)],
+            "parts": [asdict(places[one]) for one in own],
         }
 
 
@@ -259,18 +250,16 @@ class _Turn:
     """Items of one part in one turn.
 
     Attributes:
-        items: up to `TURN` of them.
+        items: up to `TURN` of them; an error in place of what could not be read.
         has_ended: the part has no more in this pass.
         state: after them, encoded, where one was due.
-        error: why the part cannot be read on.
         has_state: whether the part can say where it is.
     """
 
     part: int
-    items: deque[Item] = field(default_factory=deque)
+    items: deque[Sample | Skipped | Exception] = field(default_factory=deque)
     has_ended: bool = False
     state: str | None = None
-    error: str = ""
     has_state: bool = True
 
 
@@ -318,13 +307,12 @@ class _Part:
 
     def turn(self, number: int, stream: ItemStream, limit_s: float) -> _Turn:
         """Read the rest of a turn."""
-        turn = _Turn(number, has_state=self.methods is not None)
-        source = ItemSource(rules=stream.rules, name=stream.name)
-        source.path = self.name
+        turn, item = _Turn(number, has_state=self.methods is not None), dict[int, Any]()
+        source = MapSource(item, rules=stream.rules, name=self.name)
         while not turn.items or self.count % TURN:
             try:
                 with limited(limit_s, what=lambda: f"an item of {self.name}"):
-                    item = next(self._items)
+                    item[self.count] = next(self._items)
             except StopIteration:
                 turn.has_ended = True
                 return turn
@@ -332,13 +320,15 @@ class _Part:
                 note = (
                     "; an iterator cannot go on after that, so --odb-max-bad-records does not apply"
                 )
-                turn.error = _raised(self.name, error, note=note)
+                turn.items.append(SourceError(_raised(self.name, error, note=note)))
+                turn.has_ended = True
                 return turn
-            self.count += 1
             try:
-                turn.items.append(source.convert(item, number=self.count))
-            except (BadRecordError, OverlongError) as error:
-                turn.items.append(FetchError(error=error))
+                turn.items.append(source.sample(self.count, source=0))
+            except DATA_ERRORS as error:
+                turn.items.append(error)
+            del item[self.count]
+            self.count += 1
         if stream.keeps_state and self.methods and self.count % (TURN * SNAPSHOT_TURNS) == 0:
             try:
                 found = getattr(self.dataset, self.methods[0])()
@@ -377,7 +367,7 @@ class _Turns(torch.utils.data.IterableDataset[list[_Turn]]):
         self._pass += 1
         while live:
             turns = [part.turn(at, self._stream, self._limit_s) for at, part in live.items()]
-            live = {one.part: live[one.part] for one in turns if not (one.has_ended or one.error)}
+            live = {one.part: live[one.part] for one in turns if not one.has_ended}
             yield turns
 
     def _open(self, at: int) -> _Part:
@@ -409,8 +399,8 @@ def _raised(who: str, error: Exception, *, note: str = "") -> str:
 # --- one replica's items -----------------------------------------------------------------------
 
 
-class ItemReader:
-    """The items of one replica's iterators; a `loop.Reader`.
+class ItemReader(Reader):
+    """The items of one replica's iterators.
 
     The k-th item of replica r has the id `k * num_replicas + r`.
 
@@ -431,22 +421,17 @@ class ItemReader:
         *,
         replica: int,
         num_replicas: int,
-        workers: Workers | None = None,
+        workers: Workers = Workers(),  # noqa: B008
         state: Any = None,
     ) -> None:
         self._stream, self._replica, self._num_replicas = stream, replica, num_replicas
         self._pass = self._next = 0
         self._places = [_Place() for _ in stream.shards.numbers(replica, num_replicas)]
         if state is not None:
-            _check_state(stream, state, replica=replica, num_replicas=num_replicas)
+            who = {"replica": replica, "num_replicas": num_replicas}
+            self._places = _checked_places(stream, state, **who)
             self._pass, self._next = state["pass"], state["next"]
-            self._places = [_Place(**part) for part in state["parts"]]
-        workers = workers or Workers()
         num = 0 if stream.shards.has_own_workers else min(workers.num, len(self._places))
-        options: dict[str, Any] = {}
-        if num:
-            context = multiprocessing.get_context("fork")
-            options = {"prefetch_factor": _PREFETCH, "multiprocessing_context": context}
         turns = _Turns(
             stream,
             self._places,
@@ -455,16 +440,7 @@ class ItemReader:
             pass_index=self._pass,
             limit_s=workers.timeout_s if num else 0.0,
         )
-        self._loader: Any = torch.utils.data.DataLoader(
-            turns,
-            batch_size=None,
-            num_workers=num,
-            persistent_workers=num > 0,
-            collate_fn=list,
-            generator=torch.Generator().manual_seed(0),  # else the model's would be advanced
-            **options,
-        )
-        self._turns: Iterator[list[_Turn]] | None = None
+        super().__init__(turns, num, batch_size=None, persistent_workers=num > 0)
         self._pending: list[deque[_Turn]] = [deque() for _ in self._places]
         self._has_state = True
         self._head, self._head_items, self._num_head = hashlib.sha256(), set[bytes](), 0
@@ -486,13 +462,13 @@ class ItemReader:
         items: list[tuple[int, Sample | Skipped]] = []
         while len(items) < count and (turn := self._upcoming()) is not None:
             item, place = turn.items.popleft(), self._places[turn.part]
+            if isinstance(item, Exception):
+                raise item
             place.count += 1
             if turn.state is not None and not turn.items:
                 place.at, place.state = place.count, turn.state
-            number, self._next = self._next, self._next + 1
-            if isinstance(item, FetchError):
-                raise item.error
-            items.append((number * self._num_replicas + self._replica, item))
+            items.append((self._next * self._num_replicas + self._replica, item))
+            self._next += 1
             if self._num_head < HEAD_ITEMS:
                 self._num_head += 1
                 if isinstance(item, Sample):
@@ -548,10 +524,6 @@ class ItemReader:
             "parts": list(map(asdict, self._places)),
         }
 
-    def close(self) -> None:
-        """End the workers; nothing more is read."""
-        self._turns = self._loader = None
-
     def _upcoming(self) -> _Turn | None:
         """Return the turn that the next item is in; None at the end of the last pass."""
         passes = self._stream.passes
@@ -562,12 +534,12 @@ class ItemReader:
                 continue
             at = min(live, key=lambda one: (self._places[one].count // TURN, one))
             while not self._pending[at]:
-                self._fetch()
+                for turn in self._next_batch(self._reading):
+                    self._has_state &= turn.has_state
+                    self._pending[turn.part].append(turn)
             turn = self._pending[at][0]
             if turn.items:
                 return turn
-            if turn.error:
-                raise SourceError(turn.error)
             self._places[at].ended = turn.has_ended
             self._pending[at].popleft()
         return None
@@ -581,26 +553,11 @@ class ItemReader:
             )
         self._pass += 1
         self._places = [_Place() for _ in self._places]
-        self._turns = None
+        self._batches = None
 
-    def _fetch(self) -> None:
-        if self._turns is None:
-            with starting():
-                self._turns = iter(self._loader)
-        try:
-            turns = next(self._turns)
-        except RuntimeError as error:
-            if not self._loader.num_workers or "DataLoader worker" not in str(error):
-                raise
-            raise WorkerError(
-                f"a data-loader worker has ended ({error}) while it read {self._stream.name}, item "
-                f"{self._next} of replica {self._replica} or one soon after. Its own output, or "
-                "the system's log, may say why; SIGKILL often means that memory ran out: lower "
-                "--num-workers"
-            ) from error
-        for turn in turns:
-            self._has_state &= turn.has_state
-            self._pending[turn.part].append(turn)
+    def _reading(self) -> str:
+        where = f"item {self._next} of replica {self._replica} or one soon after"
+        return f"it read {self._stream.name}, {where}"
 
 
 # --- states ------------------------------------------------------------------------------------
@@ -611,23 +568,27 @@ _NO_STATE = (
 )
 
 
-def _check_state(stream: ItemStream, state: Any, *, replica: int, num_replicas: int) -> None:
-    """Hold a state against what it is to go on with.
+def _checked_places(
+    stream: ItemStream, state: Any, *, replica: int, num_replicas: int
+) -> list[_Place]:
+    """Return the places of a state, once it was held against what it is to go on with.
 
     Raises:
         ValueError: it does not fit.
     """
     if not isinstance(state, Mapping) or set(state) != _STATE_KEYS:
         raise ValueError(_NO_STATE)
-    parts, names = state["parts"], set(_Place.__dataclass_fields__)
-    is_sound = state["version"] == _STATE_VERSION and state["replicas"] == num_replicas
-    is_sound &= type(state["ended"]) is bool and isinstance(parts, list)
-    is_sound &= _is_count(state["next"]) and _is_count(state["pass"])
-    for part in parts if is_sound else ():
-        is_sound &= isinstance(part, Mapping) and set(part) == names
-        is_sound = is_sound and _is_count(part["at"]) and _is_count(part["count"])
-        is_sound = is_sound and part["at"] <= part["count"] and type(part["ended"]) is bool
-        is_sound = is_sound and isinstance(part["state"], str | None)
+    try:
+        places = [_Place(**part) for part in state["parts"]]
+        counts = [state["next"], state["pass"], *(n for one in places for n in (one.at, one.count))]
+        is_sound = state["version"] == _STATE_VERSION and state["replicas"] == num_replicas
+        is_sound &= all(map(_is_count, counts)) and type(state["ended"]) is bool
+        is_sound &= all(
+            type(one.ended) is bool and isinstance(one.state, str | None) and one.at <= one.count
+            for one in places
+        )
+    except TypeError:
+        is_sound = False
     if not is_sound:
         raise ValueError(
             "the source's state is damaged or of another version: restore the file, or start "
@@ -640,13 +601,16 @@ def _check_state(stream: ItemStream, state: Any, *, replica: int, num_replicas: 
             "use torchdata's StatefulDataLoader, or Megatron-Energon's savable loader), and "
             "start the data anew (--finetune)"
         )
-    num = len(stream.shards.numbers(replica, num_replicas))
-    if len(parts) != num:
+    num, saved, passes = (
+        len(stream.shards.numbers(replica, num_replicas)),
+        state["passes"],
+        stream.passes,
+    )
+    if len(places) != num:
         raise ValueError(
-            f"the source was saved with {len(parts)} parts for each replica, this run has "
+            f"the source was saved with {len(places)} parts for each replica, this run has "
             f"{num}: give IterableShards the same parts"
         )
-    saved, passes = state["passes"], stream.passes
     if (saved is None) is not (passes is None):
         then = "a number of samples" if saved is None else f"--odb-epochs {saved}"
         raise ValueError(
@@ -658,6 +622,7 @@ def _check_state(stream: ItemStream, state: Any, *, replica: int, num_replicas: 
             f"the data state was saved with --odb-epochs {saved}, this run has {passes}: ask "
             "for at least as many, or start the data anew (--finetune)"
         )
+    return places
 
 
 def _is_count(value: Any) -> bool:

@@ -8,31 +8,39 @@ next gather, where it tells them; a block that exchanges samples without it make
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.data.iterable import HEAD_ITEMS
-from odb_megatron.data.sample import BadRecords, Sample, Skipped, SkipReason
+from odb_megatron.data.sample import (
+    BAD_RECORD_HINT,
+    Sample,
+    Skipped,
+    SkipReason,
+    TooManyBadRecordsError,
+)
 from odb_megatron.data.wire import (
     SampleWireError,
+    StepHeader,
     decode_sample,
-    encode_header,
     encode_sample,
     pack_step,
     wire_size,
 )
+from odb_megatron.data.workers import Reader
 from odb_megatron.plan.blocks import blocks_of, even_blocks, offered
 from odb_megatron.plan.pipeline import in_best_order
 from odb_megatron.plan.record import (
     HEADER,
     ROW,
     SUMMARY,
+    TABLE,
     TEXT_BYTES,
     TRUNCATED,
     LoaderClosedError,
@@ -40,45 +48,20 @@ from odb_megatron.plan.record import (
     ReplicaFailedError,
     StepTotals,
     config_differences,
+    num_patches,
 )
 from odb_megatron.plan.step_planner import StepPlan, plan_step
 
-__all__ = ["Ask", "Failure", "PackedStep", "Progress", "Reader", "Request", "SourceCounts"]
-__all__ += ["StepLoop"]
+__all__ = ["Ask", "Failure", "PackedStep", "Progress", "Request", "SourceCounts", "StepLoop"]
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
+Integers = npt.NDArray[np.int64]
+Packed = tuple[StepHeader, npt.NDArray[np.uint8], npt.NDArray[np.uint8] | None]
 
-_COUNT = struct.Struct("<q")
 _MAX_ERROR = 2000
-_CONSEQUENCES = ("SampleLostError", "ReplicaFailedError")
-_GONE = "replica {} has failed in this step; its own output says why"
-
-
-class SampleLostError(RuntimeError):
-    """Another replica's sample did not arrive whole: it has failed, or the connection is bad."""
-
-
-class Reader(Protocol):
-    """The samples of one replica, in the order in which it reads them."""
-
-    def read(self, count: int) -> list[tuple[int, Sample | Skipped]]:
-        """Return the next samples with their ids, fewer where the source ends."""
-
-    def has_ended(self) -> bool:
-        """Whether there is no further sample."""
-
-    def head(self) -> bytes:
-        """Return what must differ between replicas' own iterators; of one size."""
-
-    def check_heads(self, heads: Sequence[bytes]) -> None:
-        """Raise if replicas read the same samples; the same on all."""
-
-    def state(self) -> Any:
-        """Return where the source is after what was read, as JSON values; None if it has none."""
-
-    def close(self) -> None:
-        """Read nothing more; end worker processes."""
+_MAX_NAMED = 3
+_CONSEQUENCES = (SampleWireError.__name__, ReplicaFailedError.__name__)
 
 
 @dataclass(slots=True)
@@ -155,18 +138,18 @@ class Progress:
     source: Any = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PackedStep:
     """A finished step as it is handed on: see `wire`.
 
     Attributes:
-        header: bytes of its metadata.
+        header: of the step.
         payload: tokens, labels and loss of its micro-batches, uint8.
         pixels: patches of its images, uint8; None without any.
         progress: the loop's after it.
     """
 
-    header: bytes
+    header: StepHeader
     payload: npt.NDArray[np.uint8]
     pixels: npt.NDArray[np.uint8] | None
     progress: Progress
@@ -181,43 +164,6 @@ class Failure:
 
 Request = Ask | PackedStep | Failure
 Requests = Generator[Request, Any, T]
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """The samples of a step that the replicas of the block have read, or that came to it.
-
-    Attributes:
-        rows: `ROW` [n], skipped ones included.
-        owner: int [n], the replica that has read it, counted in the block; -1 for another block's.
-        here: bool [n], whether it is still the block's.
-        wait_us: longest wait for data of one of them.
-        loss_weight: sum of the scaled weights of what they have read.
-    """
-
-    rows: Array
-    owner: Array
-    here: Array
-    wait_us: int
-    loss_weight: int
-
-    @property
-    def trained(self) -> Array:
-        """Which the block trains, bool [n]."""
-        trained: Array = (self.rows["tokens"] > 0) & self.here
-        return trained
-
-    @classmethod
-    def merged(cls, rounds: Sequence[tuple[Array, Array, Array]]) -> _Table:
-        """Return the samples of several rounds: headers, rows and owners of each."""
-        headers, rows, owner = map(np.concatenate, zip(*rounds, strict=True))
-        wait_us, weight = int(headers["wait_us"].max()), int(headers["loss_weight"].sum())
-        return cls(rows, owner, np.ones(len(rows), dtype=bool), wait_us, weight)
-
-
-def _patches(rows: Array) -> Array:
-    found: Array = (rows["patches"] & ~np.uint32(TRUNCATED)).astype(np.int64)
-    return found
 
 
 class StepLoop:
@@ -244,7 +190,6 @@ class StepLoop:
         self._reader, self._config, self._replica = reader, config, replica
         self._rule, self._digest = config.size_rule, config.digest()
         self._all_blocks = blocks_of(config.num_replicas, config.block)
-        self._num_blocks = len(self._all_blocks)
         self._block = next(one for one in self._all_blocks if replica in one)
         self._block_number = self._all_blocks.index(self._block)
         self._own = replica - self._block.start  # this replica, counted in the block
@@ -255,13 +200,11 @@ class StepLoop:
         self._knows_ends = False
         self._has_compared = start.source is not None  # a resumed run's iterators were compared
         self._step, self._consumed, self._num_consumed = 0, start.consumed, 0
-        self._blocks = np.zeros(1, dtype=SUMMARY)  # of this step
         self._items: list[tuple[int, Sample | Skipped]] = []  # read in this step
-        self._held: dict[int, tuple[int, Sample]] = {}  # the same by place in the table
-        self._arrived: dict[int, Any] = {}  # from other blocks, by place in the table
+        self._held: dict[int, tuple[int, Sample]] = {}  # the samples here, by slot of the table
+        self._arrived: dict[int, Any] = {}  # bytes of samples from other blocks, by slot
         self._counts = [SourceCounts() for _ in range(num_sources)]
-        self._bad = BadRecords(config.max_bad_records, num=start.num_bad)
-        self._wait_us, self._loss_weight, self._began = 0, 0, 0.0
+        self._num_bad, self._first_bad = start.num_bad, list[str]()
         self._closing = False
         self._error: Exception | None = None
 
@@ -270,7 +213,7 @@ class StepLoop:
         """Where the loop stands after the last step made."""
         return Progress(
             consumed=self._consumed,
-            num_bad=self._bad.num,
+            num_bad=self._num_bad,
             source_counts=tuple(map(replace, self._counts)),
             source=self._reader.state(),
         )
@@ -289,66 +232,77 @@ class StepLoop:
         """
         try:
             while True:
-                self._began = time.perf_counter()
-                table = yield from self._agree()
-                if table is None:
+                began = time.perf_counter()
+                headers, table, blocks = yield from self._agree()
+                if not self._num_consumed:
                     return
-                self._hold(table)
-                if self._num_blocks > 1:
-                    table = yield from self._even_out(table)
-                plan = yield from self._plan(table)
-                totals = self._attempt(self._totals, table, plan)
-                if self._num_blocks > 1:
-                    own = (
-                        totals.to_bytes()
-                        if totals
-                        else bytes(_COUNT.size * len(fields(StepTotals)))
-                    )
+                slots = table["slot"][table["owner"] == self._own].tolist()
+                pairs, self._items = zip(slots, self._items, strict=True), []
+                self._held = {
+                    slot: (number, item)
+                    for slot, (number, item) in pairs
+                    if isinstance(item, Sample)
+                }
+                if len(blocks) > 1:
+                    table = yield from self._even_out(table, blocks)
+                trained = table[table["tokens"] > 0]
+                plan = yield from self._plan(trained)
+                totals = self._attempt(self._totals, headers, table, plan)
+                if len(blocks) > 1:
+                    own = (totals or StepTotals()).to_bytes()
                     totals = self._attempt(StepTotals.merged, (yield from self._blocks_tell(own)))
-                samples = yield from self._deliver(table, plan)
-                step = self._attempt(self._pack, plan, totals, samples)
+                yield from self._deliver(trained, plan)
+                packed = self._attempt(self._pack, trained, plan, totals)
                 self._step += 1
                 self._consumed += self._num_consumed
-                self._attempt(self._bad.add_up, totals)
+                self._attempt(self._count_bad, totals)
                 progress = self._attempt(lambda: self.progress)
-                if step is not None and progress is not None:
-                    yield replace(step, progress=progress)
-                else:  # the others learn it in the next gather
+                if packed is None or progress is None:  # the others learn it in the next gather
                     assert self._error is not None
                     yield Failure(self._error)
+                else:
+                    header = replace(packed[0], plan_us=round((time.perf_counter() - began) * 1e6))
+                    yield PackedStep(header, *packed[1:], progress)
         finally:
             self._reader.close()
 
     # --- read, measure, agree ------------------------------------------------------------------
 
-    def _agree(self) -> Requests[_Table | None]:
-        """Read the next global batch with all replicas; None where there is none.
+    def _agree(self) -> Requests[tuple[Array, Array, Array]]:
+        """Read the next global batch with all replicas.
 
         One round, but before the first step, and where an iterator ends inside its share: what is
         missing is read in another, by those that have not ended.
+
+        Returns:
+            `HEADER` of the block's replicas in all rounds, `TABLE` of its samples, skipped ones
+            included, and `SUMMARY` of each block.
         """
-        config = self._config
-        wanted = min(config.global_batch_size, config.total - self._consumed)
-        missing, rounds = wanted, []
+        config, headers, rows, owners = self._config, [], [], []
+        wanted = missing = min(config.global_batch_size, config.total - self._consumed)
         while True:
             shares = self._shares(missing if self._knows_ends else 0)
-            own = None if self._closing else self._attempt(self._read, shares[self._own])
-            found = yield from self._gather(own, most=max(shares))
-            rounds.append(found)
-            merged = _Table.merged(rounds)
-            blocks = yield from self._summaries(found[0], merged)
+            records = yield Ask("gather", (self._record(shares[self._own], max(shares)),))
+            found = np.concatenate([np.frombuffer(one, HEADER, 1) for one in records])
+            counts = np.minimum(found["rows"], max(shares)).tolist()
+            for owner, (record, count) in enumerate(zip(records, counts, strict=True)):
+                rows.append(np.frombuffer(record, ROW, count, HEADER.itemsize))
+                owners += [owner] * count
+            headers.append(found)
+            table = _table(np.concatenate(rows), owners)
+            blocks = yield from self._summaries(found, table)
             if blocks["failed"].any() or blocks["differs"].any():
                 yield from self._fail()
             if blocks["closing"].any() and (wanted or missing):
                 raise LoaderClosedError("a replica has closed its loader: no further step is made")
-            self._ended |= found[0]["ended"] > 0
+            self._ended |= found["ended"] > 0
             self._num_live = blocks["live"].tolist()
             is_asked, self._knows_ends = self._knows_ends, True
             missing = wanted - int(blocks["rows"].sum())
             if is_asked and (missing == 0 or not any(self._num_live)):
-                self._num_consumed, self._blocks = wanted - missing, blocks
+                self._num_consumed = wanted - missing
                 yield from self._compare_heads()
-                return merged if self._num_consumed else None
+                return np.concatenate(headers), table, blocks
 
     def _shares(self, missing: int) -> list[int]:
         """Return how many samples each replica of the block reads; those without end alike."""
@@ -360,70 +314,62 @@ class StepLoop:
             at += not ended
         return shares
 
-    def _read(self, count: int) -> Array:
-        """Read and measure; return a `ROW` for each sample."""
-        started = time.perf_counter()
+    def _record(self, count: int, most: int) -> bytes:
+        """Read so many samples; return this replica's record, with room for the most."""
+        header, rows = np.zeros(1, dtype=HEADER), np.zeros(most, dtype=ROW)
+        header["config"], header["step"] = self._digest, self._step
+        header["consumed"] = self._consumed
+        found = None if self._closing else self._attempt(self._read, count)
+        if found is not None:
+            read, wait_us, header["loss_weight"] = found
+            rows[: len(read)], header["rows"] = read, len(read)
+            header["wait_us"] = min(wait_us, (1 << 32) - 1)
+            header["ended"] = self._attempt(self._reader.has_ended) or False
+        header["closing"], header["failed"] = self._closing, self._error is not None
+        return header.tobytes() + rows.tobytes()
+
+    def _read(self, count: int) -> tuple[Array, int, int]:
+        """Read and measure; return `ROW` of each sample, the wait for them, the sum of weights."""
+        started, weight = time.perf_counter(), 0
         items = self._reader.read(count)
-        self._loss_weight = 0
-        self._wait_us = min(round((time.perf_counter() - started) * 1e6), (1 << 32) - 1)
+        wait_us = round((time.perf_counter() - started) * 1e6)
         rows = np.zeros(len(items), dtype=ROW)
         for row, (_, item) in zip(rows, items, strict=True):
             if isinstance(item, Skipped):
                 row["loss_tokens"] = item.reason
                 self._counts[item.source].add_skipped(item.reason, item.message)
-                self._bad.note(item)
+                if item.reason is SkipReason.BAD_RECORD:
+                    first_line = item.message.partition("\n")[0]
+                    self._first_bad.append(first_line.partition(BAD_RECORD_HINT)[0])
+                    del self._first_bad[_MAX_NAMED:]
             else:
                 patches = item.num_patches | (TRUNCATED if item.truncated else 0)
                 row["tokens"], row["loss_tokens"] = len(item), item.num_loss_tokens
                 row["patches"], row["bytes"] = patches, wire_size(item)
-                self._loss_weight += round(item.loss_weight)
+                weight += round(item.loss_weight)
         self._items += items
-        return rows
-
-    def _gather(self, own: Array | None, *, most: int) -> Requests[tuple[Array, Array, Array]]:
-        """Send this replica's record of a round; return headers, rows and owners of the block."""
-        header = np.zeros((), dtype=HEADER)
-        header["config"], header["step"] = self._digest, self._step
-        header["consumed"], header["closing"] = self._consumed, self._closing
-        rows = np.zeros(most, dtype=ROW)
-        if own is not None:
-            header["rows"], header["wait_us"] = len(own), self._wait_us
-            header["loss_weight"] = self._loss_weight
-            header["ended"] = self._attempt(self._reader.has_ended) or False
-            rows[: len(own)] = own
-        header["failed"] = self._error is not None
-        records = yield Ask("gather", (header.tobytes() + rows.tobytes(),))
-        headers = np.array([np.frombuffer(one, HEADER, 1)[0] for one in records])
-        counts = np.minimum(headers["rows"], most).tolist()
-        read = [
-            np.frombuffer(one, ROW, count, HEADER.itemsize)
-            for one, count in zip(records, counts, strict=True)
-        ]
-        return headers, np.concatenate(read), np.repeat(np.arange(len(read)), counts)
+        return rows, wait_us, weight
 
     def _blocks_tell(self, record: bytes) -> Requests[list[bytes]]:
         found: list[bytes] = yield Ask("gather_blocks", (record,))
         return found
 
-    def _summaries(self, headers: Array, table: _Table) -> Requests[Array]:
+    def _summaries(self, headers: Array, table: Array) -> Requests[Array]:
         """Return a `SUMMARY` of each block."""
         own = np.zeros(1, dtype=SUMMARY)
         same = [headers[name] == headers[name][0] for name in ("config", "step", "consumed")]
         own["failed"] = headers["failed"].any() or self._error is not None
         own["closing"], own["differs"] = headers["closing"].any(), not np.all(same)
         own["config"], own["consumed"] = self._digest, self._consumed
-        own["rows"] = len(table.rows)
+        own["rows"] = len(table)
         own["live"] = int((~self._ended & (headers["ended"] == 0)).sum())
-        if self._num_blocks == 1:
+        if len(self._all_blocks) == 1:
             return own
-        costs = self._config.cost.samples(
-            table.rows["tokens"].astype(np.int64), _patches(table.rows)
-        )
-        costs = np.where(table.rows["tokens"] > 0, costs, 0)
-        own["cost"] = costs.sum()
-        offers = offered(costs)
+        costs = self._config.cost.samples(table["tokens"].astype(np.int64), num_patches(table))
+        costs = np.where(table["tokens"] > 0, costs, 0)
+        own["cost"], offers = costs.sum(), offered(costs)
         row = own["offers"][0][: len(offers)]
-        row["row"], row["cost"], row["index"] = table.rows[offers], costs[offers], offers
+        row["row"], row["cost"] = table[offers], costs[offers]
         found = yield from self._blocks_tell(own.tobytes())
         blocks = np.frombuffer(b"".join(found), dtype=SUMMARY).copy()
         differs = (blocks["config"] != self._digest) | (blocks["consumed"] != self._consumed)
@@ -452,132 +398,104 @@ class StepLoop:
         named = [f"replica {at} failed: {text}" for at, text in (causes or failed).items()]
         raise ReplicaFailedError("; ".join(named) or config_differences([p[2] for p in parts]))
 
-    def _hold(self, table: _Table) -> None:
-        """Keep the samples that this replica has read by their places in the table."""
-        places = np.flatnonzero(table.owner == self._own).tolist()
-        items, self._items = self._items, []
-        self._held = {
-            at: (number, item)
-            for at, (number, item) in zip(places, items, strict=True)
-            if isinstance(item, Sample)
-        }
+    def _count_bad(self, totals: StepTotals) -> None:
+        """Count a step's bad records: all replicas count the same, so all raise in one step."""
+        self._num_bad += totals.num_bad
+        limit = self._config.max_bad_records
+        if limit is not None and self._num_bad > limit:
+            named = " | ".join(self._first_bad) or "none; other replicas name theirs"
+            raise TooManyBadRecordsError(
+                f"{self._num_bad} of the {self._consumed} samples consumed so far are bad records, "
+                f"and --odb-max-bad-records {limit} are allowed. The first of this replica: "
+                f"{named}. Mend the data, or raise --odb-max-bad-records"
+            )
 
     # --- plan ----------------------------------------------------------------------------------
 
-    def _even_out(self, table: _Table) -> Requests[_Table]:
+    def _even_out(self, table: Array, blocks: Array) -> Requests[Array]:
         """Move whole samples from heavy to light blocks; they pass through the first replicas."""
-        offers, own = self._blocks["offers"], self._block_number
         sizes = [len(block) for block in self._all_blocks]
-        costs = [one[one > 0].tolist() for one in offers["cost"]]
-        moves = even_blocks(self._blocks["cost"].tolist(), sizes, costs)
+        costs = [one[one > 0].tolist() for one in blocks["offers"]["cost"]]
+        moves = even_blocks(blocks["cost"].tolist(), sizes, costs)
         if not moves:
             return table
-        leaving = [int(offers[by][number]["index"]) for by, number, _ in moves if by == own]
-        here = table.here.copy()
-        here[leaving] = False
-        data = yield from self._collect(table, leaving)
-        moved = [(by, offers[by][number]["row"], to) for by, number, to in moves]
-        room = [0] * len(sizes)
-        for by, row, _ in moved:
-            room[by] += int(row["bytes"])
-        found = yield from self._blocks_tell(data.ljust(max(room), b"\0"))
-        ends, arrived = [0] * len(sizes), list[Array]()
-        for by, row, to in moved:
-            begin, ends[by] = ends[by], ends[by] + int(row["bytes"])
-            if to == own:
-                self._arrived[len(table.rows) + len(arrived)] = found[by][begin : ends[by]]
-                arrived.append(row)
-        rows = np.concatenate([table.rows, np.array(arrived, dtype=ROW)])
-        owner = np.concatenate([table.owner, np.full(len(arrived), -1)])
-        here = np.concatenate([here, np.ones(len(arrived), dtype=bool)])
-        return replace(table, rows=rows, owner=owner, here=here)
+        by, number, to = np.array(moves).T
+        moved = blocks["offers"]["row"][by, number]
+        leaving = moved[by == self._block_number]
+        data = yield from self._collect(leaving)
+        room = max(int(moved["bytes"][by == at].sum()) for at in range(len(sizes)))
+        found = yield from self._blocks_tell(data.ljust(room, b"\0"))
+        stays = ~np.isin(table["slot"], leaving["slot"])
+        moved["slot"], moved["owner"] = len(table) + np.arange(len(moved)), -1
+        for at, part in enumerate(found):
+            self._arrived |= _cut(part, moved[by == at])
+        return np.concatenate([table[stays], moved[to == self._block_number]])
 
-    def _collect(self, table: _Table, leaving: Sequence[int]) -> Requests[bytes]:
+    def _collect(self, leaving: Array) -> Requests[bytes]:
         """Return the samples that leave the block, in this order, on its first replica."""
-        first, sizes = self._block.start, table.rows["bytes"].tolist()
-        by: dict[int, list[int]] = {}  # by owner
-        for at in leaving:
-            by.setdefault(int(table.owner[at]), []).append(at)
-        own = self._attempt(self._encoded, by.get(self._own, ())) or b""
-        parts: dict[int, Any] = {self._own: own}
-        if any(by):  # of others than the first
-            is_first = self._own == 0
-            sends = {first: own} if self._own in by and not is_first else {}
-            receives = {first + one: sum(sizes[at] for at in of) for one, of in by.items() if one}
-            found = yield from self._exchange(sends, receives if is_first else {})
-            parts |= {one - first: data for one, data in (found or {}).items()}
-        if self._error is not None:
-            return bytes(sum(sizes[at] for at in leaving))  # zeros, an error to whoever gets them
-        ends, samples = dict.fromkeys(by, 0), []
-        for one in table.owner[leaving].tolist() if self._own == 0 else ():
-            at = by[one][ends[one]]
-            ends[one] += 1
-            begin = sum(sizes[before] for before in by[one][: ends[one] - 1])
-            samples.append(parts[one][begin : begin + sizes[at]])
-        return b"".join(samples)
+        parts: dict[int, Any] = {}
+        if leaving["owner"].any():  # another than the first has read one
+            parts = yield from self._exchange(leaving, np.zeros(len(leaving), np.int64))
+        if self._own == 0:
+            held = [slot for slot in leaving["slot"].tolist() if slot not in parts]
+            parts |= {slot: self._attempt(self._encoded, [slot]) for slot in held}
+        if self._own or self._error is not None:
+            return b""  # filled with zeros, an error to whoever gets them
+        return b"".join(parts[slot] for slot in leaving["slot"].tolist())
 
-    def _planned(self, table: _Table, least: int) -> StepPlan:
-        """Plan the block's samples; indices are those of `table.trained`."""
+    def _planned(self, rows: Array, least: int) -> StepPlan:
         config, rule = self._config, self._rule
-        rows = table.rows[table.trained]
         tokens = rows["tokens"].astype(np.int64)
+        padded = rule.padded_all(tokens)
         budget = rule.sizes[-1] if rule.sizes else config.token_budget
         return plan_step(
-            rule.padded_all(tokens) if rule.sizes else tokens,
+            padded if rule.sizes else tokens,
             num_replicas=len(self._block),
             token_budget=budget,
             sync=config.sync.value,
             alignment=config.multiple,
-            patches=_patches(rows),
+            patches=num_patches(rows),
             max_patches=config.max_patches or None,
             cost=config.cost,
             count_multiple=config.count_multiple,
             min_micro_batches=least,
             max_share=config.max_share,
-            owner=np.maximum(table.owner[table.trained], 0),
-            solo=rule.padded_all(tokens) > budget,
+            owner=np.maximum(rows["owner"], 0),
+            solo=padded > budget,
         )
 
-    def _plan(self, table: _Table) -> Requests[StepPlan | None]:
-        """Return the block's plan; blocks plan again until all have as many micro-batches.
+    def _plan(self, rows: Array) -> Requests[StepPlan | None]:
+        """Return the block's plan of these; blocks plan again until all have as many micro-batches.
 
         None, with an error, where this replica cannot plan, or another block's first one.
         """
-        plan = self._attempt(self._planned, table, 1)
-        while self._num_blocks > 1:
-            own = _COUNT.pack(plan.num_micro_batches if plan else 0)
-            counts = [_COUNT.unpack(one)[0] for one in (yield from self._blocks_tell(own))]
+        plan = self._attempt(self._planned, rows, 1)
+        while len(self._all_blocks) > 1:
+            own = (plan.num_micro_batches if plan else 0).to_bytes(8, "little")
+            counts = [int.from_bytes(one, "little") for one in (yield from self._blocks_tell(own))]
             if not min(counts):
                 self._lose(self._all_blocks[counts.index(0)].start)
                 return None
             if min(counts) == max(counts):
                 break
             if plan is not None and plan.num_micro_batches < max(counts):
-                plan = self._attempt(self._planned, table, max(counts))
+                plan = self._attempt(self._planned, rows, max(counts))
         return plan and self._attempt(in_best_order, plan, self._config.pipeline)
 
-    def _totals(self, table: _Table, plan: StepPlan) -> StepTotals:
-        config, rows = self._config, table.rows
-        trained = rows[table.trained]
-        skipped = rows[rows["tokens"] == 0]
+    def _totals(self, headers: Array, table: Array, plan: StepPlan) -> StepTotals:
+        trained, skipped = table[table["tokens"] > 0], table[table["tokens"] == 0]
         tokens = trained["tokens"].astype(np.int64)
-        owner = table.owner[table.trained].tolist()
-        moved = [
-            index
-            for replica, row in enumerate(plan.micro_batches)
-            for members in row
-            for index in members
-            if owner[index] != replica
-        ]
-        is_final = self._consumed + self._num_consumed >= config.total
-        if config.has_unknown_end:
+        index, replica = _trainers(plan)
+        moved = trained[index][trained["owner"][index] != replica]
+        is_final = self._consumed + self._num_consumed >= self._config.total
+        if self._config.has_unknown_end:
             is_final = not any(self._num_live)
         return StepTotals(
             step=self._step,
             consumed_before=self._consumed,
             num_consumed=self._num_consumed,
             num_micro_batches=plan.num_micro_batches,
-            num_replicas=config.num_replicas,
+            num_replicas=self._config.num_replicas,
             num_samples=len(trained),
             num_left_out=len(skipped),
             num_bad=int((skipped["loss_tokens"] == SkipReason.BAD_RECORD).sum()),
@@ -585,83 +503,67 @@ class StepLoop:
             num_tokens=int(tokens.sum()),
             num_padded_tokens=int(self._rule.padded_all(tokens).sum()),
             num_squared_tokens=int((tokens**2).sum()),
-            num_loss_tokens=int(trained["loss_tokens"].sum(dtype=np.int64)),
-            loss_weight=table.loss_weight,
-            num_patches=int(_patches(trained).sum()),
+            num_loss_tokens=int(trained["loss_tokens"].sum()),
+            loss_weight=int(headers["loss_weight"].sum()),
+            num_patches=int(num_patches(trained).sum()),
             num_idle=sum(not one for row in plan.micro_batches for one in row),
             num_moved=len(moved),
-            bytes_moved=int(trained["bytes"][moved].sum(dtype=np.int64)),
+            bytes_moved=int(moved["bytes"].sum()),
             cost_sum=sum(plan.costs),
             cost_max=max(plan.costs),
-            wait_us=table.wait_us,
+            wait_us=int(headers["wait_us"].max()),
             is_final=is_final,
         )
 
     # --- deliver and pack ----------------------------------------------------------------------
 
-    def _deliver(
-        self, table: _Table, plan: StepPlan | None
-    ) -> Requests[dict[int, tuple[int, Sample]]]:
-        """Return the samples that this replica trains with their ids, by index of the plan."""
-        first, own = self._block.start, self._own
-        places = np.flatnonzero(table.trained).tolist()  # in the table, by index of the plan
-        owner, sizes = table.owner.tolist(), table.rows["bytes"].tolist()
-        sends: dict[int, list[int]] = {}
-        receives: dict[int, list[int]] = {}
-        for replica, row in enumerate(plan.micro_batches if plan else ()):
-            for at in (places[index] for members in row for index in members):
-                if owner[at] == own != replica:
-                    sends.setdefault(replica, []).append(at)
-                elif owner[at] != own == replica:
-                    receives.setdefault(owner[at], []).append(at)
-        parts: dict[int, Any] = {-1: b"".join(self._arrived[at] for at in receives.get(-1, ()))}
+    def _deliver(self, rows: Array, plan: StepPlan | None) -> Requests[None]:
+        """Hold the samples that this replica trains."""
+        index, replica = _trainers(plan)
+        rows, parts = rows[index], {}
         if len(self._block) > 1:  # also where nothing moves: who cannot plan does not know it
-            sent = {first + to: self._attempt(self._encoded, of) or b"" for to, of in sends.items()}
-            expected = {first + by: sum(sizes[at] for at in of) for by, of in receives.items()}
-            expected.pop(first - 1, None)
-            found = yield from self._exchange(sent, expected)
-            parts |= {by - first: data for by, data in (found or {}).items()}
-        found_here = self._attempt(self._decoded, receives, parts, sizes) or {}
-        held, self._held, self._arrived = self._held | found_here, {}, {}
-        return {index: held[at] for index, at in enumerate(places) if at in held}
+            parts = yield from self._exchange(rows, replica)
+        comes = rows["slot"][(rows["owner"] < 0) & (replica == self._own)]
+        parts |= {slot: self._arrived[slot] for slot in comes.tolist()}
+        self._arrived = {}
+        self._attempt(self._decoded, parts)
 
-    def _exchange(
-        self, sends: Mapping[int, bytes], receives: Mapping[int, int]
-    ) -> Requests[Mapping[int, Any] | None]:
-        """Exchange samples; None, with an error, where a replica of the block has failed."""
-        found = yield Ask("exchange", (self._step, None if self._error else sends, receives))
-        failed = [by for by, part in found.items() if part is None]
-        if failed:
-            self._lose(failed[0])
-        return None if failed else found
+    def _exchange(self, rows: Array, to: Integers) -> Requests[dict[int, Any]]:
+        """Send samples to replicas of the block; return the bytes of those that come, by slot.
+
+        None come, with an error, where a replica of the block has failed.
+        """
+        own, first, owner = self._own, self._block.start, rows["owner"]
+        others = [at for at in range(len(self._block)) if at != own]
+        go = {at: rows["slot"][(owner == own) & (to == at)].tolist() for at in others}
+        come = {at: rows[(owner == at) & (to == own)] for at in others}
+        sent = {first + at: self._attempt(self._encoded, of) or b"" for at, of in go.items() if of}
+        sizes = {first + at: int(of["bytes"].sum()) for at, of in come.items() if len(of)}
+        found = yield Ask("exchange", (self._step, None if self._error else sent, sizes))
+        parts: dict[int, Any] = {}
+        for by, data in found.items():
+            if data is None:
+                self._lose(by)
+                return {}
+            parts |= _cut(data, come[by - first])
+        return parts
 
     def _lose(self, replica: int) -> None:
-        self._error = self._error or ReplicaFailedError(_GONE.format(replica))
+        text = f"replica {replica} has failed in this step; its own output says why"
+        self._error = self._error or ReplicaFailedError(text)
 
-    def _encoded(self, places: Sequence[int]) -> bytes:
-        return b"".join(encode_sample(*self._held[at]) for at in places)
+    def _encoded(self, slots: Sequence[int]) -> bytes:
+        return b"".join(encode_sample(*self._held[slot]) for slot in slots)
 
-    def _decoded(
-        self, receives: Mapping[int, Sequence[int]], parts: Mapping[int, Any], sizes: Sequence[int]
-    ) -> dict[int, tuple[int, Sample]]:
-        found = {}
-        for by, places in receives.items():
-            data, begin = memoryview(parts[by]), 0
-            for at in places:
-                end = begin + sizes[at]
-                try:
-                    found[at] = decode_sample(data[begin:end])
-                except SampleWireError as error:
-                    who = f"replica {self._block.start + by}" if by >= 0 else "another block"
-                    raise SampleLostError(f"a sample did not arrive from {who}: {error}") from error
-                begin = end
-        return found
+    def _decoded(self, parts: Mapping[int, Any]) -> None:
+        self._held |= {slot: decode_sample(part) for slot, part in parts.items()}
 
-    def _pack(
-        self, plan: StepPlan, totals: StepTotals, samples: Mapping[int, tuple[int, Sample]]
-    ) -> PackedStep:
-        found = [[samples[index] for index in row] for row in plan.micro_batches[self._own]]
-        budget, most = self._config.token_budget, self._config.max_patches
+    def _pack(self, rows: Array, plan: StepPlan, totals: StepTotals) -> Packed:
+        slots, budget, most = rows["slot"], self._config.token_budget, self._config.max_patches
+        found = [
+            [self._held[slot] for slot in slots[list(row)].tolist()]
+            for row in plan.micro_batches[self._own]
+        ]
         for _, sample in (pair for members in found for pair in members):
             self._counts[sample.source].add_sample(
                 num_tokens=len(sample),
@@ -669,14 +571,7 @@ class StepLoop:
                 truncated=sample.truncated > 0,
                 solo=self._rule.padded(len(sample)) > budget or sample.num_patches > most > 0,
             )
-        metadata, payload, pixels = pack_step(totals, found, rule=self._rule)
-        plan_us = round((time.perf_counter() - self._began) * 1e6)
-        return PackedStep(
-            header=encode_header(replace(metadata, plan_us=plan_us)),
-            payload=payload,
-            pixels=pixels,
-            progress=Progress(consumed=totals.consumed_before),
-        )
+        return pack_step(totals, found, rule=self._rule)
 
     def _attempt(self, function: Callable[..., T], *args: Any) -> T | None:
         """Return what a function does; its error, or an earlier one, is told in the next gather."""
@@ -686,3 +581,27 @@ class StepLoop:
             except Exception as error:
                 self._error = error
         return None
+
+
+def _table(rows: Array, owners: Sequence[int]) -> Array:
+    """Return the samples that the block's replicas have read."""
+    table = np.zeros(len(rows), dtype=TABLE)
+    table[[*ROW.names]] = rows  # type: ignore[misc]
+    table["slot"], table["owner"] = np.arange(len(rows)), owners
+    return table
+
+
+def _trainers(plan: StepPlan | None) -> tuple[Integers, Integers]:
+    """Return each sample of a plan, by its index there, and the replica that trains it."""
+    rows = [[*chain.from_iterable(row)] for row in plan.micro_batches] if plan else []
+    index = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
+    return index, np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+
+
+def _cut(data: Any, rows: Array) -> dict[int, Any]:
+    """Return the bytes of each of some samples that follow each other, by slot."""
+    view, begin, parts = memoryview(data), 0, {}
+    for slot, size in zip(rows["slot"].tolist(), rows["bytes"].tolist(), strict=True):
+        parts[slot] = view[begin : begin + size]
+        begin += size
+    return parts

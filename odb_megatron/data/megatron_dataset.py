@@ -18,7 +18,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
 from odb_megatron.data.chat import ChatRenderer
-from odb_megatron.data.order import Order, PassOrder
+from odb_megatron.data.order import CyclicOrder, PassOrder
 from odb_megatron.data.pictures import ImageRules
 from odb_megatron.data.sample import SampleRules
 from odb_megatron.data.sources import SampleSource, count_records, open_source
@@ -144,7 +144,10 @@ def build_datasets(
 
 
 def stream_from_dataset(
-    dataset: SampleDataset | BlendedDataset, *, num_samples: int | None, order: Order | None = None
+    dataset: SampleDataset | BlendedDataset,
+    *,
+    num_samples: int | None,
+    order: CyclicOrder | None = None,
 ) -> SampleStream:
     """Wrap what the builder made; see `SampleStream`."""
     if isinstance(dataset, BlendedDataset):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["CyclicOrder", "Order", "PassOrder", "SingleOrder", "build_order"]
+__all__ = ["CyclicOrder", "PassOrder", "build_order"]
 
 
 _CACHED_RECORDS = 1 << 24
@@ -62,14 +62,6 @@ class PassOrder:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class SingleOrder:
-    """Megatron's `single`: stream position p is dataset index p."""
-
-    def __getitem__(self, position: int) -> int:
-        return position
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CyclicOrder:
     """Megatron's `cyclic` (MegatronPretrainingRandomSampler, data_samplers.py, 0.19.2).
@@ -102,24 +94,21 @@ class CyclicOrder:
         return replica * bucket + int(_torch_permutation(bucket, epoch)[row])
 
 
-Order = SingleOrder | CyclicOrder
-
-
 def build_order(
     name: str, *, total: int, num_replicas: int, data_sharding: bool
-) -> SingleOrder | CyclicOrder:
-    """Return the order of Megatron's `--dataloader-type`.
+) -> CyclicOrder | None:
+    """Return the order of Megatron's `--dataloader-type`; None for `single`, the stream's own.
 
     Raises:
         ValueError: another dataloader type, or one that would leave samples out.
     """
+    if name not in ("single", "cyclic"):
+        raise ValueError(
+            f"--dataloader-type {name} has no order of its own: use single or cyclic with --odb"
+        )
     if name == "single":
-        return SingleOrder()
-    if name == "cyclic":
-        return CyclicOrder(total=total, num_replicas=num_replicas, data_sharding=data_sharding)
-    raise ValueError(
-        f"--dataloader-type {name} has no order of its own: use single or cyclic with --odb"
-    )
+        return None
+    return CyclicOrder(total=total, num_replicas=num_replicas, data_sharding=data_sharding)
 
 
 @lru_cache(maxsize=2)

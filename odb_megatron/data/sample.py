@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from odb_megatron.data.images import SampleImages
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy, judge_length
-from odb_megatron.plan.record import SkipReason, StepTotals
+from odb_megatron.plan.record import SkipReason
 
-__all__ = ["BAD_RECORD_HINT", "MAX_WEIGHT", "BadRecordError", "BadRecords", "DataFileError"]
+__all__ = ["BAD_RECORD_HINT", "MAX_WEIGHT", "BadRecordError", "DataFileError"]
 __all__ += ["LossPer", "Sample", "SampleRules", "SkipReason", "Skipped", "TooManyBadRecordsError"]
 __all__ += ["WeightError", "apply_rules", "as_lines", "as_object", "count_scale", "shift_labels"]
 
@@ -36,7 +36,6 @@ _MAX_IDS = 1 << 31  # what a step on its way to other ranks holds
 _MAX_COUNT = 1 << 30  # of a step, in int32
 _MAX_REASON = 2000
 _MAX_TRACE = 20_000
-_MAX_NAMED = 3
 _LEARNT, _RESET = "\x1b[1;32m", "\x1b[0m"
 
 
@@ -62,20 +61,16 @@ class BadRecordError(ValueError):
         trace: traceback of what a user's dataset raised, if it did; of a long one its end.
     """
 
-    def __init__(self, *, path: str, line: int, reason: str, trace: str = "") -> None:
+    def __init__(self, path: str, line: int, reason: str, trace: str = "") -> None:
+        super().__init__(path, line, reason, trace)  # survives the trip from a worker
         self.path, self.line, self.reason, self.trace = path, line, reason, trace[-_MAX_TRACE:]
+
+    def __str__(self) -> str:
+        reason = self.reason
         if len(reason) > _MAX_REASON:
-            self.reason = f"{reason[:_MAX_REASON]} ... ({len(reason)} characters)"
-        original = f"\nOriginal traceback:\n{self.trace}" if trace else ""
-        super().__init__(f"{path}:{line}: {self.reason}{BAD_RECORD_HINT}{original}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Survive the trip from a data-loader worker."""
-        return _bad_record, (self.path, self.line, self.reason, self.trace)
-
-
-def _bad_record(path: str, line: int, reason: str, trace: str) -> BadRecordError:
-    return BadRecordError(path=path, line=line, reason=reason, trace=trace)
+            reason = f"{reason[:_MAX_REASON]} ... ({len(reason)} characters)"
+        original = f"\nOriginal traceback:\n{self.trace}" if self.trace else ""
+        return f"{self.path}:{self.line}: {reason}{BAD_RECORD_HINT}{original}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,44 +157,6 @@ class Skipped:
     reason: SkipReason
     message: str
     source: int = 0
-
-
-class BadRecords:
-    """Bad records that a run skips. All replicas count the same, so all raise in the same step.
-
-    Args:
-        limit: most bad records of a run; None for any number.
-        num: bad records before a resume.
-
-    Attributes:
-        num: bad records of all replicas so far.
-    """
-
-    def __init__(self, limit: int | None, *, num: int = 0) -> None:
-        self._limit = limit
-        self._first: list[str] = []
-        self.num = num
-
-    def note(self, skipped: Skipped) -> None:
-        """Keep the message of one of this replica's first bad records."""
-        if skipped.reason is SkipReason.BAD_RECORD and len(self._first) < _MAX_NAMED:
-            self._first.append(skipped.message.partition("\n")[0].partition(BAD_RECORD_HINT)[0])
-
-    def add_up(self, totals: StepTotals) -> None:
-        """Count the bad records of a planned step.
-
-        Raises:
-            TooManyBadRecordsError: on all replicas; names the first of this one.
-        """
-        self.num += totals.num_bad
-        if self._limit is None or self.num <= self._limit:
-            return
-        named = " | ".join(self._first) or "none; other replicas name theirs"
-        raise TooManyBadRecordsError(
-            f"{self.num} of the {totals.consumed_before + totals.num_consumed} samples consumed so "
-            f"far are bad records, and --odb-max-bad-records {self._limit} are allowed. The first "
-            f"of this replica: {named}. Mend the data, or raise --odb-max-bad-records"
-        )
 
 
 # --- rules --------------------------------------------------------------------------------------

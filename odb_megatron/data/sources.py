@@ -26,13 +26,18 @@ from odb_megatron.data.sample import (
     SampleRules,
     Skipped,
     SkipReason,
+    WeightError,
     apply_rules,
     check_sample,
     shift_labels,
 )
+from odb_megatron.plan.padding import OverlongError
 
-__all__ = ["ChatSource", "IndexedSource", "ItemSource", "MapSource", "SampleSource"]
+__all__ = ["DATA_ERRORS", "ChatSource", "IndexedSource", "MapSource", "SampleSource"]
 __all__ += ["count_records", "open_source"]
+
+DATA_ERRORS = (BadRecordError, OverlongError, ChatFormatError, DataFileError, WeightError)
+"""What a source raises; each names the record."""
 
 _PIECE = 1 << 20
 
@@ -124,20 +129,20 @@ class SampleSource:
         try:
             sample = self._load(index, source=source)
             check_sample(sample, self._rules)
-        except (BadRecordError, DataFileError) as error:
-            if isinstance(error, BadRecordError) and self._rules.skip_bad:
-                return Skipped(reason=SkipReason.BAD_RECORD, message=str(error), source=source)
+        except DataFileError:
             raise
         except ChatFormatError as error:
             raise ChatFormatError(f"{self.path}:{line}: {error}") from None
         except Exception as error:
-            reason, trace = str(error), ""
-            if not isinstance(error, ValueError):  # of a damaged file, or what hangs
-                reason, trace = _raised(error, index)
-            bad = BadRecordError(path=self.path, line=line, reason=reason, trace=trace)
+            bad = error
+            if not isinstance(error, BadRecordError):
+                reason, trace = str(error), ""
+                if not isinstance(error, ValueError):  # of a damaged file, or what hangs
+                    reason, trace = _raised(error, index)
+                bad = BadRecordError(path=self.path, line=line, reason=reason, trace=trace)
             if self._rules.skip_bad:
                 return Skipped(reason=SkipReason.BAD_RECORD, message=str(bad), source=source)
-            raise bad from error
+            raise bad from error.__cause__ or error
         return apply_rules(sample, self._rules, path=self.path, line=line)
 
 
@@ -223,8 +228,6 @@ class IndexedSource(SampleSource):
         super().__init__(path, rules)
         self._status = self._look()
         try:
-            if not all(os.path.isfile(path + end) for end in (".idx", ".bin")):
-                raise ValueError("no regular files")
             # Megatron's reader leaves a traceback of its own behind where it fails half made.
             with open(path + ".idx", "rb") as file:
                 if (header := file.read(9)) != b"MMIDIDX\x00\x00":
@@ -280,11 +283,8 @@ class IndexedSource(SampleSource):
 
 def _check_index(index: Any, *, num_bytes: int) -> None:
     """Raise unless an index's documents lie inside the `.bin` file; looked at in pieces."""
-    lengths, starts, ends = (
-        index.sequence_lengths,
-        index.sequence_pointers,
-        index.document_indices,
-    )
+    lengths, starts = index.sequence_lengths, index.sequence_pointers
+    ends = index.document_indices
     width = np.dtype(index.dtype).itemsize
     if np.dtype(index.dtype).kind not in "iu":
         raise ValueError(f"tokens are of type {np.dtype(index.dtype)}; expected integers")
@@ -343,26 +343,6 @@ class MapSource(SampleSource):
                 path=self.path, line=index + 1, reason=reason, trace=trace
             ) from error
         return _mapping_sample(item, source=source)
-
-
-class ItemSource(SampleSource):
-    """Items of an iterable data set, as `MapSource` has them."""
-
-    def __init__(self, *, rules: SampleRules, name: str) -> None:
-        super().__init__(name, rules)
-        self._item: Any = None
-
-    def convert(self, item: Any, *, number: int, source: int = 0) -> Sample | Skipped:
-        """Preprocess an item, the `number`-th (from 1) of those that were read.
-
-        Raises:
-            BadRecordError, OverlongError: by policy.
-        """
-        self._item = item
-        return self.sample(number - 1, source=source)
-
-    def _load(self, index: int, *, source: int) -> Sample:
-        return _mapping_sample(self._item, source=source)
 
 
 def _mapping_sample(item: Any, *, source: int) -> Sample:

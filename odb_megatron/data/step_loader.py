@@ -21,7 +21,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,21 +32,14 @@ from odb_megatron.data.stream import SampleStream, StreamReader
 from odb_megatron.data.workers import WorkerError, Workers, fresh_context, pickled
 from odb_megatron.plan.record import HEADER, LoaderClosedError, PlanConfig
 
-__all__ = ["Channel", "StepLoader"]
+if TYPE_CHECKING:
+    from odb_megatron.comm.groups import SourceGroup
+
+__all__ = ["StepLoader"]
 
 _LOOK_S = 0.1
 _JOIN_S = 5.0
 _CLOSING_AT = HEADER.fields["closing"][1]  # type: ignore[index]
-
-
-class Channel(Protocol):
-    """`comm.groups.SourceGroup`, or what stands in for it: it has the methods of an `Ask`."""
-
-    replica: int
-    num_replicas: int
-
-    def close(self) -> None:
-        """Close the connections; peers that wait learn it."""
 
 
 class StepLoader:
@@ -72,7 +65,7 @@ class StepLoader:
         stream: SampleStream | ItemStream,
         config: PlanConfig,
         *,
-        channel: Channel,
+        channel: SourceGroup,
         num_workers: int = 0,
         consumed: int = 0,
     ) -> None:

@@ -8,7 +8,6 @@ once per pass of that source.
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,27 +17,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odb_megatron.data.chat_record import ChatFormatError
-from odb_megatron.data.order import Order, PassOrder, SingleOrder
-from odb_megatron.data.sample import BadRecordError, DataFileError, Sample, Skipped
-from odb_megatron.data.sources import SampleSource
+from odb_megatron.data.order import CyclicOrder, PassOrder
+from odb_megatron.data.sample import Sample, Skipped
+from odb_megatron.data.sources import DATA_ERRORS, SampleSource
 from odb_megatron.data.thd import PAD_TOKEN
-from odb_megatron.data.workers import WorkerError, Workers, limited, starting
+from odb_megatron.data.workers import PREFETCH, Reader, Workers, limited
 from odb_megatron.errors import SettingError
-from odb_megatron.plan.padding import OverlongError
 from odb_megatron.plan.record import PlanConfig
 
-__all__ = ["Blend", "FetchError", "Location", "PaddedDataset", "SampleStream", "SourcePart"]
-__all__ += ["StreamReader", "own_positions"]
+__all__ = ["Blend", "Location", "PaddedDataset", "SampleStream", "SourcePart", "StreamReader"]
+__all__ += ["own_positions"]
 
 _MAX_IN_GROUP = 8
 """Positions that a worker fetches and sends at once, at most: sending each sample by itself costs
 the planner 0.3 ms of processor time."""
 
 _MAX_NAMED = 8
-
-_PREFETCH = 2
-"""Groups ahead of each worker."""
 
 
 class Location(NamedTuple):
@@ -85,7 +79,7 @@ class SampleStream:
         parts: sources with their orders.
         blend: how one epoch interleaves them; None for a single source.
         num_samples: `len()`, the positions that will be asked for; None for one epoch.
-        order: see `order.build_order`.
+        order: Megatron's `--dataloader-type`; see `order.build_order`.
         split: name of the split, for errors.
 
     Raises:
@@ -98,7 +92,7 @@ class SampleStream:
         *,
         blend: Blend | None = None,
         num_samples: int | None = None,
-        order: Order | None = None,
+        order: CyclicOrder | None = None,
         split: str = "",
     ) -> None:
         assert len(parts) == 1 or (parts and blend), "several sources need a blend"
@@ -117,7 +111,7 @@ class SampleStream:
         )
         self.epoch_size = len(parts[0].order) if blend is None else len(blend.source_index)
         self._num_samples = self.epoch_size if num_samples is None else num_samples
-        self._order: Order = order or SingleOrder()
+        self._order = order
 
     def __len__(self) -> int:
         return self._num_samples
@@ -129,7 +123,8 @@ class SampleStream:
 
     def locate(self, position: int) -> Location:
         """Return where stream position `position` comes from; any position >= 0 is legal."""
-        epoch, place = divmod(self._order[position], self.epoch_size)
+        index = position if self._order is None else self._order[position]
+        epoch, place = divmod(index, self.epoch_size)
         if self._blend is None or self._counts is None:
             source, index = 0, epoch * self.epoch_size + place
         else:
@@ -213,13 +208,6 @@ class SampleStream:
 # --- one replica's share -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchError:
-    """An error met while preprocessing, carried out of a worker process as a value."""
-
-    error: BadRecordError | OverlongError | ChatFormatError | DataFileError
-
-
 def own_positions(config: PlanConfig, *, replica: int, consumed: int) -> Iterator[int]:
     """Yield the stream positions that a replica reads, step by step.
 
@@ -231,8 +219,8 @@ def own_positions(config: PlanConfig, *, replica: int, consumed: int) -> Iterato
         consumed = end
 
 
-class StreamReader:
-    """A replica's samples of a stream with random access; a `loop.Reader`.
+class StreamReader(Reader):
+    """A replica's samples of a stream with random access.
 
     Which positions are its own follows from the run's length, its batch size and what was consumed
     before, so that workers fetch ahead.
@@ -252,64 +240,33 @@ class StreamReader:
         *,
         replica: int,
         consumed: int = 0,
-        workers: Workers | None = None,
+        workers: Workers = Workers(),  # noqa: B008
     ) -> None:
-        workers = workers or Workers()
         self._stream = stream
         self._asked: deque[int] = deque()  # given to workers, and not yet come
-        share = -(-config.global_batch_size // config.num_replicas)
-        options: dict[str, Any] = {}
-        size = 1
+        self._items: deque[tuple[int, Sample | Skipped | Exception]] = deque()
+        share, size = -(-config.global_batch_size // config.num_replicas), 1
         if workers.num:
-            context = multiprocessing.get_context("fork")
-            options = {"prefetch_factor": _PREFETCH, "multiprocessing_context": context}
-            size = max(1, min(_MAX_IN_GROUP, share // (workers.num * _PREFETCH)))
-        self._loader: Any = torch.utils.data.DataLoader(
+            size = max(1, min(_MAX_IN_GROUP, share // (workers.num * PREFETCH)))
+        super().__init__(
             _Fetcher(stream, limit_s=workers.timeout_s if workers.num else 0.0),
+            workers.num,
             batch_size=size,
             sampler=self._places(own_positions(config, replica=replica, consumed=consumed)),
-            num_workers=workers.num,
-            collate_fn=list,
-            generator=torch.Generator().manual_seed(0),  # else the model's would be advanced
-            **options,
         )
-        self._groups: Any = None
-        self._items: deque[tuple[int, Sample | Skipped | FetchError]] = deque()
 
     def read(self, count: int) -> list[tuple[int, Sample | Skipped]]:
-        """Return the next samples with their stream positions.
-
-        Raises:
-            BadRecordError, OverlongError: by policy.
-            ChatFormatError, DataFileError: always.
-            WorkerError: a worker process has died.
-        """
         found: list[tuple[int, Sample | Skipped]] = []
         while len(found) < count:
             if not self._items:
-                self._fetch()
+                self._items.extend(self._next_batch(self._fetching))
+                for _ in self._items:
+                    self._asked.popleft()
             position, item = self._items.popleft()
-            if isinstance(item, FetchError):
-                raise item.error
+            if isinstance(item, Exception):
+                raise item
             found.append((position, item))
         return found
-
-    def has_ended(self) -> bool:
-        """The run's length says when it ends."""
-        return False
-
-    def head(self) -> bytes:
-        return b""
-
-    def check_heads(self, heads: Sequence[bytes]) -> None:
-        """Positions differ by themselves."""
-
-    def state(self) -> None:
-        """The consumed samples are all there is."""
-
-    def close(self) -> None:
-        """End the workers; nothing more is read."""
-        self._groups = self._loader = None
 
     def _places(self, positions: Iterator[int]) -> Iterator[tuple[int, Location]]:
         """Yield positions and where they are: only this process has the permutations."""
@@ -317,23 +274,10 @@ class StreamReader:
             self._asked.append(position)
             yield position, self._stream.locate(position)
 
-    def _fetch(self) -> None:
-        if self._groups is None:
-            with starting():
-                self._groups = iter(self._loader)
-        try:
-            group = next(self._groups)
-        except RuntimeError as error:
-            asked = [self._stream.describe(position) for position in self._asked]
-            more = f" and {len(asked) - _MAX_NAMED} more" if len(asked) > _MAX_NAMED else ""
-            raise WorkerError(
-                f"a data-loader worker has ended ({error}) while the workers were to fetch "
-                f"{', '.join(asked[:_MAX_NAMED])}{more}. Its own output, or the system's log, may "
-                "say why; SIGKILL often means that memory ran out: lower --num-workers"
-            ) from error
-        self._items.extend(group)
-        for _ in group:
-            self._asked.popleft()
+    def _fetching(self) -> str:
+        asked = [self._stream.describe(position) for position in self._asked]
+        more = f" and {len(asked) - _MAX_NAMED} more" if len(asked) > _MAX_NAMED else ""
+        return f"the workers were to fetch {', '.join(asked[:_MAX_NAMED])}{more}"
 
 
 class _Fetcher(torch.utils.data.Dataset[Any]):
@@ -342,13 +286,13 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
     def __init__(self, stream: SampleStream, *, limit_s: float) -> None:
         self._stream, self._limit_s = stream, limit_s
 
-    def __getitem__(self, place: tuple[int, Location]) -> tuple[int, Sample | Skipped | FetchError]:
+    def __getitem__(self, place: tuple[int, Location]) -> tuple[int, Sample | Skipped | Exception]:
         position, where = place
         try:
             with limited(self._limit_s, what=lambda: self._stream.describe(position, where)):
                 return position, self._stream.fetch(position, where)
-        except (BadRecordError, OverlongError, ChatFormatError, DataFileError) as error:
-            return position, FetchError(error=error)
+        except DATA_ERRORS as error:  # as a value: torch would change its type and text
+            return position, error
 
 
 # --- the padded baseline -----------------------------------------------------------------------

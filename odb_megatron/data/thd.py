@@ -8,7 +8,8 @@ suffixes: T tokens of the micro-batch after padding, S samples, S1 = S + 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +17,10 @@ import torch
 from torch import Tensor
 
 from odb_megatron.data.images import ImageLayout, image_layout
-from odb_megatron.data.sample import Sample
 from odb_megatron.plan.padding import SizeRule
 
-__all__ = ["PAD_TOKEN", "MicroBatch", "MicroBatchLayout", "assemble", "chunk_indices"]
-__all__ += ["cost_balance", "filled", "image_rows", "layout", "padding_mask", "sample_index"]
-__all__ += ["slice_micro_batch"]
+__all__ = ["PAD_TOKEN", "MicroBatch", "MicroBatchLayout", "chunk_indices", "cost_balance", "filled"]
+__all__ += ["layout", "padding_mask", "sample_index", "slice_micro_batch"]
 
 PAD_TOKEN = 0
 """Token id at padded places and in idle micro-batches: any id of the vocabulary serves, because
@@ -86,7 +85,7 @@ def layout(
     positions: Sequence[int],
     rule: SizeRule = _ANY,
     num_patches: int = 0,
-    images: Integers | None = None,
+    images: Sequence[Sequence[int]] = (),
     merge: int = 1,
 ) -> MicroBatchLayout:
     """Lay out samples of the given lengths by a rule; none for an idle micro-batch.
@@ -100,7 +99,7 @@ def layout(
         positions: their stream positions.
         rule: what samples and micro-batches are padded to.
         num_patches: image patches that the samples stand for.
-        images: see `image_rows`; None or empty for none.
+        images: see `wire.StepHeader`.
         merge: see `images.ImageLayout`.
 
     Raises:
@@ -119,35 +118,14 @@ def layout(
         longest = max(padded)
     real += [0] * (len(padded) - len(real))
     offsets = np.cumsum([0, *padded])
-    found = None
-    if images is not None and len(images):
-        of_each = [images[images[:, 0] == at] for at in range(len(positions))]
-        found = image_layout(
-            [rows[:, 1:4] for rows in of_each],
-            [rows[:, 4] for rows in of_each],
-            offsets=offsets[: len(positions)],
-            merge=merge,
-        )
     return MicroBatchLayout(
         cu_seqlens=torch.tensor([0, *np.cumsum(real)], dtype=torch.int32),
         cu_seqlens_padded=torch.from_numpy(offsets.astype(np.int32)),
         max_seqlen=longest,
         positions=tuple(positions),
         num_patches=num_patches,
-        images=found,
+        images=image_layout(images, offsets[: len(positions)], merge=merge) if images else None,
     )
-
-
-def image_rows(samples: Sequence[Sample]) -> Integers:
-    """Return a row for each image, int64 [I, 5]: its sample, patches in time, height and width,
-    and its first token in the sample."""
-    rows = [
-        (at, *grid, start)
-        for at, sample in enumerate(samples)
-        if sample.images is not None
-        for grid, start in zip(sample.images.grid_thw, sample.images.starts, strict=True)
-    ]
-    return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
 
 def filled(
@@ -169,49 +147,12 @@ def filled(
     # Also from 0 in each segment of padding: none is beyond the longest sample's.
     within = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
     return MicroBatch(
-        cu_seqlens=item.cu_seqlens,
-        cu_seqlens_padded=item.cu_seqlens_padded,
-        max_seqlen=item.max_seqlen,
-        positions=item.positions,
-        num_patches=item.num_patches,
-        images=item.images,
+        **{field.name: getattr(item, field.name) for field in fields(item)},
         tokens=torch.from_numpy(ids[:1]),
         labels=torch.from_numpy(ids[1:]),
         loss_mask=torch.from_numpy(mask)[None],
         position_ids=torch.from_numpy(within)[None],
         pixel_values=pixel_values,
-    )
-
-
-def assemble(
-    samples: Sequence[Sample], *, positions: Sequence[int], rule: SizeRule = _ANY
-) -> MicroBatch:
-    """Pack samples; none for an idle micro-batch, of whose tokens none has loss.
-
-    Raises:
-        ValueError: more samples than fit the rule, or patches of different kinds.
-    """
-    images = [sample.images for sample in samples if sample.images is not None]
-    if len({one.format for one in images}) > 1:
-        raise ValueError(
-            "samples of one micro-batch have patches of different kinds "
-            f"({sorted(str(one.format) for one in images)}): preprocess all images alike"
-        )
-    item = layout(
-        [len(sample) for sample in samples],
-        positions=positions,
-        rule=rule,
-        num_patches=sum(sample.num_patches for sample in samples),
-        images=image_rows(samples),
-        merge=images[0].merge if images else 1,
-    )
-    pixels = [one.pixel_values for one in images]
-    return filled(
-        item,
-        np.concatenate([np.zeros(0, np.int64), *(sample.tokens for sample in samples)]),
-        np.concatenate([np.zeros(0, np.int64), *(sample.labels for sample in samples)]),
-        np.concatenate([np.zeros(0, np.float32), *(sample.loss_mask for sample in samples)]),
-        torch.from_numpy(np.concatenate(pixels)) if pixels else None,
     )
 
 
@@ -279,13 +220,9 @@ def slice_micro_batch(item: MicroBatch, *, size: int, rank: int) -> MicroBatch:
             "--context-parallel-size 1"
         )
     index = torch.from_numpy(chunk_indices(item.cu_seqlens_padded.numpy(), size=size, rank=rank))
-    return replace(
-        item,
-        tokens=item.tokens.index_select(1, index),
-        labels=item.labels.index_select(1, index),
-        loss_mask=item.loss_mask.index_select(1, index),
-        position_ids=item.position_ids.index_select(1, index),
-    )
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    part: dict[str, Any] = {name: getattr(item, name).index_select(1, index) for name in names}
+    return replace(item, **part)
 
 
 def padding_mask(item: MicroBatchLayout, *, size: int = 1, rank: int = 0) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -19,15 +19,16 @@ import torch
 
 from odb_megatron.data.images import PIXEL_TYPES, PixelFormat, SampleImages
 from odb_megatron.data.sample import Sample
-from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, filled, image_rows, layout
+from odb_megatron.data.thd import MicroBatch, MicroBatchLayout, filled, layout
 from odb_megatron.plan.padding import SizeRule
 from odb_megatron.plan.record import StepTotals
 
-__all__ = ["Ending", "SampleWireError", "StepMetadata", "decode_header", "decode_sample"]
+__all__ = ["Ending", "SampleWireError", "StepHeader", "assemble", "decode_header", "decode_sample"]
 __all__ += ["decode_step", "encode_header", "encode_sample", "pack_step", "wire_size"]
 
 Bytes = npt.NDArray[np.uint8]
 
+_ANY = SizeRule()
 _MAX_TOKEN_ID = (1 << 31) - 1
 _SAMPLE = struct.Struct("<q9I")
 """Id, tokens, source, tokens cut off, patches; images, rows and values of their patches, type,
@@ -84,7 +85,7 @@ def decode_sample(data: bytes | memoryview) -> tuple[int, Sample]:
     """
     number, length, source, truncated, num_patches, *shape = _SAMPLE.unpack_from(data)
     if not length:
-        raise SampleWireError("a sample without tokens arrived")
+        raise SampleWireError("a sample came without tokens: who has read or sent it has failed")
     end = _SAMPLE.size + _TOKEN_BYTES * length
     tokens, labels, mask = _split(np.frombuffer(data[_SAMPLE.size : end], np.uint8))
     count, num_rows, width, kind, merge = shape
@@ -129,7 +130,7 @@ def _split(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """In place of a step: the loader is exhausted, or (with a message) has failed or was closed.
+    """In place of a step: no further one is made.
 
     Attributes:
         error: what the source rank raised; empty at the end of the data.
@@ -141,7 +142,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetadata:
+class StepHeader:
     """What every rank of a replica knows of a step.
 
     Attributes:
@@ -150,19 +151,28 @@ class StepMetadata:
         lengths: tokens of each sample before padding, per micro-batch.
         patches: image patches that each micro-batch's samples stand for.
         rule: what samples and micro-batches are padded to.
-        images: `thd.image_rows` of each micro-batch.
+        images: a row for each image of each micro-batch: number of its sample there, patches in
+            time, height and width, and its first token in the sample.
         pixels: what their patches are; None without images.
         plan_us: microseconds that making it took, waits included.
     """
 
     totals: StepTotals
-    positions: tuple[tuple[int, ...], ...]
-    lengths: tuple[tuple[int, ...], ...]
-    patches: tuple[int, ...]
-    rule: SizeRule
+    positions: tuple[tuple[int, ...], ...] = ()
+    lengths: tuple[tuple[int, ...], ...] = ()
+    patches: tuple[int, ...] = ()
+    rule: SizeRule = _ANY
     images: tuple[tuple[tuple[int, ...], ...], ...] = ()
     pixels: PixelFormat | None = None
     plan_us: int = 0
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each micro-batch, padding and all context-parallel parts included."""
+        return [
+            self.rule.size_of(sum(map(self.rule.padded, lengths)) or self.rule.multiple)
+            for lengths in self.lengths
+        ]
 
     @property
     def payload_bytes(self) -> int:
@@ -183,38 +193,41 @@ class StepMetadata:
                 positions=self.positions[at],
                 rule=self.rule,
                 num_patches=self.patches[at],
-                images=np.array(self.images[at], np.int64) if self.pixels else None,
+                images=self.images[at] if self.pixels else (),
                 merge=self.pixels.merge if self.pixels else 1,
             )
             for at, lengths in enumerate(self.lengths)
         ]
 
 
-def encode_header(content: StepMetadata | Ending) -> bytes:
+def _values(one: Any) -> dict[str, Any]:
+    return {field.name: getattr(one, field.name) for field in fields(one)}
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def encode_header(content: StepHeader | Ending) -> bytes:
     """Return the header's bytes."""
-    return json.dumps(asdict(content), separators=(",", ":")).encode()
+    return json.dumps(content, default=_values, separators=(",", ":")).encode()
 
 
-def decode_header(data: bytes) -> StepMetadata | Ending:
+def decode_header(data: bytes) -> StepHeader | Ending:
     """Inverse of `encode_header`.
 
     Raises:
         RuntimeError: it is no header.
     """
     try:
-        values: dict[str, Any] = json.loads(data)
-        if "error" in values:
-            return Ending(**values)
-        return StepMetadata(
-            totals=StepTotals(**values["totals"]),
-            positions=tuple(map(tuple, values["positions"])),
-            lengths=tuple(map(tuple, values["lengths"])),
-            patches=tuple(values["patches"]),
-            rule=SizeRule(**values["rule"] | {"sizes": tuple(values["rule"]["sizes"])}),
-            images=tuple(tuple(map(tuple, rows)) for rows in values["images"]),
-            pixels=values["pixels"] and PixelFormat(**values["pixels"]),
-            plan_us=values["plan_us"],
+        found: dict[str, Any] = json.loads(
+            data, object_hook=lambda values: {name: _tuples(one) for name, one in values.items()}
         )
+        if "totals" not in found:
+            return Ending(error=found["error"], closed=found["closed"])
+        totals, rule = StepTotals(**found["totals"]), SizeRule(**found["rule"])
+        pixels = found["pixels"] and PixelFormat(**found["pixels"])
+        return StepHeader(**found | {"totals": totals, "rule": rule, "pixels": pixels})
     except (ValueError, TypeError, KeyError) as error:
         raise RuntimeError(
             f"a step header of {len(data)} bytes arrived that is none "
@@ -227,8 +240,8 @@ def pack_step(
     micro_batches: Sequence[Sequence[tuple[int, Sample]]],
     *,
     rule: SizeRule,
-) -> tuple[StepMetadata, Bytes, Bytes | None]:
-    """Return a step's metadata, its payload, and its patches (None without images).
+) -> tuple[StepHeader, Bytes, Bytes | None]:
+    """Return a step's header, its payload, and its patches (None without images).
 
     Args:
         totals: the step.
@@ -247,29 +260,38 @@ def pack_step(
             f"the samples of a step have patches of different kinds ({sorted(map(str, formats))}): "
             "preprocess all images alike"
         )
-    metadata = StepMetadata(
+    header = StepHeader(
         totals=totals,
         positions=tuple(tuple(at for at, _ in row) for row in micro_batches),
         lengths=tuple(tuple(map(len, row)) for row in members),
         patches=tuple(sum(one.num_patches for one in row) for row in members),
         rule=rule,
-        images=tuple(tuple(map(tuple, image_rows(row).tolist())) for row in members if formats),
+        images=tuple(map(_image_rows, members)) if formats else (),
         pixels=formats.pop() if formats else None,
     )
     pixels = [np.ascontiguousarray(one.pixel_values).reshape(-1).view(np.uint8) for one in images]
-    return metadata, _tokens(samples), np.concatenate(pixels) if pixels else None
+    return header, _tokens(samples), np.concatenate(pixels) if pixels else None
+
+
+def _image_rows(samples: Sequence[Sample]) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        (at, *grid, start)
+        for at, sample in enumerate(samples)
+        if (images := sample.images) is not None
+        for grid, start in zip(images.grid_thw.tolist(), images.starts.tolist(), strict=True)
+    )
 
 
 def decode_step(
-    metadata: StepMetadata, payload: Bytes, pixels: Bytes | None = None
+    header: StepHeader, payload: Bytes, pixels: Bytes | None = None
 ) -> list[MicroBatch]:
     """Return the step's micro-batches, padded; without patches where `pixels` is None.
 
     Raises:
         ValueError: a payload has another size than the header says.
     """
-    sizes = [(payload.size, metadata.payload_bytes)]
-    sizes += [] if pixels is None else [(pixels.size, metadata.pixel_bytes)]
+    sizes = [(payload.size, header.payload_bytes)]
+    sizes += [] if pixels is None else [(pixels.size, header.pixel_bytes)]
     for size, expected in sizes:
         if size != expected:
             raise ValueError(
@@ -277,12 +299,12 @@ def decode_step(
                 "the replica run different code"
             )
     tokens, labels, mask = _split(payload)
-    found, at, row = [], 0, 0
     patches = None
-    if pixels is not None and metadata.pixels is not None:
-        patches = torch.from_numpy(pixels.view(metadata.pixels.dtype))
-        patches = patches.reshape(-1, metadata.pixels.width)
-    for item in metadata.layouts():
+    if pixels is not None and header.pixels is not None:
+        patches = torch.from_numpy(pixels.view(header.pixels.dtype))
+        patches = patches.reshape(-1, header.pixels.width)
+    found, at, row = [], 0, 0
+    for item in header.layouts():
         part = slice(at, at + int(item.cu_seqlens[-1]))
         at, own = part.stop, None
         if patches is not None and item.images is not None:
@@ -290,3 +312,11 @@ def decode_step(
             row += len(own)
         found.append(filled(item, tokens[part], labels[part], mask[part], own))
     return found
+
+
+def assemble(
+    samples: Sequence[Sample], *, positions: Sequence[int], rule: SizeRule = _ANY
+) -> MicroBatch:
+    """Pack samples into one micro-batch; none for an idle one."""
+    row = list(zip(positions, samples, strict=True))
+    return decode_step(*pack_step(StepTotals(), [row], rule=rule))[0]

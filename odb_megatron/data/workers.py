@@ -16,14 +16,21 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from types import FrameType
 from typing import Any
 
-__all__ = ["FetchTimeoutError", "WorkerError", "Workers", "fresh_context", "limited", "pickled"]
-__all__ += ["starting"]
+import torch
+
+from odb_megatron.data.sample import Sample, Skipped
+
+__all__ = ["FetchTimeoutError", "Reader", "WorkerError", "Workers", "fresh_context", "limited"]
+__all__ += ["pickled", "starting"]
+
+PREFETCH = 2
+"""Batches ahead of each worker."""
 
 _starting = threading.Lock()
 
@@ -50,6 +57,75 @@ class Workers:
 
     num: int = 0
     timeout_s: float = 0.0
+
+
+class Reader:
+    """The samples of one replica, in the order in which it reads them.
+
+    Args:
+        dataset: what torch's DataLoader fetches batches from, here or in workers.
+        num_workers: worker processes.
+        options: further arguments of the DataLoader.
+    """
+
+    def __init__(self, dataset: Any, num_workers: int, **options: Any) -> None:
+        if num_workers:
+            context = multiprocessing.get_context("fork")
+            options |= {"prefetch_factor": PREFETCH, "multiprocessing_context": context}
+        self._loader: Any = torch.utils.data.DataLoader(
+            dataset,
+            num_workers=num_workers,
+            collate_fn=list,
+            generator=torch.Generator().manual_seed(0),  # else the model's would be advanced
+            **options,
+        )
+        self._batches: Any = None
+
+    def read(self, count: int) -> list[tuple[int, Sample | Skipped]]:
+        """Return the next samples with their ids, fewer where the source ends.
+
+        Raises:
+            BadRecordError, OverlongError: by policy.
+            ChatFormatError, DataFileError: always.
+            WorkerError: a worker process has died.
+        """
+        raise NotImplementedError
+
+    def has_ended(self) -> bool:
+        """Whether there is no further sample."""
+        return False
+
+    def head(self) -> bytes:
+        """Return what must differ between replicas' own iterators; of one size."""
+        return b""
+
+    def check_heads(self, heads: Sequence[bytes]) -> None:
+        """Raise if replicas read the same samples; the same on all."""
+
+    def state(self) -> Any:
+        """Return where the source is after what was read, as JSON values; None if it has none."""
+        return None
+
+    def close(self) -> None:
+        """Read nothing more; end worker processes."""
+        self._batches = self._loader = None
+
+    def _next_batch(self, what: Callable[[], str]) -> list[Any]:
+        """Return the next batch; `what` says in words what the workers were doing."""
+        if self._batches is None:
+            with starting():
+                self._batches = iter(self._loader)
+        try:
+            batch: list[Any] = next(self._batches)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise WorkerError(
+                f"a data-loader worker has ended ({error}) while {what()}. Its own output, or the "
+                "system's log, may say why; SIGKILL often means that memory ran out: lower "
+                "--num-workers"
+            ) from error
+        return batch
 
 
 def pickled(value: Any) -> bytes:
@@ -80,17 +156,17 @@ def fresh_context(data: bytes) -> BaseContext:
 
 class _ForkServerProcess(multiprocessing.context.ForkServerProcess):
     def start(self) -> None:
-        main: Any = sys.modules["__main__"]
+        main: dict[str, Any] = vars(sys.modules["__main__"])
         with _starting:
             # What `multiprocessing.spawn.get_preparation_data` finds the script by.
-            values = {
-                name: vars(main)[name] for name in ("__spec__", "__file__") if name in vars(main)
+            values: dict[str, Any] = {
+                name: main[name] for name in ("__spec__", "__file__") if name in main
             }
-            vars(main).update(dict.fromkeys(values))
+            main.update(dict.fromkeys(values))
             try:
                 super().start()
             finally:
-                vars(main).update(values)
+                main.update(values)
 
 
 class _ForkServer(multiprocessing.context.ForkServerContext):
@@ -138,9 +214,8 @@ def limited(limit_s: float, *, what: Callable[[], str]) -> Iterator[None]:
         )
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    stderr = sys.__stderr__
-    if stderr is not None:
-        faulthandler.dump_traceback_later(limit_s + _IN_C_S, exit=True, file=stderr)
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback_later(limit_s + _IN_C_S, exit=True, file=sys.__stderr__)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         yield

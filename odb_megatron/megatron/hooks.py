@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from odb_megatron.data.feed import StepHeader
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.megatron.versions import SUPPORTED
 from odb_megatron.plan.record import StepTotals
 
@@ -231,7 +231,7 @@ class Hooks(Replacements):
             return nullcontext()
         from odb_megatron.megatron.pipeline import planned_shapes
 
-        return planned_shapes(arguments, header.lengths)
+        return planned_shapes(arguments, header.sizes)
 
     def _wrap_training_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)

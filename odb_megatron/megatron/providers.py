@@ -15,7 +15,7 @@ from odb_megatron.comm.heartbeat import Deadline
 from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.iterable import ItemStream, as_shards, is_iterable
 from odb_megatron.data.megatron_dataset import build_datasets, stream_from_dataset
-from odb_megatron.data.order import Order, PassOrder, build_order
+from odb_megatron.data.order import CyclicOrder, PassOrder, build_order
 from odb_megatron.data.sample import Sample, SampleRules, as_lines, as_object
 from odb_megatron.data.sources import MapSource
 from odb_megatron.data.step_loader import StepLoader
@@ -223,7 +223,7 @@ def _own_stream(
     *,
     split: Split,
     length: int | None,
-    order: Order | None,
+    order: CyclicOrder | None,
 ) -> SampleStream | ItemStream:
     """Return the stream of a user's own dataset.
 

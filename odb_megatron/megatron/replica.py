@@ -24,7 +24,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from odb_megatron.comm.groups import GlooGroup, ReplicaGroup
 from odb_megatron.comm.heartbeat import Deadline, Heartbeat
 from odb_megatron.comm.watchdog import Watchdog, limit_end
-from odb_megatron.data.feed import ChunkIterator, ContextPart, StepFeed
+from odb_megatron.data.feed import ChunkIterator, StepFeed
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.elastic import leave_reason
 from odb_megatron.megatron.checkpoint import gather_json
@@ -229,7 +229,7 @@ class ReplicaData:
             self._share(f"{type(error).__name__}: {error}")
             raise
         steps = self._share([None if one is None else len(one) for one in loaders])
-        part = ContextPart(size=self._place.context_size, rank=self._place.context_rank)
+        part = (self._place.context_size, self._place.context_rank)
         for at, (split, num_steps) in enumerate(zip(Split, steps, strict=True)):
             feed = None
             if num_steps is not None:

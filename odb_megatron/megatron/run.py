@@ -19,10 +19,11 @@ from megatron.core.datasets.utils import Split
 from odb_megatron import doctor
 from odb_megatron.comm.groups import SourceGroup
 from odb_megatron.comm.heartbeat import Deadline
-from odb_megatron.data.feed import StepFeed, StepHeader
+from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.iterable import ItemStream
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.elastic import USAGE_ERROR, leave_reason
 from odb_megatron.errors import SettingError, usage_errors
 from odb_megatron.megatron.attention import Attention

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 
 from odb_megatron.comm.groups import SourceGroup
-from odb_megatron.data.feed import Delivered, StepFeed, StepHeader
+from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.iterable import ItemStream
 from odb_megatron.data.loop import SourceCounts
 from odb_megatron.data.sample import SkipReason
 from odb_megatron.data.stream import SampleStream
 from odb_megatron.data.thd import MicroBatchLayout, cost_balance
+from odb_megatron.data.wire import StepHeader
 from odb_megatron.megatron.checkpoint import gather_json
 from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.images import image_flags
@@ -236,7 +237,7 @@ class RunReport:
         values: Mapping[str, Any],
         *,
         memory: tuple[int, int],
-        delivered: Delivered | None,
+        delivered: Mapping[str, Any] | None,
         reports: int,
     ) -> StepRecord:
         """Record a step that Megatron has logged, show and return it.
@@ -264,7 +265,7 @@ class RunReport:
             patches=tuple(self._patches) if any(self._patches) else (),
             costs=self._costs(),
             micro_batch_s=self._times(),
-            **asdict(delivered or Delivered()),
+            **{"wait_s": 0.0, **(delivered or {})},
             reports=reports,
             peak_memory_bytes=memory[0],
             reserved_memory_bytes=memory[1],

@@ -13,15 +13,16 @@ from enum import Enum, IntEnum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from odb_megatron.plan.blocks import BLOCK, MAX_OFFERS
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.padding import SizeRule, size_rule
 from odb_megatron.plan.pipeline import Pipeline
 
-__all__ = ["HEADER", "OFFER", "OPEN_TOTAL", "ROW", "SUMMARY", "TEXT_BYTES", "LoaderClosedError"]
+__all__ = ["HEADER", "OPEN_TOTAL", "ROW", "SUMMARY", "TABLE", "TEXT_BYTES", "LoaderClosedError"]
 __all__ += ["PlanConfig", "ReplicaFailedError", "SkipReason", "StepTotals", "Sync"]
-__all__ += ["config_differences"]
+__all__ += ["config_differences", "num_patches"]
 
 OPEN_TOTAL = 1 << 40
 """Samples of a run whose length nobody knows before its end."""
@@ -59,8 +60,17 @@ ROW = np.dtype(
 
 TRUNCATED = 1 << 31
 
-OFFER = np.dtype([("row", ROW), ("cost", "<i8"), ("index", "<i8")])
-"""A sample that may move to another block: its row, cost and place in the block's table."""
+TABLE = np.dtype(
+    [
+        *ROW.descr,
+        ("slot", "<i4"),  # its place among those of the block, and then of other blocks
+        ("owner", "<i4"),  # which replica of the block has read it; -1 for another block's
+    ]
+)
+"""A sample of a step as the replicas of a block know it."""
+
+OFFER = np.dtype([("row", TABLE), ("cost", "<i8")])
+"""A sample that may move to another block."""
 
 SUMMARY = np.dtype(
     [
@@ -76,6 +86,12 @@ SUMMARY = np.dtype(
     ]
 )
 """What the first replicas of several blocks tell each other in a round."""
+
+
+def num_patches(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return the image patches of the samples of a `ROW` or `TABLE`."""
+    found: npt.NDArray[np.int64] = (rows["patches"] & ~np.uint32(TRUNCATED)).astype(np.int64)
+    return found
 
 
 class Sync(Enum):
@@ -120,7 +136,7 @@ class PlanConfig:
         max_patches: most patches of a micro-batch; 0 for no cap.
         max_share: replicas that may share a long sample, at most.
         has_iterators: each replica reads an iterator of its own.
-        max_bad_records: see `data.sample.BadRecords`; None for no limit.
+        max_bad_records: most bad records of a run; None for no limit.
         block: most replicas of a block.
         data: digest of the data and its order, so that different files are noticed.
         loss_per: what counts once in the loss, and the scale of its weights.
@@ -224,28 +240,28 @@ class StepTotals:
         is_final: nothing is left after this step.
     """
 
-    step: int
-    consumed_before: int
-    num_consumed: int
-    num_micro_batches: int
-    num_replicas: int
-    num_samples: int
-    num_left_out: int
-    num_bad: int
-    num_truncated: int
-    num_tokens: int
-    num_padded_tokens: int
-    num_squared_tokens: int
-    num_loss_tokens: int
-    loss_weight: int
-    num_patches: int
-    num_idle: int
-    num_moved: int
-    bytes_moved: int
-    cost_sum: int
-    cost_max: int
-    wait_us: int
-    is_final: bool
+    step: int = 0
+    consumed_before: int = 0
+    num_consumed: int = 0
+    num_micro_batches: int = 0
+    num_replicas: int = 0
+    num_samples: int = 0
+    num_left_out: int = 0
+    num_bad: int = 0
+    num_truncated: int = 0
+    num_tokens: int = 0
+    num_padded_tokens: int = 0
+    num_squared_tokens: int = 0
+    num_loss_tokens: int = 0
+    loss_weight: int = 0
+    num_patches: int = 0
+    num_idle: int = 0
+    num_moved: int = 0
+    bytes_moved: int = 0
+    cost_sum: int = 0
+    cost_max: int = 0
+    wait_us: int = 0
+    is_final: bool = False
 
     @property
     def balance(self) -> float:
@@ -254,8 +270,7 @@ class StepTotals:
 
     def to_bytes(self) -> bytes:
         """Return the numbers, 8 bytes each."""
-        values = [int(getattr(self, field.name)) for field in fields(self)]
-        return np.array(values, dtype="<i8").tobytes()
+        return np.array([getattr(self, name) for name in _NAMES], dtype="<i8").tobytes()
 
     @classmethod
     def merged(cls, parts: Sequence[bytes]) -> StepTotals:
@@ -265,12 +280,11 @@ class StepTotals:
             parts: `to_bytes` of each block's.
         """
         table = np.stack([np.frombuffer(part, dtype="<i8") for part in parts])
-        values: dict[str, Any] = {}
-        for field, column in zip(fields(cls), table.T, strict=True):
-            is_same, is_max = field.name in _SAME, field.name in _MAX
-            values[field.name] = int(column.max() if is_same or is_max else column.sum())
-        return cls(**values | {"is_final": bool(values["is_final"])})
+        values = np.where([name in _NO_SUMS for name in _NAMES], table.max(0), table.sum(0))
+        *numbers, is_final = values.tolist()
+        return cls(**dict(zip(_NAMES, numbers, strict=False)), is_final=bool(is_final))
 
 
-_SAME = {"step", "consumed_before", "num_consumed", "num_micro_batches", "num_replicas", "is_final"}
-_MAX = {"cost_max", "wait_us"}
+_NAMES = [field.name for field in fields(StepTotals)]
+_NO_SUMS = {"step", "consumed_before", "num_consumed", "num_micro_batches", "num_replicas"}
+_NO_SUMS |= {"cost_max", "wait_us", "is_final"}

@@ -18,7 +18,8 @@ import numpy as np
 from odb_megatron.data.loop import PackedStep, Progress, StepLoop
 from odb_megatron.data.sample import Sample, Skipped, SkipReason
 from odb_megatron.data.stream import own_positions
-from odb_megatron.data.wire import StepMetadata, decode_header, decode_step
+from odb_megatron.data.wire import StepHeader, decode_step
+from odb_megatron.data.workers import Reader
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig, Sync
@@ -114,8 +115,8 @@ class World:
         return {at for at in ids if self.lengths[at]}
 
 
-class SyntheticReader:
-    """A `loop.Reader` over a world."""
+class SyntheticReader(Reader):
+    """A reader of a world."""
 
     def __init__(self, world: World, replica: int, start: Progress) -> None:
         self._world, self._replica = world, replica
@@ -196,11 +197,9 @@ class Tally(Counter[str]):
         return sum(self[name] for name in self.VIOLATIONS)
 
 
-def decoded(step: PackedStep) -> StepMetadata:
+def decoded(step: PackedStep) -> StepHeader:
     """Return what a step's header says."""
-    found = decode_header(step.header)
-    assert isinstance(found, StepMetadata)
-    return found
+    return step.header
 
 
 def check_run(world: World, steps: Sequence[Sequence[PackedStep]], *, is_whole: bool) -> Tally:
@@ -261,7 +260,7 @@ def check_run(world: World, steps: Sequence[Sequence[PackedStep]], *, is_whole: 
     return tally
 
 
-def _over_budget(config: PlanConfig, step: StepMetadata) -> int:
+def _over_budget(config: PlanConfig, step: StepHeader) -> int:
     found = 0
     for lengths, patches in zip(step.lengths, step.patches, strict=True):
         size = sum(map(config.size_rule.padded, lengths))
@@ -270,7 +269,7 @@ def _over_budget(config: PlanConfig, step: StepMetadata) -> int:
     return found
 
 
-def _has_own_tokens(metadata: StepMetadata, step: PackedStep) -> bool:
+def _has_own_tokens(metadata: StepHeader, step: PackedStep) -> bool:
     return all(
         int(item.tokens[0, start]) == number % _VOCAB
         for item in decode_step(metadata, step.payload)
