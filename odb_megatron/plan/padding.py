@@ -218,7 +218,4 @@ def judge_length(
         if keep == 0:
             raise ValueError(f"no sample fits: {limit} is below the padding multiple {multiple}")
         return Verdict(keep=keep, truncated=length - keep, message=message)
-    raise OverlongError(
-        f"{message}: use --odb-overlong truncate, drop or (up to --seq-length) solo, or raise "
-        "--odb-token-budget / --seq-length"
-    )
+    raise OverlongError(message)
