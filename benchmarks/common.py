@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from odb_megatron.report.simulate import whole
+from odb_megatron.command import whole
 from odb_megatron.report.steps import StepRecord, read_run
 
 if TYPE_CHECKING:
@@ -173,7 +173,8 @@ def mean_length(data: ChatData, *, seq_length: int) -> float:
     from odb_megatron.report.lengths import DataRequest, read_data
 
     request = DataRequest(paths=(str(data.path),), tokenizer=str(data.tokenizer), max_samples=1000)
-    return float(read_data(request).lengths.clip(max=seq_length).mean())
+    found = read_data(request).positions  # 0 for a bad record
+    return float(found[found > 0].clip(max=seq_length).mean())
 
 
 def chat_stream(data: ChatData, *, context: int, budget: int, num_samples: int) -> SampleStream:

@@ -221,7 +221,7 @@ def measure(
         for name in [*schedules][first:] + [*schedules][:first]:
             if name in failed:
                 continue
-            step = schedules[name].step(round_)
+            step = schedules[name].steps[round_]
             try:
                 done[name] = trainer.train(step, is_padded=schedules[name].is_padded)
             except torch.OutOfMemoryError as error:

@@ -28,20 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from odb_megatron import __version__
+from odb_megatron.command import Report, new_parser, run_command
 from odb_megatron.megatron import attention
-from odb_megatron.megatron.versions import (
-    MAX_VERSION,
-    MIN_VERSION,
-    require_version,
-)
-from odb_megatron.output_files import check_output, write_json
+from odb_megatron.megatron.versions import MAX_VERSION, MIN_VERSION, require_version
 
-__all__ = ["FAILURE", "NOT_APPLICABLE", "OK", "WARNING", "Finding", "Host", "Load", "as_json"]
+__all__ = ["FAILURE", "NOT_APPLICABLE", "OK", "WARNING", "Finding", "Load", "as_json"]
 __all__ += ["check_host", "check_megatron", "check_network", "check_packages", "check_run"]
 __all__ += ["check_torch", "main", "render"]
 
 OK, WARNING, FAILURE, NOT_APPLICABLE = "ok", "warning", "failure", "not applicable"
-_STATUSES = (OK, WARNING, FAILURE, NOT_APPLICABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +51,9 @@ class Finding:
 
 
 def _judged(
-    subject: str,
-    observed: str,
-    expected: str,
-    hint: str,
-    *,
-    fails: bool = False,
+    subject: str, observed: str, expected: str, hint: str, *, fails: bool = False,
     warns: bool = False,
-) -> Finding:
+) -> Finding:  # fmt: skip
     if not fails and not warns:
         return Finding(subject, OK, observed)
     return Finding(subject, FAILURE if fails else WARNING, observed, expected, hint)
@@ -90,7 +80,7 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     return {
         "command": [],  # of versions that checked one
         "exit_code": int(counts[FAILURE] > 0),
-        "counts": {status: counts[status] for status in _STATUSES},
+        "counts": {status: counts[status] for status in (OK, WARNING, FAILURE, NOT_APPLICABLE)},
         "checks": [asdict(finding) for finding in findings],
     }
 
@@ -112,12 +102,12 @@ def check_packages(versions: Mapping[str, str], *, python: tuple[int, ...]) -> I
     yield _judged("python", text, expected, hint, warns=python[:2] < (3, 12))
     yield Finding("odb-megatron", OK, __version__)
     for name in (*_NEEDED, *_SHOWN):
-        observed, is_needed = versions.get(name, "not installed"), name in _NEEDED
-        hint = _PIP if name == "torch" else f"pip install {name}"
-        if name in versions or is_needed:
-            yield _judged(name, observed, "needed to train", hint, fails=name not in versions)
+        observed = versions.get(name, "not installed")
+        if name in versions or name not in _NEEDED:
+            yield Finding(name, OK if name in versions else NOT_APPLICABLE, observed)
         else:
-            yield Finding(name, NOT_APPLICABLE, observed)
+            hint = _PIP if name == "torch" else f"pip install {name}"
+            yield Finding(name, FAILURE, observed, "needed to train", hint)
     if "psutil" not in versions:
         expected = "Megatron needs it to save torch_dist checkpoints, its default format"
         yield Finding("checkpoints", WARNING, "no psutil", expected, "pip install psutil")
@@ -132,20 +122,21 @@ def check_megatron(found: Mapping[str, Any]) -> Iterator[Finding]:
     """
     hint = f"{_PIP}, or put a Megatron-LM checkout on PYTHONPATH"
     if "error" in found:
-        observed, expected = found["error"], "NVIDIA's, needed to train"
+        observed = found["error"]
         if found["foreign"]:
             observed = f"{found['foreign']} is another package"
             hint = f"pip uninstall megatron; {hint}"
-        yield Finding("megatron-core", FAILURE, observed, expected, hint)
+        yield Finding("megatron-core", FAILURE, observed, "NVIDIA's, needed to train", hint)
         return
     low, high = (".".join(map(str, bound)) for bound in (MIN_VERSION, MAX_VERSION))
+    is_old = is_new = False
     try:
-        is_old, is_new = False, require_version(found["version"])[:2] > MAX_VERSION
+        is_new = require_version(found["version"])[:2] > MAX_VERSION
     except ValueError:
-        is_old, is_new = True, False
+        is_old = True
     observed, pip = (
         f"{found['version']} in {found['folder']}",
-        f"pip install 'megatron-core>={low}'",
+        f"pip install megatron-core=={high}.*",
     )
     yield _judged("megatron-core", observed, f"{low} to {high}", pip, fails=is_old, warns=is_new)
     if not found["has_training"]:
@@ -164,16 +155,15 @@ def look_at_torch() -> None:
     import torch
     import torch.distributed as dist
 
-    gloo = "" if dist.is_available() and dist.is_gloo_available() else "torch has none"
-    if not gloo:
-        try:
-            store: Any = dist.HashStore()  # type: ignore[attr-defined]
-            limit = datetime.timedelta(seconds=20)
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=limit)
-            dist.all_reduce(torch.ones(1))
-            dist.destroy_process_group()
-        except RuntimeError as error:
-            gloo = str(error).splitlines()[0]
+    gloo = ""
+    try:
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        limit = datetime.timedelta(seconds=20)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=limit)
+        dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+    except (AttributeError, RuntimeError, ValueError) as error:  # torch without gloo too
+        gloo = str(error).splitlines()[0]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = {
         "version": f"torch {torch.__version__} for CUDA {torch.version.cuda or '-'}",
@@ -227,26 +217,21 @@ def check_torch(found: Mapping[str, Any], *, driver: str, visible: str | None) -
     if not devices and not driver:
         yield Finding("CUDA", NOT_APPLICABLE, f"no NVIDIA driver here; {build}")
     else:
-        observed = ", ".join(f"{count} × {name}" for name, count in Counter(devices).items())
-        observed = observed or (
-            f"CUDA_VISIBLE_DEVICES is {visible!r}" if is_hidden else "torch sees none"
-        )
+        seen = ", ".join(f"{count} × {name}" for name, count in Counter(devices).items())
         hint = "see nvidia-smi; the driver must be as new as torch's build for CUDA (pytorch.org), "
-        hint = "unset CUDA_VISIBLE_DEVICES" if is_hidden else hint + "a container needs --gpus all"
-        fails, expected = not devices and not is_hidden, "the devices of the run"
-        yield _judged(
-            "CUDA", f"{observed}; {build}", expected, hint, fails=fails, warns=not devices
-        )
-    observed, hint = (
-        "there" if found["has_nccl"] else "none",
-        "install torch's CUDA build for Linux",
-    )
+        hint += "a container needs --gpus all"
+        if is_hidden:
+            seen, hint = f"CUDA_VISIBLE_DEVICES is {visible!r}", "unset CUDA_VISIBLE_DEVICES"
+        observed, fails = f"{seen or 'torch sees none'}; {build}", not devices and not is_hidden
+        expected = "the devices of the run"
+        yield _judged("CUDA", observed, expected, hint, fails=fails, warns=not devices)
+    observed, hint = "there" if found["has_nccl"] else "none", "install torch's CUDA build"
     fails = bool(devices) and not found["has_nccl"]
     yield _judged("NCCL", observed, "needed on GPUs", hint, fails=fails)
-    observed, expected = found["gloo_error"], "plans go over gloo, on GPUs too"
+    gloo, expected = found["gloo_error"], "plans go over gloo, on GPUs too"
     hint = f"{_GLOO} with an interface that is up, or a host name that resolves to one"
     works = "a group of one process works"
-    yield _judged("gloo", observed or works, expected, hint, fails=bool(observed))
+    yield _judged("gloo", gloo or works, expected, hint, fails=bool(gloo))
     observed = ", ".join(f"{name}: {why or 'ok'}" for name, why in found["attention"].items())
     expected = f"a kernel for packed samples on {'cuda' if devices else 'cpu'}"
     hint = "pip install 'odb-megatron[te]' or 'odb-megatron[flash]'"
@@ -258,7 +243,6 @@ def check_torch(found: Mapping[str, Any], *, driver: str, visible: str | None) -
 # --- limits of the machine -------------------------------------------------------------------
 
 _MIB = 1 << 20
-_UNLIMITED = resource.RLIM_INFINITY
 
 # Four segments of 9.6 MB are in reports of NCCL's failures in containers of 64 MiB
 # (NVIDIA/nccl#342, #1518); its manual has --shm-size=1g for 8 ranks.
@@ -277,44 +261,25 @@ class Load:
     uses_nccl: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
-    """Limits of this machine; -1 for none.
-
-    Attributes:
-        shared_free: bytes of /dev/shm.
-        open_files: soft and hard limit of a process.
-        locked_memory: soft limit in bytes.
-        num_cores: that this process may use.
-        infiniband: names of adapters.
-    """
-
-    shared_free: int
-    open_files: tuple[int, int]
-    locked_memory: int
-    num_cores: int
-    infiniband: tuple[str, ...] = ()
-
-
-def find_host() -> Host:
-    """Look at this machine."""
+def find_host() -> dict[str, Any]:
+    """Return the limits of this machine, sizes in bytes; -1 for none."""
     adapters, shared = Path("/sys/class/infiniband"), Path("/dev/shm")
     status = os.statvfs(shared) if shared.is_dir() else None
-    return Host(
-        shared_free=status.f_bavail * status.f_frsize if status else 0,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
-        locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        num_cores=len(os.sched_getaffinity(0)),
-        infiniband=tuple(sorted(os.listdir(adapters))) if adapters.is_dir() else (),
-    )
+    return {
+        "shared_free": status.f_bavail * status.f_frsize if status else 0,
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "num_cores": len(os.sched_getaffinity(0)),
+        "infiniband": sorted(os.listdir(adapters)) if adapters.is_dir() else [],
+    }
 
 
-def check_host(host: Host, load: Load | None) -> Iterator[Finding]:
-    """Check limits, against what a run needs where it is known."""
+def check_host(host: Mapping[str, Any], load: Load | None) -> Iterator[Finding]:
+    """Check limits, as `find_host` has them, against what a run needs where it is known."""
     run = load or Load(ranks=8)
     workers = run.readers * run.num_workers
     nccl = run.ranks if run.uses_nccl and run.ranks > 1 else 0
-    free, need = host.shared_free, workers * _WORKER + nccl * _NCCL_ENOUGH
+    free, need = host["shared_free"], workers * _WORKER + nccl * _NCCL_ENOUGH
     observed = f"{free / _MIB:.0f} MiB free in /dev/shm"
     expected = f"{need / _MIB:.0f} MiB ({workers} workers, NCCL of {nccl} ranks)"
     hint = "start the container with --shm-size=1g or more (Kubernetes: an emptyDir of medium "
@@ -322,28 +287,25 @@ def check_host(host: Host, load: Load | None) -> Iterator[Finding]:
     is_short = bool(load) and free < workers * _WORKER + nccl * _NCCL_MIN
     is_small = free < (need if load else 65 * _MIB)  # a container has 64 by default
     yield _judged("shared memory", observed, expected, hint, fails=is_short, warns=is_small)
-    soft, hard = (sys.maxsize if one == _UNLIMITED else one for one in host.open_files)
+    soft, hard = (sys.maxsize if one == -1 else one for one in host["open_files"])
     # Pipes of two loaders' workers: 5 each, measured with torch 2.13; 8 gloo groups.
     need = 256 + 10 * run.num_workers + 16 * (run.replicas - 1)
-    observed = f"ulimit -n is {'unlimited' if soft == sys.maxsize else soft}"
     expected = f"about {need} for {run.num_workers} workers and {run.replicas} replicas"
     hint = f"ulimit -n {min(hard, 2 * need)} in the job script"
     hint = hint if hard >= need else "raise the hard limit (limits.conf, slurmd's LimitNOFILE)"
+    observed = f"ulimit -n is {'unlimited' if soft == sys.maxsize else soft}"
     yield _judged("open files", observed, expected, hint, fails=2 * soft < need, warns=soft < need)
-    if host.infiniband:
-        is_limited, observed = (
-            host.locked_memory != _UNLIMITED,
-            f"ulimit -l is {host.locked_memory}",
-        )
+    if host["infiniband"]:
+        observed, is_limited = f"ulimit -l is {host['locked_memory']}", host["locked_memory"] != -1
         hint = "ulimit -l unlimited (container: --ulimit memlock=-1; slurmd: LimitMEMLOCK)"
-        expected = f"unlimited: NCCL registers its buffers with {', '.join(host.infiniband)}"
+        expected = f"unlimited: NCCL registers its buffers with {', '.join(host['infiniband'])}"
         yield _judged("locked memory", observed, expected, hint, warns=is_limited)
     else:
         yield Finding("locked memory", NOT_APPLICABLE, "no InfiniBand or RoCE adapter here")
-    observed = f"{host.num_cores} that this process may use"
+    observed = f"{host['num_cores']} that this process may use"
     expected = f"one for each of {run.ranks} ranks and {workers} workers"
     hint = "fewer --num-workers, or ask the scheduler for more (--cpus-per-task)"
-    is_small = bool(load) and run.ranks + workers > host.num_cores
+    is_small = bool(load) and run.ranks + workers > host["num_cores"]
     yield _judged("cores", observed, expected, hint, warns=is_small)
 
 
@@ -424,31 +386,20 @@ def check_machine() -> list[Finding]:
     return found + check_run(None, num_nodes=None)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Check this machine, print what was found; return 1 where there is a failure, else 0.
+def main(argv: list[str]) -> int:
+    """Check this machine, print what was found; return 1 where there is a failure, else 0."""
 
-    Raises:
-        SystemExit: arguments that cannot be used (2), or `--help` (0).
-    """
-    parser = argparse.ArgumentParser(
-        prog="odb-megatron doctor",
-        description="Look at this machine for what would fail or slow a run. Exit code: 0 all "
-        "well, or warnings only; 1 a failure; 2 arguments that cannot be used.",
-        epilog="--odb-dry-run behind a training command checks its flags and reads its data.",
-        allow_abbrev=False,
-    )
-    out = {"metavar": "FILE", "help": "write what was found; - for standard output"}
-    parser.add_argument("--json", **out)  # type: ignore[arg-type]
-    options = parser.parse_args(list(argv))
-    try:
-        if options.json not in (None, "-"):
-            check_output("--json", options.json)
+    def work(_: argparse.Namespace) -> Report:
         findings = check_machine()
         report = as_json(findings)
         counts = [f"{count} {status}" for status, count in report["counts"].items() if count]
-        lines = f"{render(findings)}\n\ndoctor: {', '.join(counts)}"
-        print(lines, file=sys.stderr if options.json == "-" else sys.stdout)
-        write_json(options.json, report)
-    except ValueError as error:
-        parser.error(str(error))
-    return int(report["exit_code"])
+        text = f"{render(findings)}\n\ndoctor: {', '.join(counts)}"
+        return Report(values=report, text=text, exit_code=report["exit_code"])
+
+    parser = new_parser(
+        "doctor",
+        "Look at this machine for what would fail or slow a run. Exit code: 0 all well, or "
+        "warnings only; 1 a failure; 2 arguments that cannot be used.",
+        epilog="--odb-dry-run behind a training command checks its flags and reads its data.",
+    )
+    return run_command(parser, argv, work)

@@ -12,7 +12,7 @@ import pytest
 
 from odb_megatron import __version__
 from odb_megatron.cli import main
-from odb_megatron.output_files import check_output, write_output
+from odb_megatron.command import check_output
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = Path(sys.executable).with_name("odb-megatron")
@@ -126,9 +126,13 @@ def test_output_files_are_tried_and_left_as_they_were(tmp_path: Path) -> None:
     check_output("--json", str(absent))
     check_output("--json", os.devnull)
     assert (there.read_text(), absent.exists()) == ("kept", False)
-    write_output("--json", str(absent), "x")
-    assert absent.read_text() == "x"
     os.mkfifo(tmp_path / "pipe")
     check_output("--json", str(tmp_path / "pipe"))  # does not wait for a reader
-    with pytest.raises(ValueError, match="--json .* could not be written: No space left"):
-        write_output("--json", "/dev/full", "x")
+
+
+def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--lengths", "lognormal:mean=50,cv=1,max=99,n=99", "--token-budget", "99"]
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *flags, "--policy", "bound", "--json", "/dev/full"])
+    assert ended.value.code == 2
+    assert "simulate: error: [Errno 28] No space left on device" in capsys.readouterr().err

@@ -67,7 +67,7 @@ def _run(
                 micro_batch_s=tuple(times),
             )
         found.append(LoggedStep(iteration=iteration, part=0, records=records))
-    return RunLog(folder="logs", headers=(head,), steps=tuple(found))
+    return RunLog(headers=(head,), steps=tuple(found))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from odb_megatron import doctor
-from odb_megatron.doctor import FAILURE, NOT_APPLICABLE, OK, WARNING, Finding, Host, Load
+from odb_megatron.doctor import FAILURE, NOT_APPLICABLE, OK, WARNING, Finding, Load
 from odb_megatron.megatron.attention import absent
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -41,7 +41,7 @@ def torch(driver: str = "580", visible: str | None = None, **facts: Any) -> Any:
 def host(load: Load | None = Load(ranks=8, num_workers=2, replicas=8), **limits: Any) -> Any:  # noqa: B008
     limits = {"shared_free": 63 * GIB, "open_files": (1 << 16, 1 << 16), **limits}
     limits = {"locked_memory": -1, "num_cores": 128, "infiniband": ("mlx5_0",), **limits}
-    return doctor.check_host(Host(**limits), load)
+    return doctor.check_host(limits, load)
 
 
 def network(nodes: int | None = 2, resolved: str = "10.0.0.7", **names: str) -> Any:
@@ -142,7 +142,7 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "message"),
     [
         (["--", "torchrun", "a.py"], "unrecognized arguments: "),
-        (["--json", "no/such/folder/x.json"], "there is no folder 'no/such/folder'; make it"),
+        (["--json", "no/such/folder/x.json"], "cannot be written (No such file or directory)"),
         (["--json", "/proc/foo"], "--json /proc/foo cannot be written ("),
     ],
 )

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from typing import Any
+
+from test_run_log import RECORD
 
 from odb_megatron.report.live import LiveReport, SourceTotals
 from odb_megatron.report.steps import StepRecord
 
-FIRST = StepRecord(
-    iteration=1, loss=2.5, grad_norm=1.0, learning_rate=1e-3, consumed_samples=8, samples=7,
-    left_out=1, tokens=300, computed_tokens=320, loss_tokens=150, num_micro_batches=3, idle=1,
-    fill=0.75, balance=0.9, moved=0, bytes_moved=0, wait_s=0.25, step_s=0.5,
-    ids=(("0:3@0",), ("0:5@0",)), lengths=((100,), (200,)),
-)  # fmt: skip
+FIRST = replace(RECORD, num_micro_batches=3, idle=1)
 SECOND = replace(
     FIRST, iteration=2, loss=1.25, consumed_samples=20, samples=12, left_out=0, tokens=700,
     computed_tokens=704, loss_tokens=350, num_micro_batches=5, idle=0, fill=0.85,
@@ -29,23 +27,18 @@ class _Terminal(io.StringIO):
         return True
 
 
-def _report(stream: io.StringIO, *, total: int = 20, consumed: int = 0) -> LiveReport:
-    return LiveReport(
-        total_samples=total,
-        consumed_before=consumed,
-        global_batch_size=10,
-        sequence_length=128,
-        title="odb run",
-        stream=stream,
-    )
-
-
-def _text(records: list[StepRecord], sources: list[SourceTotals], **how: object) -> str:
-    stream = io.StringIO()
-    report = _report(stream, **{k: v for k, v in how.items() if k != "scope"})  # type: ignore[arg-type]
+def _text(
+    records: list[StepRecord], sources: list[SourceTotals], *, total: int = 20, consumed: int = 0,
+    stream: io.StringIO | None = None, **how: Any,
+) -> str:  # fmt: skip
+    stream = stream or io.StringIO()
+    report = LiveReport(
+        total_samples=total, consumed_before=consumed, global_batch_size=10, sequence_length=128,
+        title="odb run", stream=stream,
+    )  # fmt: skip
     for record in records:
         report.step(record)
-    report.finish(sources, scope=str(how.get("scope", "")))
+    report.finish(sources, **how)
     return stream.getvalue()
 
 
@@ -63,7 +56,7 @@ def test_the_text_of_a_whole_run() -> None:
         "  micro-batches       8 per replica, M from 3 to 5; 1 idle\n"
         "  mean per step       fill 0.800, balance 0.950\n"
         "  time                2.0 s in steps, 0.2 s of it waiting for data; 9.50 samples/s\n"
-        "  data path           planner waited 0.0 s for samples; finished steps up to 0.0 MB\n"
+        "  data path           planner waited 0.0 s for samples; finished steps up to 0 bytes\n"
         "  loss                2.5000 -> 1.2500\n"
         "  sources:\n"
         "    a.jsonl: 19 samples, 1000 tokens, 500 loss tokens; left out: 1 bad records, "
@@ -78,36 +71,33 @@ def test_a_resumed_run_counts_from_where_it_started() -> None:
     assert "1 optimizer steps, 7 samples and 1 left out (28 of 28 requested)" in text
 
 
-def test_what_was_left_out_before_a_first_step_is_shown() -> None:
-    text = _text([], [SOURCE])
-    assert text.startswith(
-        "odb run: no optimizer step was run\n  not reached         20 requested samples\n"
+def test_a_run_without_steps_tells_what_was_left_out_and_chosen() -> None:
+    chosen = {"cost model": "--odb-cost linear=1.0 (as given)", "patches": "at most 3"}
+    assert _text([], [SOURCE], chosen=chosen).startswith(
+        "odb run: no optimizer step was run\n"
+        "  cost model          --odb-cost linear=1.0 (as given)\n"
+        "  patches             at most 3\n"
+        "  not reached         20 requested samples\n"
+        "  sources:\n"
+        "    a.jsonl: 19 samples, 1000 tokens, 500 loss tokens; left out: 1 bad records"
     )
-    assert "a.jsonl: 19 samples, 1000 tokens, 500 loss tokens; left out: 1 bad records" in text
 
 
 def test_the_padded_baseline_has_no_fill_balance_or_loss() -> None:
-    plain = replace(FIRST, fill=None, balance=None, loss=None)
-    text = _text([plain], [])
+    text = _text([replace(FIRST, fill=None, balance=None, loss=None)], [])
     assert text.startswith(
         "odb step 1 | samples 7 + 1 left out (8/20) | tokens 300 | M 3 | padding avoided"
     )
-    for word in ("fill", "balance", "loss  "):
+    for word in ("fill", "balance", "loss  ", "data path", "moved", "delivery"):
         assert word not in text
 
 
 def test_a_terminal_gets_one_bar_and_the_summary() -> None:
-    stream = _Terminal()
-    report = _report(stream, total=28, consumed=8)
-    report.step(replace(FIRST, consumed_samples=16))
-    report.step(replace(SECOND, consumed_samples=28))
-    report.finish([SOURCE])
-    text = stream.getvalue()
+    records = [replace(FIRST, consumed_samples=16), replace(SECOND, consumed_samples=28)]
+    text = _text(records, [SOURCE], total=28, consumed=8, stream=_Terminal())
     bar, summary = text.split("odb run: ")
-    assert "| 8/28 [" in bar
-    assert "| 28/28 [" in bar
-    assert "\r" in bar
-    assert "odb step 2 | loss 1.2500" in bar
+    for part in ("| 8/28 [", "| 28/28 [", "\r", "odb step 2 | loss 1.2500"):
+        assert part in bar
     assert "\nodb step" not in bar  # no plain line beside the bar
     assert summary.startswith("2 optimizer steps, 19 samples and 1 left out (28 of 28 requested)")
 
@@ -122,44 +112,20 @@ def test_what_else_is_told_of_sources_and_the_end() -> None:
     assert "  loss                2.5000 -> 2.5000\n" in text
 
 
-def test_what_the_run_chose_is_shown() -> None:
-    stream = io.StringIO()
-    chosen = {"cost model": "--odb-cost linear=1.0 (as given)", "patches": "at most 3"}
-    for choices in (None, chosen):
-        report = LiveReport(
-            total_samples=1, global_batch_size=1, sequence_length=8, title="t", stream=stream
-        )
-        report.finish([], chosen=choices)
-    assert stream.getvalue().splitlines() == [
-        "t: no optimizer step was run",
-        "  not reached         1 requested samples",
-        "t: no optimizer step was run",
-        "  cost model          --odb-cost linear=1.0 (as given)",
-        "  patches             at most 3",
-        "  not reached         1 requested samples",
-    ]
-
-
-def test_samples_that_moved_are_shown() -> None:
-    text = _text([replace(FIRST, moved=4, bytes_moved=2_500_000), SECOND], [])
-    assert "| balance 0.900 | moved 4 (2.50 MB) | " in text
-    assert "| balance 1.000 | padding" in text
-    assert "  samples moved       4 of 19 (21.1%), 1.250 MB per step\n" in text
-    assert "moved" not in _text([SECOND], [])
-
-
-def test_what_parallelism_took() -> None:
+def test_what_moved_and_what_parallelism_took() -> None:
     records = [
         replace(FIRST, collectives=3, bytes_delivered=9000, reports=1, context_balance=0.5,
-                idle_router_share=0.01),
+                idle_router_share=0.01, moved=4, bytes_moved=2_500_000),
         replace(SECOND, collectives=2, bytes_delivered=5000, reports=1, context_balance=1.0,
                 idle_router_share=0.0),
     ]  # fmt: skip
     text = _text(records, [])
+    assert "| balance 0.900 | moved 4 (2.50 MB) | " in text
+    assert "| balance 1.000 | padding" in text
     assert (
+        "  samples moved       4 of 19 (21.1%), 1,250,000 bytes per step\n"
         "  delivery            2.50 broadcasts (at most 3) and 1.0 reports per step inside a "
-        "replica, 7.0 kB per step to each rank\n"
+        "replica, 7,000 bytes per step to each rank\n"
         "  context parallel    attention balance 0.750, lowest 0.500\n"
         "  router losses       tokens of idle micro-batches 0.50%, at most 1.00%\n"
     ) in text
-    assert "delivery" not in _text([FIRST], [])

@@ -15,18 +15,11 @@ from hypothesis import strategies as st
 
 from odb_megatron import __version__
 from odb_megatron.cli import main
-from odb_megatron.plan.blocks import block_of
+from odb_megatron.plan.blocks import blocks_of
 from odb_megatron.plan.cost import COST_UNIT, CostModel
 from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.report.lengths import length_summary, read_lengths
-from odb_megatron.report.schedules import (
-    POLICIES,
-    Schedule,
-    Setting,
-    Stream,
-    measure,
-    shares_model,
-)
+from odb_megatron.report.schedules import POLICIES, Schedule, Setting, Stream, measure, shares_model
 from odb_megatron.report.simulate import POLICY_NAMES, compare
 
 FLAGS = ["--lengths", "lognormal:mean=100,cv=1.0,max=1000,n=3000", "--dp", "2"]
@@ -49,9 +42,8 @@ def _world(lengths: Any, *, epochs: int = 1, **changes: Any) -> tuple[Stream, Se
     return Stream.of_epochs(lengths, epochs=epochs, cost=setting.cost, seed=0), setting
 
 
-def _steps(name: str, stream: Stream, setting: Setting) -> list[list[list[list[int]]]]:
-    schedule = POLICIES[name](stream, setting)
-    return [schedule.step(index) for index in range(len(schedule))]
+def _positions(schedule: Schedule) -> list[int]:
+    return [at for step in schedule.steps for row in step for batch in row for at in batch]
 
 
 # --- ways to form steps ----------------------------------------------------------------------
@@ -72,11 +64,12 @@ def test_every_sample_once_and_within_the_budget(name: str, data: st.DataObject)
         pipeline=Pipeline(stages=stages, chunks=data.draw(st.sampled_from([1, stages]))),
     )
     schedule = POLICIES[name](stream, setting)
-    trained = Counter(schedule.positions[stream.lengths[schedule.positions] > 0].tolist())
+    times = measure(schedule, stream, setting)
+    trained = Counter(at for at in _positions(schedule) if stream.lengths[at])
     assert trained == Counter(np.flatnonzero(stream.lengths).tolist())
-    assert not measure(schedule, stream, setting).over_budget.any()
+    assert not times.over_budget.any()
     assert schedule.is_padded == (name in PADDED)
-    assert not (schedule.counts % setting.count_multiple).any()
+    assert not (times.counts % setting.count_multiple).any()
 
 
 @pytest.mark.parametrize("sync", ["step", "microbatch"])
@@ -88,13 +81,12 @@ def test_odb_steps_are_the_next_global_batch(sync: str, num_replicas: int) -> No
     stream, setting = _world(
         lengths, token_budget=1000, num_replicas=num_replicas, global_batch_size=1000, sync=sync
     )
-    steps = _steps("odb", stream, setting)
-    for index, step in enumerate(steps):
+    for index, step in enumerate(POLICIES["odb"](stream, setting).steps):
         samples = sorted(p for row in step for batch in row for p in batch)
         assert samples == list(range(1000 * index, 1000 * (index + 1)))
         assert len({len(row) for row in step}) == 1
         moved = sum(
-            block_of(p % 1000 % num_replicas, num_replicas) != block_of(replica, num_replicas)
+            not any({p % 1000 % num_replicas, replica} <= {*one} for one in blocks_of(num_replicas))
             for replica, row in enumerate(step)
             for batch in row
             for p in batch
@@ -110,14 +102,13 @@ def test_odb_shares_long_samples() -> None:
     stream, setting = _world(lengths, sync="microbatch", max_share=8, **common)
     assert (lengths > 1000).any(), "guard"
     schedule = POLICIES["odb"](stream, setting)
-    counts = Counter(schedule.positions.tolist())
-    parts = dict(zip(schedule.positions.tolist(), schedule.parts.tolist(), strict=True))
-    assert counts == parts
+    counts = Counter(_positions(schedule))
+    assert {at: num for at, num in counts.items() if num > 1} == schedule.shares
     assert set(counts) == set(range(4000))
     times = measure(schedule, stream, setting)
     assert not times.over_budget.any()
     assert times.tokens.sum() == pytest.approx(lengths.sum())
-    assert (schedule.step_samples == 400).all()
+    assert (times.samples == 400).all()
     alone = measure(POLICIES["odb"](*_world(np.minimum(lengths, 1000), **common)), stream, setting)
     assert times.shared.sum() > 0 == alone.shared.sum()
 
@@ -126,8 +117,9 @@ def test_odb_shares_long_samples() -> None:
 def test_standard_safe_is_the_fastest_fixed_batch_that_fits(overhead: int) -> None:
     """Two fit; they save overhead, one has no padding."""
     cost = CostModel.from_ratios(quadratic=0, fixed_tokens=overhead)
-    steps = _steps("standard-safe", *_world([5, 1, 5, 1], cost=cost))
-    assert steps == [[[[0, 1]], [[2, 3]]]] if overhead else [[[[0], [2]], [[1], [3]]]]
+    steps = POLICIES["standard-safe"](*_world([5, 1, 5, 1], cost=cost)).steps
+    found = [[[list(batch) for batch in row] for row in step] for step in steps]
+    assert found == [[[[0, 1]], [[2, 3]]]] if overhead else [[[[0], [2]], [[1], [3]]]]
 
 
 @pytest.mark.parametrize("batch", [4, 10, 22, 64, 256])
@@ -137,8 +129,7 @@ def test_padded_steps_keep_to_the_global_batch_size(name: str, batch: int, chunk
     lengths = np.random.default_rng(0).integers(1, 60, size=600)
     pipeline = Pipeline(stages=chunks, chunks=chunks)
     stream, setting = _world(lengths, token_budget=300, global_batch_size=batch, pipeline=pipeline)
-    schedule = POLICIES[name](stream, setting)
-    whole = schedule.step_samples[:-1]
+    whole = measure(POLICIES[name](stream, setting), stream, setting).samples[:-1]
     assert 0.6 * batch <= whole.mean() <= 1.06 * max(batch, 2 * setting.count_multiple)
 
 
@@ -148,8 +139,8 @@ def test_buckets_hold_like_lengths_and_are_not_sorted_inside() -> None:
     schedule = POLICIES["sorted-bucketed"](stream, setting)
     times = measure(schedule, stream, setting)
     assert 1 < times.computed.sum() / lengths.sum() < 1.06
-    parts = np.split(stream.lengths[schedule.positions], schedule.sample_starts[1:-1])
-    assert any(part.tolist() != sorted(part)[::-1] for part in parts)
+    parts = [lengths[batch].tolist() for step in schedule.steps for row in step for batch in row]
+    assert any(part != sorted(part)[::-1] for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +156,7 @@ def test_buckets_hold_like_lengths_and_are_not_sorted_inside() -> None:
     ],
 )
 def test_packed_bins(name: str, lengths: list[int], bins: list[list[int]]) -> None:
-    (step,) = _steps(name, *_world(lengths))
+    (step,) = POLICIES[name](*_world(lengths)).steps
     assert [step[r][m] for m in range(len(step[0])) for r in range(2)] == bins
 
 
@@ -192,12 +183,11 @@ def test_the_reference_package() -> None:
     schedule = POLICIES["odb-reference"](stream, setting)
     assert grouping.dist is before
     assert schedule.is_padded
-    counted = Counter(schedule.positions.tolist())
+    counted = Counter(_positions(schedule))
     assert set(counted.values()) == {1}
     assert len(counted) > 0.97 * len(stream)
     assert not measure(schedule, stream, setting).over_budget.any()
-    for index in range(3):
-        step = schedule.step(index)
+    for step in schedule.steps[:3]:
         assert all(all(row) for row in step), "no idle group before the end"
         assert [{p % 3 for batch in row for p in batch} for row in step] == [{0}, {1}, {2}]
 
@@ -225,7 +215,7 @@ def test_figures_of_packed_steps(sync: str, times: list[int], monkeypatch: Any) 
     """Replica 0 runs [8], [2, 3], replica 1 runs [5], [5, 1]; then [4] and nothing."""
     cost = CostModel.from_ratios(quadratic=0, fixed_tokens=FIXED)
     stream, setting = _world([8, 2, 3, 5, 5, 1, 4], sync=sync, cost=cost, global_batch_size=6)
-    schedule = Schedule.of_steps([[[[0], [1, 2]], [[3], [4, 5]]], [[[6]], [[]]]])
+    schedule = Schedule([[[[0], [1, 2]], [[3], [4, 5]]], [[[6]], [[]]]])
     assert (measure(schedule, stream, setting).step / COST_UNIT).tolist() == times
     monkeypatch.setitem(POLICIES, "odb", lambda stream, setting: schedule)
     figures = compare(["odb"], stream, setting)[0]["odb"]
@@ -248,33 +238,34 @@ def test_figures_of_packed_steps(sync: str, times: list[int], monkeypatch: Any) 
 def test_figures_of_padded_steps() -> None:
     cost = CostModel.from_ratios(quadratic=1, fixed_tokens=0)
     stream, setting = _world([1, 3, 2, 2], token_budget=5, cost=cost)
-    schedule = Schedule.of_steps([[[[0, 1]], [[2, 3]]]], is_padded=True)
+    schedule = Schedule([[[[0, 1]], [[2, 3]]]], is_padded=True)
     found = measure(schedule, stream, setting)
     # [1, 3] is computed as [3, 3]: 6 tokens (over the budget of 5), cost 2 * (3 + 9) = 24
     assert found.computed.tolist() == [10]
     assert found.over_budget.tolist() == [1]
-    assert (found.costs / COST_UNIT).tolist() == [24, 12]
+    assert (found.costs[0] / COST_UNIT).tolist() == [[24], [12]]
     assert found.bytes_moved.tolist() == [0]
 
 
 def test_figures_of_a_shared_sample() -> None:
     """Nine tokens on both replicas: five each, as pairs of pieces; costs 8 % more."""
     stream, setting = _world([9, 1], cost=CostModel(), token_budget=7)
-    schedule = Schedule.of_steps([[[[0], [1]], [[0], []]]], shares={0: 2})
+    schedule = Schedule([[[[0], [1]], [[0], []]]], shares={0: 2})
     found = measure(schedule, stream, setting)
     assert found.tokens.tolist() == [10]
     assert found.computed.tolist() == [6 + 6 + 1]
-    assert (found.costs / COST_UNIT).tolist() == pytest.approx([4.86, 1, 4.86, 0], abs=1e-4)
+    assert (found.costs[0].ravel() / COST_UNIT).tolist() == pytest.approx(
+        [4.86, 1, 4.86, 0], abs=1e-4
+    )
     assert found.shared.tolist() == [1]
-    assert schedule.step_samples.tolist() == [2]
+    assert found.samples.tolist() == [2]
 
 
 def test_steady_leaves_out_the_first_and_the_last_global_batch() -> None:
     stream, setting = _world([1] * 23, global_batch_size=4)
-    whole, steady = POLICIES["odb"](stream, setting).spans(stream, setting)
-    assert (whole, steady) == (slice(0, 6), slice(1, 4))
-    _, steady = POLICIES["odb"](*_world([1] * 8)).spans(*_world([1] * 8))
-    assert steady == slice(0, 0)
+    assert measure(POLICIES["odb"](stream, setting), stream, setting).steady == slice(1, 4)
+    few = _world([1] * 8)
+    assert measure(POLICIES["odb"](*few), *few).steady == slice(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -345,20 +336,23 @@ def test_a_data_file_goes_through_the_tokenizer(
     assert [about[name] for name in names] == [3, 32, 1, 1]
     with pytest.raises(SystemExit):
         main(["simulate", *flags])
-    assert "is text and needs the tokenizer" in capsys.readouterr().err
+    assert "is text and needs the training's tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ("lognormal:mean=500,cv=1.0", "lacks max"),
-        ("lognormal:mean=500,cv=1.0,max=10,sd=4", "'sd=4' is not understood; expected NAME=NUMBER"),
-        ("lognormal:mean=5,cv=nan,max=10", "cv=nan must be from 0 to 100"),
+        (
+            "lognormal:mean=500,cv=1.0",
+            "is not understood ('max'): expected NAME=NUMBER of mean 1 to",
+        ),
+        ("lognormal:mean=500,cv=1.0,max=10,sd=4", "is not understood ('sd')"),
+        ("lognormal:mean=5,cv=nan,max=10", "is not understood (cv=nan)"),
         ("uniform:1,2", "'uniform:1,2' is not understood: expected lognormal:mean"),
         ("file:none.npy", "cannot be read (["),
-        ("file:{}", "names an object with the keys x"),
-        ("file:{}#z", "expected a list of whole numbers"),
-        ("file:{}#x", "length 0 at index 1 is not from 1"),
+        ("file:{}", "(no list of whole numbers, at least one)"),
+        ("file:{}#z", "(no list of whole numbers, at least one)"),
+        ("file:{}#x", "cannot be read (a length of 0, or one of 3)"),
     ],
 )
 def test_a_wrong_specification(tmp_path: Path, spec: str, text: str) -> None:
@@ -435,7 +429,7 @@ def test_no_steady_steps(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--policy best", "--policy 'best': expected all, or some of standard-safe,"),
         ("--tokenizer t", "--tokenizer 't' would do nothing: --lengths 'lognormal:"),
-        ("--json .", "--json . is a folder: name a file in it"),
+        ("--json .", "--json . cannot be written (Is a directory): name a file in a folder"),
         ("--dp 0", "'0' is not a whole number of at least 1"),
         ("--token-budget 500", "tokens; the token budget is 500: raise --token-budget"),
         ("--fixed-cost 1", "--fixed-cost 1.0 is not in [0, 1)"),

@@ -16,14 +16,7 @@ from test_run_log import HEADER, RECORD
 from odb_megatron.cli import main
 from odb_megatron.report.page import svg
 from odb_megatron.report.steps import LoggedStep, RunLog, StepLog, read_run
-from odb_megatron.report.trace import (
-    CURVES,
-    RunFigures,
-    choose_steps,
-    curve_chart,
-    measured_balance,
-    timelines,
-)
+from odb_megatron.report.trace import CURVES, RunFigures, choose_steps, curve_chart, timelines
 from tests.browser import Browser, browser, page_problems
 
 __all__ = ["browser"]
@@ -104,7 +97,6 @@ def _step(*records: dict[str, Any]) -> LoggedStep:
 def test_figures_are_those_of_a_hand_count() -> None:
     """The first step is warm-up; waits are the longest, steps ahead the fewest of a replica."""
     run = RunLog(
-        folder="x",
         headers=(replace(HEADER, num_replicas=2),),
         steps=(
             _step(
@@ -120,8 +112,7 @@ def test_figures_are_those_of_a_hand_count() -> None:
         ),
     )  # fmt: skip
     figures = RunFigures.of(run)
-    assert measured_balance(run.steps[1]) == 0.75
-    assert math.isnan(figures.per_step["balance_measured"][0])
+    np.testing.assert_equal(figures.per_step["balance_measured"], [math.nan, 0.75])
     assert figures.per_step["wait_s"].tolist() == [0.25, 0.5]
     assert figures.per_step["queue_steps"].tolist() == [0, 1]
     found = figures.summary()
@@ -141,11 +132,11 @@ def test_the_first_step_after_a_resume_is_no_part_of_rates() -> None:
         for at, seconds, part in ((1, 9.0, 0), (2, 1.0, 0), (3, 99.0, 1), (4, 2.0, 1))
     ]
     headers = (HEADER, replace(HEADER, iteration=2, run=6))
-    figures = RunFigures.of(RunLog(folder="x", headers=headers, steps=tuple(steps)))
+    figures = RunFigures.of(RunLog(headers=headers, steps=tuple(steps)))
     assert figures.is_late.tolist() == [False, True, False, True]
     found = figures.summary()
     assert (found["seconds_per_step"], found["tokens_per_second"]) == (1.5, 20 / 3)
-    only = RunFigures.of(RunLog(folder="x", headers=headers[:1], steps=tuple(steps[:1])))
+    only = RunFigures.of(RunLog(headers=headers[:1], steps=tuple(steps[:1])))
     assert only.summary()["seconds_per_step"] == 9
 
 
@@ -192,15 +183,12 @@ def test_compare_prints_what_differs(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["trace", "nope"], "nope is no folder: give that of --odb-log-dir"),
-        (["trace", "samples", "--steps", "7"], "--steps 7: give the first and the last iteration"),
-        (["trace", "samples", "--steps", "9:7"], "--steps 9:7: give the first and the last"),
-        (["trace", "samples", "--html", "."], "--html . is a folder: name a file in it"),
-        (["trace", "samples", "--html", "-"], "--html - : a page goes to a file: name one"),
-        (["trace", "samples", "--json", "no/x"], "--json no/x: there is no folder 'no'; make it"),
+        (["trace", "nope"], "nope is no folder with step logs (steps-00000.jsonl and so on): give"),
+        (["trace", "samples", "--steps", "7"], "--steps: 7: give the first and the last iteration"),
+        (["trace", "samples", "--steps", "9:7"], "--steps: 9:7: give the first and the last"),
+        (["trace", "samples", "--html", "-"], "--html - : it goes to a file, name one"),
         (["trace", "samples", "--json", "/proc/foo"], "--json /proc/foo cannot be written ("),
         (["compare", "samples", "./samples"], "are one folder: name two runs"),
-        (["compare", "samples", "nope"], "nope is no folder"),
     ],
 )
 def test_what_cannot_be_used_is_named(
@@ -225,7 +213,7 @@ def _figures(*balance: float | None, timed: bool = False, starts: tuple[int, ...
         times = ((1.0,), (2 * value - 1,)) if timed and value is not None else ((), ())
         own = _step(*({**how, "micro_batch_s": time} for time in times))
         steps.append(replace(own, part=sum(at >= start for start in starts)))
-    run = RunLog(folder="x", headers=(HEADER,), steps=tuple(steps))
+    run = RunLog(headers=(HEADER,), steps=tuple(steps))
     return RunFigures.of(run)
 
 
@@ -273,21 +261,21 @@ def test_what_timelines_say_is_what_they_draw_at_each_width(logs: Path) -> None:
         assert not set.intersection(*seen) or len(seen) == 1
 
 
-def test_rows_of_two_runs_are_told_apart() -> None:
-    """Side by side over the same steps; else each run below the other, by its name."""
+def test_runs_are_laid_over_the_same_stretches() -> None:
+    """Also where one has more steps; a cell is empty where a run has none."""
     curves = next(curves for curves in CURVES if curves.title == "Tokens per step")
     short, long = _figures(0.5, 0.5), _figures(*[0.5] * 50)
     same = curve_chart(curves, {"short": short, "other": _figures(0.5, 0.5)})
     differ = curve_chart(curves, {"short": short, "long": long})
     assert same is not None
     assert differ is not None
-    assert same.columns == ["iteration", "short", "other"]
-    assert [row[0] for row in same.rows] == ["1", "2"]
-    assert differ.columns == ["run", "iteration", "mean", "least", "most"]
-    rows = [tuple(row[:2]) for row in differ.rows]
-    assert rows[:3] == [("short", "1"), ("short", "2"), ("long", "1 to 3")]
-    assert len(rows) == 22
-    assert rows[-1] == ("long", "49 to 50"), "every step once"
+    assert (same.columns, same.rows) == (
+        ["iteration", "short", "other"], [["1", "300", "300"], ["2", "300", "300"]],
+    )  # fmt: skip
+    ends = ["mean", "least", "most"]
+    assert differ.columns == ["iteration", "short, mean", *ends[1:], "long, mean", *ends[1:]]
+    assert differ.rows[0] == ["1 to 3", *["300"] * 6]
+    assert differ.rows[-1] == ["49 to 50", *[""] * 3, *["300"] * 3], "every step once"
 
 
 PAGES = {

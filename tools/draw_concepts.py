@@ -71,7 +71,7 @@ def charts() -> dict[str, Chart]:
     steps = range(FIRST_STEP, FIRST_STEP + NUM_STEPS)
     planned: dict[str, list[Step]] = {
         "each trains what it has read": [_as_read(stream, setting, step) for step in steps],
-        "planned together": [odb(stream, setting).step(step) for step in steps],
+        "planned together": [odb(stream, setting).steps[step] for step in steps],
     }
     return {
         "packed": _packed_chart(planned["planned together"][0][0], stream),

@@ -293,13 +293,10 @@ def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> 
             "tokens in whole numbers, so say how such weights count, with "
             f"{rules.name('odb_loss_per')} token or {rules.name('odb_loss_per')} sample"
         )
+    limits = {"context": rules.context, "token_budget": rules.token_budget}
     try:
-        verdict = judge_length(
-            len(sample),
-            multiple=rules.multiple,
-            token_budget=rules.token_budget,
-            context=rules.context,
-            policy=rules.overlong,
+        keep, message = judge_length(
+            len(sample), multiple=rules.multiple, policy=rules.overlong, **limits
         )
     except OverlongError as error:
         overlong, budget, context = map(
@@ -309,30 +306,28 @@ def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> 
             f"{path}:{line}: {error}: use {overlong} truncate, drop or (up to {context}) solo, or "
             f"raise {budget} / {context}"
         ) from None
-    keep, images, num_patches = verdict.keep, sample.images, sample.num_patches
-    message = verdict.message
-    if verdict.truncated and images is not None and keep:
+    images, num_patches = sample.images, sample.num_patches
+    if 0 < keep < len(sample) and images is not None:
+        message = (
+            f"the image at its start is longer than {keep} tokens, so nothing is left of the sample"
+        )
         keep = images.whole_length(keep)
         images = images.kept(keep)
         num_patches = images.num_patches if images else 0
-        message = (
-            f"the image at its start is longer than {verdict.keep} tokens, so nothing is left of "
-            "the sample"
-        )
     if keep == 0:
         message = f"{path}:{line}: {message}"
         return Skipped(reason=SkipReason.OVERLONG, message=message, source=sample.source)
     scale: float = rules.count_scale
     if rules.loss_per is LossPer.SAMPLE:
         scale /= float(sample.loss_mask[:keep].sum(dtype=np.float64)) or 1.0
-    if not verdict.truncated and scale == 1:
+    if keep == len(sample) and scale == 1:
         return sample
     return replace(
         sample,
         tokens=sample.tokens[:keep],
         labels=sample.labels[:keep],
         loss_mask=(sample.loss_mask[:keep] * np.float64(scale)).astype(np.float32),
-        truncated=verdict.truncated + verdict.keep - keep,
+        truncated=len(sample) - keep,
         num_patches=num_patches,
         images=images,
     )

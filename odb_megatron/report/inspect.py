@@ -15,14 +15,15 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from odb_megatron import __version__
-from odb_megatron.output_files import check_output, write_json, write_output
+from odb_megatron.command import Report, new_parser, run_command, whole
 from odb_megatron.plan.cost import CostCoefficients, CostModel, ModelShape
 from odb_megatron.plan.padding import OverlongPolicy, budget_length, length_multiple
 from odb_megatron.plan.pipeline import Pipeline
@@ -34,7 +35,6 @@ from odb_megatron.report.lengths import (
     read_lengths,
     show_records,
 )
-from odb_megatron.report.page import need_pages
 from odb_megatron.report.schedules import (
     ATTENTION_SHARE,
     FIXED_SHARE,
@@ -43,24 +43,14 @@ from odb_megatron.report.schedules import (
     Setting,
     Stream,
     Times,
+    load_figures,
     measure,
     shares_model,
 )
-from odb_megatron.report.simulate import above_zero, whole
 
-__all__ = [
-    "BASE",
-    "EXAMPLE_FLAGS",
-    "METHODS",
-    "ODB",
-    "RIVALS",
-    "Inspection",
-    "Kept",
-    "Run",
-    "advise",
-]
-__all__ += ["cut_offs", "example_data", "inspect", "keep", "logits_memory", "main", "parse"]
-__all__ += ["parse_shape", "run_method"]
+__all__ = ["BASE", "EXAMPLE_FLAGS", "METHODS", "ODB", "RIVALS", "Inspection", "Run", "advise"]
+__all__ += ["example_data", "inspect", "keep", "logits_memory", "main", "parse", "parse_shape"]
+__all__ += ["run_method"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -100,6 +90,7 @@ EXAMPLE_FLAGS: dict[str, object] = {
 }
 """What `make train` runs (`examples/train_chat.py`): defaults of an inspection without data."""
 
+_SIZES = ("layers", "hidden", "heads", "groups", "ffn", "kv_channels", "vocab")
 _SHAPE = (
     "layers=32,hidden=4096,heads=32[,groups=8][,ffn=14336][,kv_channels=128][,vocab=128256]"
     "[,mlp=gated|plain]"
@@ -107,17 +98,21 @@ _SHAPE = (
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="odb-megatron inspect",
-        description="Look at a data set before training on it: lengths, bad records, what padding "
-        "costs, how even and how fast steps would be, how much memory logits take, and which flags "
-        "to use. Reads with the training's own reader and plans with its own planner; runs no "
-        "model. docs/reports.md says what each figure means. Without DATA: what 'make train' "
-        "prepared in this folder, with its flags.",
-        allow_abbrev=False,
+    parser = new_parser(
+        "inspect",
+        "Look at a data set before training on it: lengths, bad records, what padding costs, how "
+        "even and how fast steps would be, how much memory logits take, and which flags to use. "
+        "Reads with the training's own reader and plans with its own planner; runs no model. "
+        "docs/reports.md says what each figure means. Without DATA: what 'make train' prepared in "
+        "this folder, with its flags.",
     )
     count: dict[str, Any] = {"type": whole(1), "metavar": "N"}
     natural: dict[str, Any] = {"type": whole(0), "metavar": "N"}
+    page = "write a page that needs no network; needs pip install 'odb-megatron[pages]'"
+    parser.add_argument("--html", metavar="FILE.html", help=page)
+    parser.add_argument("--no-advice", action="store_true", help="skip the trials of settings")
+    limit = "advise no budget whose logits peak above this"
+    parser.add_argument("--max-logits-gib", type=_typed(_above_zero), metavar="G", help=limit)
     add = parser.add_argument_group("data").add_argument
     data = "chat or text files (.jsonl, .json), Megatron .bin/.idx prefixes, or WEIGHT PATH pairs, "
     add("data", nargs="*", metavar="DATA", help=data + "as --data-path of the training")
@@ -125,10 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="T", help="its folder, for text")
     template = "of its chat template, as --odb-template-args"
     add("--template-args", "--odb-template-args", metavar="JSON", help=template)
-    show = (
-        "print the first N records token by token with what is learnt, and nothing else; --json: "
-    )
-    add("--show", default=0, help=f"{show}one object per record", **count)
+    show = "print the first N records token by token with what is learnt, and nothing else; --json:"
+    add("--show", default=0, help=f"{show} one object per record", **count)
     add("--split", metavar="A,B,C", help="as of the training (default 100,0,0)")
     samples = f"records read, a random sample; 0 for all (default {DEFAULT_SAMPLES})"
     add("--max-samples", default=DEFAULT_SAMPLES, help=samples, **natural)
@@ -142,28 +135,40 @@ def _parser() -> argparse.ArgumentParser:
     add("--train-samples", default=0, help="default: one epoch", **count)
     add("--seed", default=1234, help="default 1234, as Megatron's", **natural)
     add = parser.add_argument_group("model").add_argument
-    add("--model-shape", metavar="SHAPE", help=f"{_SHAPE}: its FLOPs are the cost model")
-    cost = (
-        "linear=1,quadratic=2.5e-5,overhead=400 in place of FLOPs, as --odb-cost of the training "
+    add(
+        "--model-shape",
+        type=_typed(parse_shape),
+        metavar="SHAPE",
+        help=f"{_SHAPE}: its FLOPs are the cost model",
     )
-    cost += "takes it and 'odb-megatron trace --fit-cost' prints it"
-    add("--cost", metavar="COST", help=cost)
-    for name, what in (
-        ("tp", "tensor-parallel size"),
-        ("cp", "context-parallel size"),
-        ("pp", "pipeline stages"),
-        ("vpp", "virtual chunks per stage"),
-    ):
-        add(f"--{name}", default=1, help=what, **count)
+    cost = "in place of FLOPs, as --odb-cost takes it and 'odb-megatron trace --fit-cost' prints it"
+    prices = _typed(CostCoefficients.parse)
+    add("--cost", type=prices, metavar="linear=1,quadratic=2.5e-5,overhead=400", help=cost)
+    add("--tp", default=1, help="tensor-parallel size", **count)
+    add("--cp", default=1, help="context-parallel size", **count)
+    add("--pp", default=1, help="pipeline stages", **count)
+    add("--vpp", default=1, help="virtual chunks per stage", **count)
     add("--sequence-parallel", action="store_true")
     add("--vocab-divisible-by", help="default 128", **count)
-    add = parser.add_argument_group("output").add_argument
-    add("--json", metavar="FILE", help="write the figures; '-' for stdout")
-    add("--html", metavar="FILE.html", help="write a page that needs no network")
-    add("--no-advice", action="store_true", help="skip the trials of settings")
-    limit = "advise no budget whose logits peak above this"
-    add("--max-logits-gib", type=above_zero, metavar="G", help=limit)
     return parser
+
+
+def _typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return an argparse type whose errors are those of a parser that raises ValueError."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+def _above_zero(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise ValueError(f"{text!r} is not a finite number above 0")
+    return float(text)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -173,31 +178,28 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _fill_in(options: argparse.Namespace) -> None:
     """Give options their defaults, those of `make train` where no data is named."""
-    given, defaults = options.lengths, _DEFAULTS
-    if options.data and given is not None:
-        raise ValueError(f"DATA {' '.join(options.data)} and --lengths {given}: name one of them")
-    if not options.data and given is None:
+    defaults, idle = _DEFAULTS, []
+    if options.lengths is not None:
+        if options.data:
+            raise ValueError(
+                f"DATA {' '.join(options.data)} and --lengths {options.lengths}: name one of them"
+            )
+        idle = ["tokenizer", "template_args", "show", "split", "workers"]
+        idle += ["vocab_divisible_by"] * (not (options.model_shape and options.model_shape.vocab))
+    elif not options.data:
         data, tokenizer = example_data()
         options.data = [data]
-        defaults = {**_DEFAULTS, **EXAMPLE_FLAGS, "tokenizer": tokenizer}
-    text, shape = "has lengths, no text", options.model_shape or ""
-    for name, is_idle, why in (
-        ("tokenizer", given, f"--lengths {given} {text}"),
-        ("template_args", given, f"--lengths {given} {text}"),
-        ("show", given, f"--lengths {given} {text}"),
-        ("split", given, f"--lengths {given} is the training split already"),
-        ("workers", given, f"--lengths {given} is read in one process"),
-        (
-            "vocab_divisible_by",
-            given and "vocab=" not in shape,
-            "--lengths has no vocabulary; give vocab=N in --model-shape",
-        ),
-        ("max_logits_gib", options.no_advice, "it limits the budgets that are advised"),
-    ):
-        value = getattr(options, name)
-        if is_idle and value not in (None, 0):
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} {value!r} would do nothing: {why}; drop it")
+        shape = parse_shape(str(EXAMPLE_FLAGS["model_shape"]))
+        defaults = {**_DEFAULTS, **EXAMPLE_FLAGS, "tokenizer": tokenizer, "model_shape": shape}
+    for name in idle + ["max_logits_gib"] * options.no_advice:
+        if getattr(options, name) not in (None, 0):
+            why = "--no-advice tries no budget"
+            if options.lengths is not None:
+                why = f"--lengths {options.lengths} has no text, split or vocabulary"
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(options, name)!r} would do nothing: {why}; "
+                "drop it"
+            )
     for name, default in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
@@ -228,20 +230,17 @@ def example_data(cache: str = ".cache") -> tuple[str, str]:
 def _request(options: argparse.Namespace) -> DataRequest:
     from odb_megatron.data.chat_record import template_arguments
 
-    paths, weights = tuple(options.data), tuple[float, ...]()
-    if len(paths) % 2 == 0:  # as Megatron's --data-path
-        try:
-            paths, weights = paths[1::2], tuple(map(float, paths[::2]))
-        except ValueError:
-            paths = tuple(options.data)
+    paths, weights = options.data, list[float]()
+    if len(paths) % 2 == 0:
+        with suppress(ValueError):  # as Megatron's --data-path
+            weights = [float(word) for word in paths[::2]]
+            paths = paths[1::2]
     if not all(0 < weight < math.inf for weight in weights):
         raise ValueError(f"weights of a blend must be above 0 and finite, got {options.data[::2]}")
-    try:
+    shares = [math.nan]
+    with suppress(ValueError):
         shares = [float(part) for part in options.split.split(",")]
-    except ValueError:
-        shares = []
-    is_good = 1 <= len(shares) <= 3 and all(0 <= part < math.inf for part in shares)
-    if not is_good or not shares[0]:
+    if len(shares) > 3 or not 0 < shares[0] <= sum(shares) < math.inf:
         raise ValueError(
             f"--split {options.split!r} is not understood; expected shares of training, validation "
             "and test, as 98,1,1"
@@ -250,17 +249,21 @@ def _request(options: argparse.Namespace) -> DataRequest:
         template_args = template_arguments(options.template_args or "{}")
     except ValueError as error:
         raise ValueError(f"--template-args {options.template_args!r}: {error}") from error
-    limits = [limit for limit in (options.max_samples, options.train_samples) if limit]
     return DataRequest(
-        paths=paths,
-        weights=weights,
+        paths=tuple(paths),
+        weights=tuple(weights),
         tokenizer=options.tokenizer,
         template_args=template_args,
-        split=(0.0, shares[0] / sum(shares)),
+        share=shares[0] / sum(shares),
         seed=options.seed,
-        max_samples=min(limits, default=0),
+        max_samples=_most(options),
         num_workers=len(os.sched_getaffinity(0)) if options.workers is None else options.workers,
     )
+
+
+def _most(options: argparse.Namespace) -> int:
+    """Return how many samples are read; 0 for all."""
+    return min(filter(None, (options.max_samples, options.train_samples)), default=0)
 
 
 def parse_shape(text: str) -> ModelShape:
@@ -272,40 +275,30 @@ def parse_shape(text: str) -> ModelShape:
     Raises:
         ValueError: something else.
     """
-
-    def refused(what: str) -> ValueError:
-        return ValueError(f"--model-shape {text!r}: {what}; expected {_SHAPE}")
-
-    values: dict[str, int] = {}
-    known = ("layers", "hidden", "heads", "groups", "ffn", "kv_channels", "vocab")
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        if name == "mlp" and value in ("gated", "plain"):
-            value = str(1 + (value == "gated"))
-        elif name not in known or not value.isdecimal() or not int(value):
-            raise refused(f"{part.strip()!r} is not understood")
-        if name in values:
-            raise refused(f"it gives {name} twice")
-        values[name] = int(value)
-    if missing := [name for name in known[:3] if name not in values]:
-        raise refused(f"it lacks {', '.join(missing)}")
-    heads, hidden, is_gated = values["heads"], values["hidden"], values.get("mlp") == 2
-    if "kv_channels" not in values and hidden % heads:
-        raise refused(f"{heads} heads do not divide hidden {hidden}: give kv_channels")
-    if heads % values.get("groups", heads):
-        raise refused(f"{values['groups']} groups do not divide {heads} heads")
-    size = values.get("kv_channels", hidden // heads)
-    # Megatron's own default of --ffn-hidden-size (arguments.py, 0.19.2).
-    ffn = values.get("ffn", int(4 * hidden * 2 / 3 / 64) * 64 if is_gated else 4 * hidden)
-    if not ffn:
-        raise refused(f"hidden {hidden} is too small for the default of ffn: give it")
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    given = {name: value for name, _, value in parts}
+    try:
+        is_gated = {"gated": True, "plain": False}[given.pop("mlp", "plain")]
+        sizes = {name: int(value) for name, value in given.items()}
+        if len({name for name, _, _ in parts}) < len(parts) or sizes.keys() - {*_SIZES}:
+            raise ValueError(f"known are {', '.join(_SIZES)} and mlp, each once")
+        layers, hidden, heads = (sizes[name] for name in _SIZES[:3])
+        groups, size = sizes.get("groups", heads), sizes.get("kv_channels", hidden // heads)
+        # Megatron's own default of --ffn-hidden-size (arguments.py, 0.19.2).
+        ffn = sizes.get("ffn", int(4 * hidden * 2 / 3 / 64) * 64 if is_gated else 4 * hidden)
+        if min(ffn, *sizes.values()) < 1:
+            raise ValueError("sizes are at least 1")
+        if heads % groups or (hidden % heads and "kv_channels" not in sizes):
+            raise ValueError("groups divide heads, and heads hidden unless kv_channels is given")
+    except (KeyError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"{text!r} cannot be used ({error}): expected {_SHAPE}") from error
     return ModelShape(
-        num_layers=values["layers"],
+        num_layers=layers,
         hidden=hidden,
         ffn_hidden=ffn,
         query=heads * size,
-        key_value=values.get("groups", heads) * size,
-        vocab=values.get("vocab", 0),
+        key_value=groups * size,
+        vocab=sizes.get("vocab", 0),
         gated_mlp=is_gated,
     )
 
@@ -313,30 +306,11 @@ def parse_shape(text: str) -> ModelShape:
 # --- what training would do ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """Lengths after the overlong policy.
-
-    Attributes:
-        positions: padded to the multiple, int64; 0 where nothing is left of a position.
-        num_tokens: before that padding.
-        counts: by name, samples cut, tokens lost, samples left out, samples that run alone.
-    """
-
-    positions: Integers
-    num_tokens: int
-    counts: Mapping[str, int]
-
-
 def keep(
-    positions: Integers,
-    policy: OverlongPolicy,
-    *,
-    seq_length: int,
-    token_budget: int,
+    positions: Integers, policy: OverlongPolicy, *, seq_length: int, token_budget: int,
     multiple: int,
-) -> Kept:
-    """Apply the overlong policy.
+) -> tuple[Integers, dict[str, int]]:  # fmt: skip
+    """Apply the overlong policy; return the lengths that are kept, and counts for the JSON.
 
     Args:
         positions: tokens of the sample at each position, int64; 0 for none.
@@ -348,50 +322,32 @@ def keep(
     Raises:
         ValueError: samples are too long and the policy does not allow it, or nothing is left.
     """
-    limit = min(seq_length, token_budget)
-    longest = budget_length(limit, multiple)
-    if not longest:
+    longest = budget_length(min(seq_length, token_budget), multiple)
+    num = int((positions > longest).sum())
+    refused = {
+        OverlongPolicy.ERROR: num,
+        OverlongPolicy.SOLO: int((positions > budget_length(seq_length, multiple)).sum()),
+        OverlongPolicy.DROP: num * (num == np.count_nonzero(positions)),
+    }.get(policy, 0)
+    if refused or not longest:
         raise ValueError(
-            f"no sample fits: the limit {limit} is below {multiple}, to a multiple of which "
-            "samples are padded: raise --seq-length and --token-budget"
+            f"{refused} of {np.count_nonzero(positions)} samples are too long for --overlong "
+            f"{policy.value}: the longest has {positions.max()} tokens, --seq-length is "
+            f"{seq_length} and --token-budget {token_budget}, a multiple of {multiple} of which "
+            "fits. Training would stop at the first, or have none: raise both, or pass --overlong "
+            "truncate, drop or solo"
         )
-    too_long, lengths = positions > longest, positions[positions > 0]
-    num, beyond = int(too_long.sum()), int((lengths > budget_length(seq_length, multiple)).sum())
-    about = f"(the longest of {len(lengths)} has {int(lengths.max())})"
-    if policy is OverlongPolicy.SOLO and beyond:
-        raise ValueError(
-            f"{beyond} samples are longer than --seq-length {seq_length} {about}, which --overlong "
-            "solo does not allow: raise --seq-length, or pass --overlong truncate or drop"
-        )
-    if policy is OverlongPolicy.ERROR and num:
-        raise ValueError(
-            f"{num} of {len(lengths)} samples are longer than {limit} tokens, the smaller of "
-            f"--seq-length {seq_length} and --token-budget {token_budget} {about}; training would "
-            "stop at the first: pass --overlong truncate, drop or solo, or raise both"
-        )
-    if policy is OverlongPolicy.DROP and num == len(lengths):
-        raise ValueError(
-            f"all {num} samples are longer than {limit} tokens and --overlong drop leaves them "
-            "out: raise --seq-length and --token-budget, or pass --overlong truncate"
-        )
-    kept = positions
+    kept, counts = positions, dict.fromkeys(("num_truncated", "num_cut_tokens", "num_dropped"), 0)
     if policy is OverlongPolicy.TRUNCATE:
         kept = np.minimum(positions, longest)
+        counts |= {"num_truncated": num, "num_cut_tokens": int((positions - kept).sum())}
     elif policy is OverlongPolicy.DROP:
-        kept = np.where(too_long, 0, positions)
-    is_cut, is_dropped = policy is OverlongPolicy.TRUNCATE, policy is OverlongPolicy.DROP
-    counts = {
-        "num_truncated": num * is_cut,
-        "num_cut_tokens": int(lengths.sum() - kept.sum()) * is_cut,
-        "num_dropped": num * is_dropped,
-        "num_solo": num * (policy is OverlongPolicy.SOLO),
-    }
-    return Kept(
-        positions=-(-kept // multiple) * multiple, num_tokens=int(kept.sum()), counts=counts
-    )
+        kept = np.where(positions > longest, 0, positions)
+        counts["num_dropped"] = num
+    return kept, {**counts, "num_solo": num * (policy is OverlongPolicy.SOLO)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """One way to form steps, over the whole simulated run; `figures` are as in the JSON."""
 
@@ -406,24 +362,18 @@ def run_method(name: str, stream: Stream, setting: Setting) -> Run:
     """Run and score one of the simulator's policies."""
     schedule = POLICIES[name](stream, setting)
     times = measure(schedule, stream, setting)
-    tokens, computed = float(times.tokens.sum()), int(times.computed.sum())
     balances = times.balance_step if setting.sync == "step" else times.balance_microbatch
-    spent = times.pipeline * setting.pipeline.stages
-    counts = schedule.counts
+    spent = float(times.pipeline.sum()) * setting.pipeline.stages * setting.num_replicas
     figures = {
         "token_budget": setting.token_budget,
-        "padding_fraction": 1 - tokens / computed,
-        "fill": tokens / (len(schedule.sizes) * setting.token_budget),
+        **load_figures(times, setting),
         "balance": float(balances.mean()),
-        "mean_M": float(counts.mean()),
-        "min_M": int(counts.min()),
-        "max_M": int(counts.max()),
-        "samples_per_step": int(np.count_nonzero(stream.lengths)) / len(schedule),
-        "over_budget": int(times.over_budget.sum()),
-        "rate": float(times.work.sum()) / (float(spent.sum()) * setting.num_replicas),
-        "bytes_moved_per_step": float(times.bytes_moved.mean()),
+        "min_M": int(times.counts.min()),
+        "max_M": int(times.counts.max()),
+        "samples_per_step": np.count_nonzero(stream.lengths) / len(schedule),
+        "rate": float(times.work.sum()) / spent,
     }
-    return Run(figures=figures, schedule=schedule, times=times, stream=stream, setting=setting)
+    return Run(figures, schedule, times, stream, setting)
 
 
 def logits_memory(token_budget: int, vocab: int, *, tp: int = 1, cp: int = 1) -> dict[str, Any]:
@@ -472,8 +422,8 @@ def advise(
     Raises:
         ValueError: no sample, or no budget is within `max_gib`.
     """
-    lengths = _with_samples(positions[: max(MAX_TRIED, 2 * setting.global_batch_size)])
-    stream = Stream.of_epochs(lengths, epochs=1, cost=setting.cost, seed=setting.seed)
+    stream = _stream(positions, setting, MAX_TRIED)
+    lengths, given = stream.lengths, setting.token_budget
 
     def attempt(budget: int) -> dict[str, Any]:
         found = run_method(ODB, stream, replace(setting, token_budget=budget)).figures
@@ -483,14 +433,13 @@ def advise(
 
     least = max(seq_length, int(lengths.max()))
     share = float(lengths.mean()) * setting.global_batch_size / setting.num_replicas
-    asked = attempt(setting.token_budget)
-    trials = []
-    for budget in sorted({*(least * factor for factor in BUDGET_FACTORS), setting.token_budget}):
-        if budget > 2 * share and budget not in (least, setting.token_budget):
-            continue  # no step could fill half of it
-        if peak_gib is not None and max_gib is not None and peak_gib(budget) > max_gib:
-            continue
-        trials.append(asked if budget == setting.token_budget else attempt(budget))
+    asked = attempt(given)
+    trials = [
+        asked if budget == given else attempt(budget)
+        for budget in sorted({*(least * factor for factor in BUDGET_FACTORS), given})
+        if (budget <= 2 * share or budget in (least, given))  # else no step could fill half of it
+        and (peak_gib is None or max_gib is None or peak_gib(budget) <= max_gib)
+    ]
     if not trials:
         raise ValueError(
             f"--max-logits-gib {max_gib:g} is below what the logits of any budget from {least} "
@@ -498,13 +447,10 @@ def advise(
         )
     best = max(trial["rate"] for trial in trials)
     advised = next(trial for trial in trials if trial["rate"] >= best * (1 - TOLERANCE))
-    rates = ", ".join(f"{trial['token_budget']}: {trial['rate']:.3f}" for trial in trials)
     gain = advised["rate"] / asked["rate"]
-    reason = f"the smallest within {TOLERANCE:.0%} of the fastest (rate by budget: {rates})"
-    if peak_gib is not None:
-        reason += f"; its logits peak at {advised['logits_peak_gib']:.2f} GiB"
+    reason = f"the smallest within {TOLERANCE:.0%} of the fastest"
     if advised is not asked:
-        reason += f"; {gain - 1:+.1%} against the {setting.token_budget} asked for"
+        reason += f"; {gain - 1:+.1%} against the {given} asked for"
     warnings = []
     if setting.global_batch_size < setting.num_replicas:
         warnings.append(
@@ -527,30 +473,34 @@ def advise(
     }, advised["token_budget"]
 
 
-def _with_samples(positions: Integers) -> Integers:
-    if not positions.any():
+def _stream(positions: Integers, setting: Setting, most: int) -> Stream:
+    """Return the first positions; two global batches at least."""
+    lengths = positions[: max(most, 2 * setting.global_batch_size)]
+    if not lengths.any():
         raise ValueError(
-            f"the first {len(positions)} records are all bad or dropped, so that no step would "
+            f"the first {len(lengths)} records are all bad or dropped, so that no step would "
             "train: mend the data, or raise --train-samples or --max-samples"
         )
-    return positions
+    return Stream.of_epochs(lengths, epochs=1, cost=setting.cost, seed=setting.seed)
 
 
-def cut_offs(lengths: Integers, *, limit: int) -> list[dict[str, float | int]]:
+def _cut_offs(lengths: Integers, limit: int) -> list[dict[str, float | int]]:
     """Return what cutting samples at some lengths costs: at powers of two, and at the limit."""
     powers = [1 << bits for bits in range(5, 40) if 1 << bits < lengths.max()]
-    found = []
-    for at in sorted({*powers[-5:], limit}):
-        over = lengths[lengths > at]
-        tokens = (int(over.sum()) - at * len(over)) / int(lengths.sum())
-        found.append({"at": at, "samples": len(over) / len(lengths), "tokens": tokens})
-    return found
+    return [
+        {
+            "at": at,
+            "samples": np.count_nonzero(lengths > at) / len(lengths),
+            "tokens": int((lengths - at).clip(min=0).sum()) / int(lengths.sum()),
+        }
+        for at in sorted({*powers[-5:], limit})
+    ]
 
 
 # --- the inspection --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Inspection:
     """All that was found.
 
@@ -581,19 +531,12 @@ def inspect(options: argparse.Namespace) -> Inspection:
         ValueError: an argument or the data cannot be used; says which, and the hint.
     """
     _fill_in(options)
-    overlong, shape = OverlongPolicy(options.overlong), None
-    if options.model_shape is not None:
-        shape = parse_shape(options.model_shape)
-    try:
-        prices = None if options.cost is None else CostCoefficients.parse(options.cost)
-    except ValueError as error:
-        raise ValueError(f"--cost {options.cost!r}: {error}") from error
+    shape: ModelShape | None = options.model_shape
     multiple = length_multiple(
         context_parallel_size=options.cp,
         sequence_parallel_size=options.tp if options.sequence_parallel else 1,
     )
     sizes = {"seq_length": options.seq_length, "token_budget": options.token_budget}
-    limit = min(sizes.values())
     reading = _read(options)
     vocab = (shape.vocab if shape is not None else 0) or reading.vocab_size
     vocab = -(-vocab // (unit := options.vocab_divisible_by * options.tp)) * unit  # as Megatron
@@ -604,9 +547,10 @@ def inspect(options: argparse.Namespace) -> Inspection:
         )
     if shape is not None:
         shape = replace(shape, vocab=vocab)
-    kept = keep(reading.positions, overlong, multiple=multiple, **sizes)
-    lengths = kept.positions[kept.positions > 0]
-    cost, origin = _cost(prices, shape, lengths, options.token_budget)
+    policy = OverlongPolicy(options.overlong)
+    kept, counts = keep(reading.positions, policy, multiple=multiple, **sizes)
+    padded = -(-kept // multiple) * multiple
+    cost, origin = _cost(options, shape, padded[padded > 0])
     setting = Setting(
         num_replicas=options.dp,
         token_budget=options.token_budget,
@@ -616,8 +560,7 @@ def inspect(options: argparse.Namespace) -> Inspection:
         pipeline=Pipeline(stages=options.pp, chunks=options.vpp),
         seed=options.seed,
     )
-    part = _with_samples(kept.positions[: max(MAX_PLANNED, 2 * setting.global_batch_size)])
-    stream = Stream.of_epochs(part, epochs=1, cost=cost, seed=setting.seed)
+    stream = _stream(padded, setting, MAX_PLANNED)
     runs = {name: run_method(name, stream, setting) for name in (*RIVALS, ODB)}
 
     def logits(budget: int) -> dict[str, Any]:
@@ -626,29 +569,24 @@ def inspect(options: argparse.Namespace) -> Inspection:
     advice, budget = None, setting.token_budget
     if not options.no_advice:
         advice, budget = advise(
-            kept.positions,
+            padded,
             setting,
             seq_length=options.seq_length,
             peak_gib=(lambda budget: float(logits(budget)["peak_gib"])) if vocab else None,
             max_gib=options.max_logits_gib,
         )
-    if budget != setting.token_budget:
+    planned = ODB if budget == setting.token_budget else ADVISED
+    if planned == ADVISED:
         runs[ADVISED] = run_method(ODB, stream, replace(setting, token_budget=budget))
-    planned = ADVISED if ADVISED in runs else ODB
     larger = max(budget, setting.token_budget)
     fixed = run_method(BASE, stream, replace(setting, token_budget=larger))
-    epoch_samples = options.train_samples or reading.num_records
-
-    def method(name: str, run: Run) -> dict[str, Any]:
-        steps = math.ceil(epoch_samples * len(run.schedule) / len(stream))
-        return {"description": METHODS[name], "steps_per_epoch": steps, **run.figures}
-
+    epoch_samples = options.train_samples or reading.about["num_records"]
     rates = {name: run.figures["rate"] for name, run in runs.items()}
-    own, context = reading.lengths, options.seq_length * len(kept.positions)
+    own, context = reading.positions[reading.positions > 0], options.seq_length * len(kept)
+    num_tokens = int(kept.sum())
     flags = ("dp", "global_batch_size", "tp", "cp", "pp", "vpp", "sequence_parallel", "seed")
-    about = ("name", "num_records", "num_read", "num_bad", "read_s", "num_workers")
     values = {
-        "data": {"bad": list(reading.bad), **{name: getattr(reading, name) for name in about}},
+        "data": reading.about,
         "lengths": {
             "count": len(own),
             "num_tokens": int(own.sum()),
@@ -657,9 +595,9 @@ def inspect(options: argparse.Namespace) -> Inspection:
             "p95": float(np.quantile(own, 0.95)),
             "max": int(own.max()),
             "cv": float(own.std() / own.mean()),
-            "cut_offs": cut_offs(own, limit=limit),
+            "cut_offs": _cut_offs(own, min(sizes.values())),
         },
-        "overlong": {"policy": overlong.value, "limit": limit, **kept.counts},
+        "overlong": {"policy": policy.value, "limit": min(sizes.values()), **counts},
         "setting": {
             **sizes,
             **{name: getattr(options, name) for name in flags},
@@ -667,15 +605,22 @@ def inspect(options: argparse.Namespace) -> Inspection:
             "cost": origin,
         },
         "padding": {
-            "num_tokens": kept.num_tokens,
-            "context_padded": 1 - kept.num_tokens / context,
-            "avoided": 1 - int(lengths.sum()) / context,
-            "rounding": 1 - kept.num_tokens / int(lengths.sum()),
+            "num_tokens": num_tokens,
+            "context_padded": 1 - num_tokens / context,
+            "avoided": 1 - int(padded.sum()) / context,
+            "rounding": 1 - num_tokens / int(padded.sum()),
         },
         "prediction": {
             "num_samples": len(stream),
             "epoch_samples": epoch_samples,
-            "methods": {name: method(name, run) for name, run in runs.items()},
+            "methods": {
+                name: {
+                    "description": METHODS[name],
+                    "steps_per_epoch": math.ceil(epoch_samples * len(run.schedule) / len(stream)),
+                    **run.figures,
+                }
+                for name, run in runs.items()
+            },
             "speedup": {
                 name: {rival: rates[name] / rates[rival] for rival in RIVALS}
                 for name in runs
@@ -696,48 +641,32 @@ def inspect(options: argparse.Namespace) -> Inspection:
             "python": platform.python_version(),
         },
     }
-    return Inspection(
-        values=values,
-        lengths=own,
-        runs=runs,
-        fixed=fixed,
-        planned=planned,
-        is_run=bool(options.train_samples),
-    )
+    return Inspection(values, own, runs, fixed, planned, bool(options.train_samples))
 
 
 def _read(options: argparse.Namespace) -> Reading:
-    if options.lengths is not None:
-        prefix = "" if ":" in options.lengths else "file:"
-        values = read_lengths(prefix + options.lengths)
-        num = len(values)
-        reading = Reading(name=options.lengths, positions=values, num_records=num, num_read=num)
-        wanted = {"first": options.train_samples, "most": options.max_samples}
-        return reading.part(seed=options.seed, **wanted)
-    from tqdm import tqdm
-
-    is_quiet = not sys.stderr.isatty()
-    with tqdm(unit="record", desc="reading", file=sys.stderr, disable=is_quiet) as bar:
-
-        def start(total: int) -> Callable[[int], None]:
-            bar.reset(total)
-            return lambda num: bar.update(num) and None
-
-        return read_data(_request(options), start=start)
+    if options.lengths is None:
+        return read_data(_request(options))
+    prefix = "" if ":" in options.lengths else "file:"
+    values = read_lengths(prefix + options.lengths)
+    about = {"bad": [], "name": options.lengths, "num_records": len(values), "num_bad": 0}
+    positions = values[: _most(options) or None]  # they are in random order
+    about |= {"num_read": len(positions), "read_s": None, "num_workers": 0}
+    return Reading(positions=positions, about=about)
 
 
 def _cost(
-    prices: CostCoefficients | None, shape: ModelShape | None, lengths: Integers, token_budget: int
+    options: argparse.Namespace, shape: ModelShape | None, lengths: Integers
 ) -> tuple[CostModel, str]:
     """Return the cost model, as measured, of the shape, or of typical shares; and its origin."""
     overhead = f"{FIXED_SHARE:.0%} of a full micro-batch as the overhead of each"
-    if prices is not None:
-        return prices.model(), "the prices given"
+    if options.cost is not None:
+        return options.cost.model(), "the prices given"
     if shape is not None:
-        fixed = FIXED_SHARE * token_budget
+        fixed = FIXED_SHARE * options.token_budget
         found = CostModel.from_ratios(quadratic=shape.quadratic_ratio, fixed_tokens=fixed)
         return found, f"FLOPs of the model's shape, {overhead}"
-    return shares_model(lengths, token_budget=token_budget), (
+    return shares_model(lengths, token_budget=options.token_budget), (
         f"assumed: attention is {ATTENTION_SHARE:.0%} of the cost of all samples, {overhead} "
         "(--model-shape gives your model's)"
     )
@@ -746,65 +675,36 @@ def _cost(
 # --- the command -----------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str]) -> int:
-    """Inspect, print, write.
+def main(argv: list[str]) -> int:
+    """Inspect, print, write."""
 
-    Raises:
-        SystemExit: arguments that do not parse or cannot be used (2), or `--help` (0).
-    """
-    parser = _parser()
-    options = parser.parse_args(argv)
-    text_to = sys.stderr if options.json == "-" else sys.stdout
-    try:
-        _check_outputs(options)
+    def work(options: argparse.Namespace) -> Report:
         if options.show:
-            _show(options, text_to)
-            return 0
+            return _shown(options)
         from odb_megatron.report.inspect_page import as_text, write_inspection
 
         found = inspect(options)
-        print(as_text(found), file=text_to)
-        write_json(options.json, found.values)
-        if options.html is not None:
-            write_inspection(options.html, found, f"odb-megatron inspect {shlex.join(argv)}")
-    except BrokenPipeError:
-        raise  # the reader of the output has left: no argument is to blame
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
-    except RuntimeError as error:  # of the reader: a file or template, not a record, is to blame
-        parser.exit(2, f"{parser.prog}: error: training would stop: {error}\n")
-    return 0
+        command = f"odb-megatron inspect {shlex.join(argv)}"
+        return Report(
+            values=found.values,
+            text=as_text(found),
+            write_page=lambda path: write_inspection(path, found, command),
+        )
+
+    return run_command(_parser(), argv, work)
 
 
-def _check_outputs(options: argparse.Namespace) -> None:
-    """Refuse before anything is read what cannot be written after it, or would lose a file."""
-    given = [*options.data, *([] if options.lengths is None else [options.lengths])]
-    taken = {os.path.realpath(path.partition("#")[0]): f"the data {path}" for path in given}
-    for flag, value in (("--json", options.json), ("--html", options.html)):
-        if value is None or (flag, value) == ("--json", "-"):
-            continue
-        check_output(flag, value)
-        place = os.path.realpath(value)
-        if place in taken:
-            raise ValueError(f"{flag} {value} would overwrite {taken[place]}: name another file")
-        taken[place] = f"what {flag} {value} writes"
-    if options.html is not None:
-        need_pages("--html")
-
-
-def _show(options: argparse.Namespace, text_to: TextIO) -> None:
-    """Print records token by token, and write one object for each."""
+def _shown(options: argparse.Namespace) -> Report:
+    """Return records token by token, and an object for each."""
     from odb_megatron.data.sample import as_lines
 
     _fill_in(options)
-    objects = []
+    lines, objects = [], ""
+    text_to = sys.stderr if options.json == "-" else sys.stdout
     for place, shown in show_records(_request(options), options.show):
         learnt = sum(map(bool, shown["loss"]))
-        print(f"{place}: {len(shown['ids'])} tokens, {learnt} learnt (+)", file=text_to)
-        print(f"template: {shown['template']}", file=text_to)
-        print("\n".join(as_lines(shown, colour=text_to.isatty())), file=text_to)
-        objects.append(json.dumps(shown, ensure_ascii=False) + "\n")
-    if options.json == "-":
-        sys.stdout.write("".join(objects))
-    elif options.json:
-        write_output("--json", options.json, "".join(objects))
+        lines.append(f"{place}: {len(shown['ids'])} tokens, {learnt} learnt (+)")
+        lines.append(f"template: {shown['template']}")
+        lines += as_lines(shown, colour=text_to.isatty())
+        objects += json.dumps(shown, ensure_ascii=False) + "\n"
+    return Report(values=objects, text="\n".join(lines))

@@ -5,10 +5,13 @@ Knows neither Megatron nor replicas: it shows what it is given, on one rank.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import IO
+from typing import IO, Any
 
 from tqdm import tqdm
 
@@ -36,33 +39,47 @@ class SourceTotals:
 _NUMBERS = [one.name for one in fields(StepRecord) if str(one.type).startswith(("int", "float"))]
 
 
-class _Totals:
-    """Sum, count, least and most of every number of the records; a number may be unknown."""
+class _Number:
+    """Sum, count, least and most of a number of the records, where it is known."""
 
     def __init__(self) -> None:
-        self.steps = 0
-        self._sums: dict[str, float] = dict.fromkeys(_NUMBERS, 0)
-        self._counts = dict.fromkeys(_NUMBERS, 0)
-        self.least: dict[str, float] = {}
-        self.most: dict[str, float] = {}
+        self.sum, self.count, self.least, self.most = 0.0, 0, math.inf, -math.inf
 
-    def add(self, record: StepRecord) -> None:
-        self.steps += 1
-        for name in _NUMBERS:
-            value = getattr(record, name)
-            if value is not None:
-                self._sums[name] += value
-                self._counts[name] += 1
-                self.least[name] = min(value, self.least.get(name, value))
-                self.most[name] = max(value, self.most.get(name, value))
+    def add(self, value: float) -> None:
+        self.sum += value
+        self.count += 1
+        self.least, self.most = min(value, self.least), max(value, self.most)
 
-    def __getitem__(self, name: str) -> float:
-        """Return the sum."""
-        return self._sums[name]
+    @property
+    def mean(self) -> float:
+        return self.sum / self.count
 
-    def mean(self, name: str) -> float | None:
-        count = self._counts[name]
-        return self._sums[name] / count if count else None
+
+_ROWS = {
+    "samples per step": "mean {step_samples.mean:.1f}, {step_samples.least} to {step_samples.most} "
+    "(--global-batch-size {batch_size})",
+    "tokens": "padded to [1, {context}]: {padded:.0f}; computed: {computed_tokens.sum:.0f}; real: "
+    "{tokens.sum:.0f} (padding avoided {avoided:.1%})",
+    "loss tokens": "{loss_tokens.sum:.0f}",
+    "micro-batches": "{num_micro_batches.sum:.0f} per replica, M from {num_micro_batches.least} to "
+    "{num_micro_batches.most}; {idle.sum:.0f} idle",
+    "mean per step": "fill {fill.mean:.3f}, balance {balance.mean:.3f}",
+    "samples moved": "{moved.sum:.0f} of {samples.sum:.0f} ({moved_share:.1%}), "
+    "{bytes_moved.mean:,.0f} bytes per step",
+    "delivery": "{collectives.mean:.2f} broadcasts (at most {collectives.most}) and "
+    "{reports.mean:.1f} reports per step inside a replica, {bytes_delivered.mean:,.0f} bytes "
+    "per step to each rank",
+    "context parallel": "attention balance {context_balance.mean:.3f}, lowest "
+    "{context_balance.least:.3f}",
+    "router losses": "tokens of idle micro-batches {idle_router_share.mean:.2%}, at most "
+    "{idle_router_share.most:.2%}",
+    "time": "{step_s.sum:.1f} s in steps, {wait_s.sum:.1f} s of it waiting for data; {rate:.2f} "
+    "samples/s",
+    "data path": "planner waited {fetch_wait_s.sum:.1f} s for samples; finished steps up to "
+    "{queue_bytes.most:,} bytes",
+    "loss": "{losses[0]:.4f} -> {losses[1]:.4f}",
+}
+"""The summary; a row of which a number is not known is left out."""
 
 
 class LiveReport:
@@ -87,7 +104,7 @@ class LiveReport:
         title: str,
         stream: IO[str] | None = None,
     ) -> None:
-        self._totals = _Totals()
+        self._numbers: defaultdict[str, _Number] = defaultdict(_Number)
         self._total_samples = total_samples
         self._consumed = consumed_before
         self._global_batch_size = global_batch_size
@@ -95,7 +112,6 @@ class LiveReport:
         self._title = title
         self._stream = stream or sys.stdout
         self._losses: list[float] = []  # the first and the last
-        self._step_samples: set[int] = set()
         self._bar: tqdm[None] | None = None
         if self._stream.isatty():
             self._bar = tqdm(
@@ -104,11 +120,13 @@ class LiveReport:
 
     def step(self, record: StepRecord) -> None:
         """Show one step."""
-        self._totals.add(record)
-        self._step_samples.add(record.samples + record.left_out)
+        for name in _NUMBERS:
+            if (value := getattr(record, name)) is not None:
+                self._numbers[name].add(value)
+        self._numbers["step_samples"].add(record.samples + record.left_out)
         self._consumed = record.consumed_samples
         if record.loss is not None:
-            self._losses = [*self._losses[:1], record.loss]
+            self._losses = [(self._losses or [record.loss])[0], record.loss]
         line = self._line(record)
         if self._bar is None:
             print(line, file=self._stream, flush=True)
@@ -132,12 +150,12 @@ class LiveReport:
         """
         if self._bar is not None:
             self._bar.close()
-        rows = self._summary() if self._totals.steps else {"": "no optimizer step was run"}
+        headline, rows = self._summary() if self._numbers else ("no optimizer step was run", {})
         rows |= chosen or {}
         missing = (self._total_samples or 0) - self._consumed
         if missing > 0:
             rows["not reached"] = f"{missing} requested samples"
-        lines = [f"{self._title}: {rows.pop('')}"]
+        lines = [f"{self._title}: {headline}"]
         lines += [f"  {name:<20}{text}" for name, text in rows.items()]
         print("\n".join(lines + _source_lines(sources, scope)), file=self._stream, flush=True)
 
@@ -164,64 +182,38 @@ class LiveReport:
         padded = samples * self._sequence_length
         return 1 - computed_tokens / padded if padded else 0.0
 
-    def _summary(self) -> dict[str, str]:
-        """Return texts by name; the headline has none."""
-        of, least, most = self._totals, self._totals.least, self._totals.most
-        steps, samples, moved = of.steps, int(of["samples"]), int(of["moved"])
-        consumed = samples + int(of["left_out"])
-        computed, fill = int(of["computed_tokens"]), of.mean("fill")
-        total = self._total_samples
+    def _summary(self) -> tuple[str, dict[str, str]]:
+        """Return the headline, and texts by name."""
+        of, total = self._numbers, self._total_samples
+        samples, consumed = of["samples"].sum, of["step_samples"].sum
         reached = "with those before" if total is None else f"of {total} requested"
-        rows = {
-            "": f"{steps} optimizer steps, {samples} samples"
-            f"{_left_out(' and ', int(of['left_out']))} ({self._consumed} {reached})",
-            "samples per step": f"mean {consumed / steps:.1f}, {min(self._step_samples)} to "
-            f"{max(self._step_samples)} (--global-batch-size {self._global_batch_size})",
-            "tokens": f"padded to [1, {self._sequence_length}]: "
-            f"{consumed * self._sequence_length}; computed: {computed}; real: {of['tokens']:.0f} "
-            f"(padding avoided {self._avoided(consumed, computed):.1%})",
-            "loss tokens": f"{of['loss_tokens']:.0f}",
-            "micro-batches": f"{of['num_micro_batches']:.0f} per replica, M from "
-            f"{least['num_micro_batches']} to {most['num_micro_batches']}; {of['idle']:.0f} idle",
+        headline = f"{of['samples'].count} optimizer steps, {samples:.0f} samples"
+        headline += f"{_left_out(' and ', of['left_out'].sum)} ({self._consumed} {reached})"
+        known: dict[str, Any] = {name: own for name, own in of.items() if own.count}
+        known |= {
+            "batch_size": self._global_batch_size,
+            "context": self._sequence_length,
+            "padded": consumed * self._sequence_length,
+            "avoided": self._avoided(consumed, of["computed_tokens"].sum),
+            "moved_share": of["moved"].sum / max(samples, 1),
+            "rate": samples / max(of["step_s"].sum, 1e-9),
         }
-        if fill:
-            rows["mean per step"] = f"fill {fill:.3f}, balance {of.mean('balance') or 0:.3f}"
-        if moved:
-            rows["samples moved"] = (
-                f"{moved} of {samples} ({moved / samples:.1%}), "
-                f"{of['bytes_moved'] / steps / 1e6:.3f} MB per step"
-            )
-        if of["collectives"]:
-            reports = f" and {of['reports'] / steps:.1f} reports" if of["reports"] else ""
-            rows["delivery"] = (
-                f"{of['collectives'] / steps:.2f} broadcasts (at most {most['collectives']})"
-                f"{reports} per step inside a replica, "
-                f"{of['bytes_delivered'] / steps / 1e3:.1f} kB per step to each rank"
-            )
-        if (balance := of.mean("context_balance")) is not None:
-            lowest = least["context_balance"]
-            rows["context parallel"] = f"attention balance {balance:.3f}, lowest {lowest:.3f}"
-        if (share := of.mean("idle_router_share")) is not None:
-            largest = most["idle_router_share"]
-            rows["router losses"] = (
-                f"tokens of idle micro-batches {share:.2%}, at most {largest:.2%}"
-            )
-        rows["time"] = (
-            f"{of['step_s']:.1f} s in steps, {of['wait_s']:.1f} s of it waiting for data; "
-            f"{samples / max(of['step_s'], 1e-9):.2f} samples/s"
-        )
-        if fill:
-            rows["data path"] = (
-                f"planner waited {of['fetch_wait_s']:.1f} s for samples; finished steps up to "
-                f"{most['queue_bytes'] / 1e6:.1f} MB"
-            )
         if self._losses:
-            rows["loss"] = f"{self._losses[0]:.4f} -> {self._losses[-1]:.4f}"
-        return rows
+            known["losses"] = self._losses
+        for name in ("moved", "collectives"):
+            if not of[name].sum:
+                del known[name]
+        if "fill" not in known:  # the padded baseline plans nothing
+            del known["fetch_wait_s"]
+        rows = {}
+        for name, text in _ROWS.items():
+            with contextlib.suppress(KeyError):
+                rows[name] = text.format_map(known)
+        return headline, rows
 
 
-def _left_out(joint: str, count: int) -> str:
-    return f"{joint}{count} left out" if count else ""
+def _left_out(joint: str, count: float) -> str:
+    return f"{joint}{count:.0f} left out" if count else ""
 
 
 def _source_lines(sources: Sequence[SourceTotals], scope: str) -> list[str]:

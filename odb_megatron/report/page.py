@@ -6,10 +6,9 @@ A page is one HTML file without scripts and without network: a template beside t
 
 from __future__ import annotations
 
-import importlib
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from itertools import count
@@ -18,23 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xml.etree import ElementTree
 
 from odb_megatron import __version__
+from odb_megatron.command import need_pages
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from matplotlib.axes import Axes
 
-__all__ = [
-    "COLOURS",
-    "Axis",
-    "Bar",
-    "Chart",
-    "Line",
-    "Panel",
-    "need_pages",
-    "render_page",
-    "row_bar",
-]
-__all__ += ["standalone_svg", "svg", "write_page"]
+__all__ = ["COLOURS", "STYLES", "Axis", "Bar", "Chart", "Line", "Panel", "render_page"]
+__all__ += ["replica_axis", "row_bar", "row_bars", "standalone_svg", "svg", "write_page"]
 
 _FOLDER = resources.files("odb_megatron.report")
 _CSS = (_FOLDER / "page.css").read_text(encoding="utf-8")
@@ -42,6 +32,7 @@ _FOUND = re.findall(r"--(\w+): (#[0-9a-f]{6});", _CSS)
 COLOURS = dict(_FOUND[: len(_FOUND) // 2])
 """By name, as charts are drawn; page.css has the dark ones too."""
 
+_NAMES = {value: name for name, value in COLOURS.items()}
 WIDTHS = {False: 880, True: 328}  # in CSS pixels, by whether it is the phone's; a page has both
 STYLES = (
     *(("blue", "-", "o"), ("orange", "--", "s"), ("green", "-.", "^"), ("purple", ":", "D")),
@@ -77,6 +68,16 @@ class Bar(NamedTuple):
 def row_bar(row: float, left: float, width: float, look: str, tooltip: str, label: str = "") -> Bar:
     """Return a horizontal bar around a row."""
     return Bar(left, row - 0.36, width, 0.72, look, tooltip, label)
+
+
+def row_bars(row: float, parts: Iterable[tuple[float, str, str]], left: float = 0) -> list[Bar]:
+    """Return bars one behind the other: width, look and tooltip of each; none without a width."""
+    bars = []
+    for width, look, tooltip in parts:
+        if width > 0:
+            bars.append(row_bar(row, left, width, look, tooltip))
+            left += width
+    return bars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,19 +164,10 @@ class Chart:
     is_stacked: bool = False
 
 
-def need_pages(purpose: str) -> None:
-    """Refuse early what needs a package that is missing.
-
-    Raises:
-        ValueError: matplotlib or jinja2 is not installed.
-    """
-    for name in ("matplotlib", "jinja2"):
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"{purpose} needs {name}, which is not installed: pip install 'odb-megatron[pages]'"
-            ) from error
+def replica_axis(rows: Sequence[object], label: str = "replica", *, room: int = 0) -> Axis:
+    """Return the vertical axis of rows with names, the first on top; `room` is at least so many."""
+    names = {float(row): str(rows[row]) for row in range(0, len(rows), -(-len(rows) // 12))}
+    return Axis(label=label, ends=(max(len(rows), room) - 0.4, -0.6), ticks=names)
 
 
 def render_page(template: str, *, folder: Path | None = None, **values: Any) -> str:
@@ -198,13 +190,12 @@ def render_page(template: str, *, folder: Path | None = None, **values: Any) -> 
     def picture(chart: Chart, is_narrow: bool) -> markupsafe.Markup:
         return markupsafe.Markup(svg(chart, is_narrow=is_narrow, prefix=f"c{next(numbers)}"))
 
+    loaders = [
+        jinja2.PackageLoader("odb_megatron", "report"),
+        jinja2.FileSystemLoader(folder or []),
+    ]
     environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader(
-            [
-                jinja2.PackageLoader("odb_megatron", "report"),
-                jinja2.FileSystemLoader([folder] if folder else []),
-            ]
-        ),
+        loader=jinja2.ChoiceLoader(loaders),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -268,17 +259,14 @@ def _tree(chart: Chart, is_narrow: bool, prefix: str) -> ElementTree.Element:
                 spine.set_gid("spine")
         handles, labels = all_axes[0, 0].get_legend_handles_labels()
         if len(labels) > 1:
-            figure.legend(
-                handles, labels, loc="outside upper left", ncols=1 if is_narrow else len(labels)
-            )
+            columns = 1 if is_narrow else len(labels)
+            figure.legend(handles, labels, loc="outside upper left", ncols=columns)
         figure.patch.set_gid("background")
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     root = ElementTree.fromstring(buffer.getvalue())
     _tidy(root, prefix)
-    root.attrib.update(
-        {"width": str(WIDTHS[is_narrow]), "height": str(height), "role": "img"}
-        | {"aria-label": chart.title}
-    )
+    about = {"width": str(WIDTHS[is_narrow]), "height": str(height), "role": "img"}
+    root.attrib.update({**about, "aria-label": chart.title})
     return root
 
 
@@ -312,8 +300,8 @@ def _draw(axes: Axes, panel: Panel, *, is_narrow: bool) -> None:
         axes.axvline(place, color=COLOURS["text"], linewidth=0.8)
     axes.set_title(panel.title)
     axes.autoscale_view()
-    for name, axis in (("x", panel.x), ("y", panel.y)):
-        _set_axis(axes, name, axis, is_narrow=is_narrow)
+    _set_axis(axes, "x", panel.x, is_narrow=is_narrow)
+    _set_axis(axes, "y", panel.y, is_narrow=is_narrow)
     axes.label_outer()
     for place, label in panel.marks:
         axes.axvline(place, color=COLOURS["red"], linestyle="--", linewidth=1.5)
@@ -336,21 +324,27 @@ def _draw(axes: Axes, panel: Panel, *, is_narrow: bool) -> None:
 
 
 def _set_axis(axes: Axes, name: str, axis: Axis, *, is_narrow: bool) -> None:
-    from matplotlib.ticker import MaxNLocator, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+    drawn: Any = getattr(axes, f"{name}axis")
+    most = max(4, axis.most // 2) if is_narrow else axis.most
+    ticks = axis.narrow_ticks if is_narrow and axis.narrow_ticks else axis.ticks
     if axis.is_log:
         axes.set_xscale("log", base=2)
     axes.set(**{f"{name}lim": axis.ends, f"{name}label": axis.label})
-    drawn: Any = getattr(axes, f"{name}axis")
-    ticks = axis.narrow_ticks if is_narrow and axis.narrow_ticks else axis.ticks
-    if ticks is None:
-        most = max(4, axis.most // 2) if is_narrow else axis.most
-        drawn.set_major_locator(MaxNLocator(most, integer=axis.is_whole))
-    else:
+    if ticks is not None:
         drawn.set_ticks(list(ticks), list(ticks.values()))
         drawn.set_minor_locator(NullLocator())
         if name == "y":
             drawn.set_tick_params(length=0)
+    elif axis.is_log:
+        low, high = axes.get_xlim()
+        is_wide = high / low > 8  # else powers of two are too few
+        drawn.set_major_locator(LogLocator(2, numticks=most) if is_wide else MaxNLocator(4))
+        drawn.set_major_formatter(lambda at, _: f"{at / 1024:g}k" if at % 1024 == 0 else f"{at:g}")
+        drawn.set_minor_locator(NullLocator())
+    else:
+        drawn.set_major_locator(MaxNLocator(most, integer=axis.is_whole))
     if axis.has_grid:
         drawn.grid(visible=True)
 
@@ -387,6 +381,3 @@ def _tidy(root: ElementTree.Element, prefix: str) -> None:
 def _variable(colour: re.Match[str]) -> str:
     """Return the CSS variable of a light colour; KeyError for one that has no dark value."""
     return f"var(--{_NAMES[colour[0]]})"
-
-
-_NAMES = {value: name for name, value in COLOURS.items()}

@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from itertools import chain, repeat, zip_longest
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -25,11 +25,20 @@ from odb_megatron.plan.pipeline import Pipeline, in_best_order, step_times
 from odb_megatron.plan.step_planner import SHARE_OVERHEAD, StepPlan, plan_step
 
 __all__ = ["POLICIES", "REFERENCE", "Schedule", "Setting", "Stream", "Times", "bound_time"]
-__all__ += ["measure", "odb", "shares_model", "sorted_buckets", "steps_like"]
+__all__ += [
+    "dp_balanced",
+    "load_figures",
+    "measure",
+    "odb",
+    "shares_model",
+    "sorted_buckets",
+    "standard_safe",
+]
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 MicroBatches = Sequence[Sequence[int]]
+Step = Sequence[MicroBatches]
 
 BYTES_PER_TOKEN = 4
 ATTENTION_SHARE, FIXED_SHARE = 0.3, 0.05
@@ -138,90 +147,29 @@ class Stream:
         return len(self.lengths)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class Schedule:
-    """All steps of a run, flat; micro-batches lie in the order step, replica, micro-batch.
+    """All steps of a run.
 
     Attributes:
-        num_replicas: data-parallel size.
-        counts: M of each step.
-        sizes: samples of each micro-batch; 0 for idle.
-        positions: stream positions of the samples; a shared one stands in each of its replicas.
-        parts: how many replicas share each of them.
+        steps: stream positions as [step][replica][m]; idle micro-batches are empty.
+        shares: how many replicas share a sample, by position, each of which has it.
         is_padded: each sample is computed at the length of its micro-batch's longest.
         ramp: samples at either end of the run that its start and end make untypical.
     """
 
-    num_replicas: int
-    counts: Integers
-    sizes: Integers
-    positions: Integers
-    parts: Integers
+    steps: Sequence[Step]
+    shares: Mapping[int, int] = field(default_factory=dict)
     is_padded: bool = False
     ramp: int = 0
 
-    @classmethod
-    def of_steps(
-        cls,
-        steps: Sequence[Sequence[MicroBatches]],
-        *,
-        shares: Mapping[int, int] | None = None,
-        is_padded: bool = False,
-        ramp: int = 0,
-    ) -> Schedule:
-        """Flatten `steps[step][replica][m]`, stream positions each; `shares[position]` replicas."""
-        rows = list(chain.from_iterable(steps))
-        positions = list(chain.from_iterable(chain.from_iterable(rows)))
-        parts = [(shares or {}).get(position, 1) for position in positions]
-        return cls(
-            num_replicas=len(steps[0]),
-            counts=np.array([len(step[0]) for step in steps], dtype=np.int64),
-            sizes=np.array([len(batch) for row in rows for batch in row], dtype=np.int64),
-            positions=np.array(positions, dtype=np.int64),
-            parts=np.array(parts, dtype=np.int64),
-            is_padded=is_padded,
-            ramp=ramp,
-        )
-
     def __len__(self) -> int:
-        return len(self.counts)
-
-    @property
-    def micro_batch_starts(self) -> Integers:
-        """Index into `sizes` of each step's first micro-batch [steps + 1]."""
-        return _sums_before(self.counts * self.num_replicas)
-
-    @property
-    def sample_starts(self) -> Integers:
-        """Index into `positions` of each micro-batch's first sample [micro-batches + 1]."""
-        return _sums_before(self.sizes)
-
-    @property
-    def step_samples(self) -> Integers:
-        """Samples of each step; a shared one counts once."""
-        starts = self.sample_starts[self.micro_batch_starts]
-        return np.rint(_sums(1 / self.parts, starts)).astype(np.int64)
-
-    def step(self, index: int) -> list[list[list[int]]]:
-        """Return a step as `[replica][m]`."""
-        first, last = self.micro_batch_starts[index : index + 2].tolist()
-        starts = self.sample_starts
-        cut = [self.positions[starts[m] : starts[m + 1]].tolist() for m in range(first, last)]
-        count = int(self.counts[index])
-        return [cut[at : at + count] for at in range(0, len(cut), count)]
-
-    def spans(self, stream: Stream, setting: Setting) -> tuple[slice, slice]:
-        """Return all steps, and those without the first and last global batch or ramp."""
-        depth, samples = max(setting.global_batch_size, self.ramp), self.step_samples
-        ends = np.cumsum(samples)
-        first = int(np.searchsorted(ends - samples, depth, side="left"))
-        last = int(np.searchsorted(ends, len(stream) - depth, side="right"))
-        return slice(0, len(self)), slice(first, last) if last > first else slice(0, 0)
+        return len(self.steps)
 
 
-def steps_like(
+def _dealt(
     micro_batches: MicroBatches, num_replicas: int, *, count: int, multiple: int = 1
-) -> list[list[list[Sequence[int]]]]:
+) -> list[Step]:
     """Assign micro-batches to steps, neighbours to the replicas of one micro-batch index.
 
     Args:
@@ -240,83 +188,106 @@ def steps_like(
 # --- time ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Times:
     """Of a schedule's steps; [steps] each, times in cost units.
 
     Attributes:
-        work: cost of the step's samples at their own lengths.
-        tokens: of its samples.
-        step: its time under the setting's sync.
-        pipeline: that of the slowest replica's stages; `step` without a pipeline.
-        balance_step: mean over largest cost of the replicas.
-        balance_microbatch: the same per micro-batch index, weighted by its time.
+        counts: M.
+        samples: samples; a shared one counts once.
+        work: cost of the samples at their own lengths.
+        tokens: of the samples.
         computed: tokens computed, padding included.
         over_budget: micro-batches that compute more tokens than the budget.
         shared: samples that several replicas share.
         bytes_moved: payload of samples trained elsewhere than on the replica that reads them.
-        costs: each micro-batch's, overhead included [micro-batches].
+        step: its time under the setting's sync.
+        pipeline: that of the slowest replica's stages; `step` without a pipeline.
+        balance_step: mean over largest cost of the replicas.
+        balance_microbatch: the same per micro-batch index, weighted by its time.
+        costs: of each micro-batch, overhead included, [replicas, M] each.
+        steady: the steps without the first and last global batch, or ramp.
     """
 
+    counts: Integers
+    samples: Integers
     work: Floats
     tokens: Floats
-    step: Floats
-    pipeline: Floats
-    balance_step: Floats
-    balance_microbatch: Floats
     computed: Integers
     over_budget: Integers
     shared: Floats
     bytes_moved: Integers
-    costs: Floats
+    step: Floats
+    pipeline: Floats
+    balance_step: Floats
+    balance_microbatch: Floats
+    costs: list[Floats]
+    steady: slice
 
 
 def measure(schedule: Schedule, stream: Stream, setting: Setting) -> Times:
     """Return the times of all steps."""
-    lengths, own = stream.lengths[schedule.positions], stream.costs[schedule.positions]
-    parts, starts, bounds = schedule.parts, schedule.sample_starts, schedule.micro_batch_starts
+    num = setting.num_replicas
+    counts = np.array([len(step[0]) for step in schedule.steps])
+    batches = [batch for step in schedule.steps for row in step for batch in row]
+    sizes = np.array(list(map(len, batches)))
+    positions = np.fromiter(chain.from_iterable(batches), dtype=np.int64)
+    lengths, own = stream.lengths[positions], stream.costs[positions]
+    parts = np.array([schedule.shares.get(position, 1) for position in positions.tolist()])
     is_shared = parts > 1
+    starts = np.append(0, np.cumsum(sizes))  # of micro-batches in the samples
+    bounds = np.append(0, np.cumsum(counts * num))  # of steps in the micro-batches
+    of_step = starts[bounds]
     if schedule.is_padded:
-        longest, filled = np.zeros_like(schedule.sizes), np.flatnonzero(schedule.sizes)
+        longest, filled = np.zeros_like(sizes), np.flatnonzero(sizes)
         if len(filled):
             longest[filled] = np.maximum.reduceat(lengths, starts[filled])
-        computed = longest * schedule.sizes
-        costs = setting.cost.samples(longest, np.zeros_like(longest)) * schedule.sizes
+        computed = longest * sizes
+        costs = setting.cost.samples(longest, np.zeros_like(longest)) * sizes
     else:
         # A part of a shared sample is a zigzag pair of pieces.
         taken = np.where(is_shared, -(-lengths // (2 * parts)) * 2, lengths)
         costs = np.where(is_shared, -(-own * (100 + SHARE_OVERHEAD) // (100 * parts)), own)
         computed, costs = _sums(taken, starts), _sums(costs, starts)
-    spent = (costs + setting.cost.fixed).astype(np.float64)
-    steps, pipelines, balances, aligned = [], [], [], []
-    whole = 3 * setting.pipeline.stages * setting.pipeline.chunks  # passes' time of a unit of cost
-    for index, count in enumerate(schedule.counts.tolist()):
-        part = spent[bounds[index] : bounds[index + 1]].reshape(schedule.num_replicas, count)
-        per_replica = part.sum(axis=1)
-        slowest, highest = per_replica.max(), part.max(axis=0).sum()
-        steps.append(slowest if setting.sync == "step" else highest)
-        balances.append(per_replica.mean() / slowest if slowest else 1.0)
-        aligned.append(part.mean(axis=0).sum() / highest if highest else 1.0)
-        if setting.pipeline.stages > 1:
-            pipelines.append(step_times(part, setting.pipeline).max() / whole)
-    step_starts = starts[bounds]
-    replicas = np.arange(schedule.num_replicas)
-    trained_by = np.concatenate([np.repeat(replicas, count) for count in schedule.counts])
-    read_by = schedule.positions % setting.global_batch_size % setting.num_replicas
-    moves = (np.repeat(trained_by, schedule.sizes) != read_by) & (not schedule.is_padded)
+    flat = np.split((costs + setting.cost.fixed).astype(np.float64), bounds[1:-1])
+    spent = [step.reshape(num, -1) for step in flat]
+    slowest = np.array([step.sum(axis=1).max() for step in spent])
+    highest = np.array([step.max(axis=0).sum() for step in spent])  # of each micro-batch index
+    even = np.array([step.sum() / num for step in spent])
+    time = slowest if setting.sync == "step" else highest
+    in_stages = time
+    if setting.pipeline.stages > 1:
+        whole = 3 * setting.pipeline.stages * setting.pipeline.chunks  # time of a unit of cost
+        in_stages = np.array([step_times(step, setting.pipeline).max() / whole for step in spent])
+    trained_by = np.concatenate([np.repeat(np.arange(num), count) for count in counts])
+    read_by = positions % setting.global_batch_size % num
+    moves = (np.repeat(trained_by, sizes) != read_by) & (not schedule.is_padded)
+    samples = np.rint(_sums(1 / parts, of_step)).astype(np.int64)
+    depth, ends = max(setting.global_batch_size, schedule.ramp), np.cumsum(samples)
+    first = int(np.searchsorted(ends - samples, depth, side="left"))
+    last = int(np.searchsorted(ends, len(stream) - depth, side="right"))
     return Times(
-        work=_sums(own / parts, step_starts),
-        tokens=_sums(lengths / parts, step_starts),
-        step=np.array(steps),
-        pipeline=np.array(pipelines or steps),
-        balance_step=np.array(balances),
-        balance_microbatch=np.array(aligned),
+        counts=counts,
+        samples=samples,
+        work=_sums(own / parts, of_step),
+        tokens=_sums(lengths / parts, of_step),
         computed=_sums(computed, bounds),
         over_budget=_sums((computed > setting.token_budget).astype(np.int64), bounds),
-        shared=_sums(is_shared / parts, step_starts),
-        bytes_moved=_sums(BYTES_PER_TOKEN * -(-lengths // parts) * moves, step_starts),
+        shared=_sums(is_shared / parts, of_step),
+        bytes_moved=_sums(BYTES_PER_TOKEN * -(-lengths // parts) * moves, of_step),
+        step=time,
+        pipeline=in_stages,
+        balance_step=np.divide(even, slowest, out=np.ones_like(even), where=slowest > 0),
+        balance_microbatch=np.divide(even, highest, out=np.ones_like(even), where=highest > 0),
         costs=spent,
+        steady=slice(first, last) if last > first else slice(0, 0),
     )
+
+
+def _sums(values: npt.NDArray[Any], starts: Integers) -> npt.NDArray[Any]:
+    """Return the sum of each stretch from one start to the next."""
+    found: npt.NDArray[Any] = np.diff(np.append(0, np.cumsum(values))[starts])
+    return found
 
 
 def bound_time(*, work: float, tokens: float, setting: Setting) -> float:
@@ -326,6 +297,20 @@ def bound_time(*, work: float, tokens: float, setting: Setting) -> float:
     """
     fewest = math.ceil(round(tokens) / setting.token_budget)
     return (work + fewest * setting.cost.fixed) / setting.num_replicas
+
+
+def load_figures(times: Times, setting: Setting, span: slice = slice(None)) -> dict[str, Any]:
+    """Return how full the micro-batches of some steps are, and how many there are."""
+    tokens, computed = float(times.tokens[span].sum()), int(times.computed[span].sum())
+    counts = times.counts[span]
+    room = int(counts.sum()) * setting.num_replicas * setting.token_budget
+    return {
+        "fill": tokens / room,
+        "padding_fraction": max(0.0, 1 - tokens / computed) if computed else None,
+        "over_budget": int(times.over_budget[span].sum()),
+        "mean_M": float(counts.mean()),
+        "bytes_moved_per_step": float(times.bytes_moved[span].mean()),
+    }
 
 
 # --- policies --------------------------------------------------------------------------------
@@ -340,7 +325,7 @@ def odb(stream: Stream, setting: Setting, *, is_ordered: bool = True) -> Schedul
     """
     num, batch_size = setting.num_replicas, setting.global_batch_size
     blocks = blocks_of(num)
-    steps, shares = [], dict[int, int]()
+    steps, shares = list[Step](), dict[int, int]()
 
     def plan(table: Integers, block: range, least: int) -> StepPlan:
         lengths, owner = stream.lengths[table], table % batch_size % num - block.start
@@ -368,15 +353,15 @@ def odb(stream: Stream, setting: Setting, *, is_ordered: bool = True) -> Schedul
                 plan(table, block, max(counts)) if own.num_micro_batches < max(counts) else own
                 for table, block, own in zip(tables, blocks, plans, strict=True)
             ]
-        step: list[MicroBatches] = []
         if is_ordered:
             plans = [in_best_order(own, setting.pipeline) for own in plans]
+        step: list[MicroBatches] = []
         for table, own in zip(tables, plans, strict=True):
             names = table.tolist()
             step += [[[names[i] for i in batch] for batch in row] for row in own.micro_batches]
             shares |= {names[index]: share for index, share in own.shares.items()}
         steps.append(step)
-    return Schedule.of_steps(steps, shares=shares)
+    return Schedule(steps, shares)
 
 
 def _evened(tables: list[Integers], blocks: list[range], stream: Stream) -> list[Integers]:
@@ -391,21 +376,20 @@ def _evened(tables: list[Integers], blocks: list[range], stream: Stream) -> list
     return tables
 
 
-Pack = Callable[[Sequence[int], int], list[list[int]]]
-
-
-def _packed(pack: Pack, stream: Stream, setting: Setting) -> Schedule:
+def _packed(
+    pack: Callable[[Sequence[int], int], list[list[int]]], stream: Stream, setting: Setting
+) -> Schedule:
     """Pack each global batch into bins; bin `k * replicas + r` is micro-batch k of replica r.
 
     Samples move from the last bins into bins of their own until the number of bins is a multiple of
     the replicas (times the group size under virtual pipelining).
     """
-    num, steps = setting.num_replicas, []
+    num, steps = setting.num_replicas, list[Step]()
+    multiple = num * setting.count_multiple
     for start in range(0, len(stream), setting.global_batch_size):
         batch = stream.lengths[start : start + setting.global_batch_size]
         filled = np.flatnonzero(batch)
         bins = pack(batch[filled].tolist(), setting.token_budget)
-        multiple = num * setting.count_multiple
         index = len(bins) - 1
         while len(bins) % multiple and index >= 0:
             if len(bins[index]) > 1:
@@ -415,8 +399,8 @@ def _packed(pack: Pack, stream: Stream, setting: Setting) -> Schedule:
         # Upstream stops where there are too few samples; here empty bins are added.
         bins += [[] for _ in range(-len(bins) % multiple or multiple * (not bins))]
         positions = [(start + filled[slots]).tolist() if slots else [] for slots in bins]
-        steps += steps_like(positions, num, count=len(bins) // num)
-    return Schedule.of_steps(steps)
+        steps += _dealt(positions, num, count=len(bins) // num)
+    return Schedule(steps)
 
 
 def dp_balanced(stream: Stream, setting: Setting) -> Schedule:
@@ -445,8 +429,9 @@ def ffd(stream: Stream, setting: Setting) -> Schedule:
         for slot in sorted(range(len(lengths)), key=lambda slot: -lengths[slot]):
             fits = np.flatnonzero(rooms[: len(bins)] >= lengths[slot])
             at = int(fits[0]) if len(fits) else len(bins)
-            bins += [[]] * (at == len(bins))
-            bins[at] = [*bins[at], slot]
+            if at == len(bins):
+                bins.append([])
+            bins[at].append(slot)
             rooms[at] -= lengths[slot]
         return bins
 
@@ -466,8 +451,8 @@ def standard_safe(stream: Stream, setting: Setting) -> Schedule:
         size = even if share // even * even > share // size * size else size
         batches = [range(at, min(at + size, len(stream))) for at in range(0, len(stream), size)]
         count = share // size * multiple
-        steps = steps_like(batches, setting.num_replicas, count=count, multiple=multiple)
-        found.append(Schedule.of_steps(steps, is_padded=True))
+        steps = _dealt(batches, setting.num_replicas, count=count, multiple=multiple)
+        found.append(Schedule(steps, is_padded=True))
     return min(found, key=lambda schedule: measure(schedule, stream, setting).pipeline.sum())
 
 
@@ -492,8 +477,8 @@ def sorted_buckets(stream: Stream, setting: Setting) -> Schedule:
 
     cut = _bucketed(stream, setting, most=max(1, share // parts))
     dealt = max((whole, cut), key=lambda batches: fit(batches)[0])
-    steps = steps_like(dealt, num, count=fit(dealt)[1], multiple=multiple)
-    return Schedule.of_steps(steps, is_padded=True)
+    steps = _dealt(dealt, num, count=fit(dealt)[1], multiple=multiple)
+    return Schedule(steps, is_padded=True)
 
 
 def _bucketed(stream: Stream, setting: Setting, *, most: int) -> list[list[int]]:
@@ -597,8 +582,8 @@ def odb_reference(stream: Stream, setting: Setting) -> Schedule:
     dealt: list[list[int]] = [group or [] for row in zip_longest(*groups) for group in row]
     mean = max(1.0, sum(map(len, dealt)) / max(1, sum(map(len, groups))))
     rows = max(1, round(setting.global_batch_size / (num * mean * multiple)))
-    steps = steps_like(dealt, num, count=rows * multiple, multiple=multiple)
-    return Schedule.of_steps(steps, is_padded=True, ramp=REFERENCE_BUFFER * num)
+    steps = _dealt(dealt, num, count=rows * multiple, multiple=multiple)
+    return Schedule(steps, is_padded=True, ramp=REFERENCE_BUFFER * num)
 
 
 POLICIES: dict[str, Callable[[Stream, Setting], Schedule]] = {
@@ -609,12 +594,3 @@ POLICIES: dict[str, Callable[[Stream, Setting], Schedule]] = {
     "ffd": ffd,
     "odb": odb,
 }
-
-
-def _sums_before(sizes: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return np.concatenate((np.zeros(1, dtype=sizes.dtype), np.cumsum(sizes)))
-
-
-def _sums(values: npt.NDArray[Any], starts: Integers) -> npt.NDArray[Any]:
-    found: npt.NDArray[Any] = np.diff(_sums_before(values)[starts])
-    return found

@@ -6,17 +6,15 @@ No model runs; the time of a step is a cost model's. docs/reports.md says what e
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 
 from odb_megatron import __version__
-from odb_megatron.output_files import check_output, write_json
+from odb_megatron.command import Report, new_parser, run_command, whole
 from odb_megatron.plan.blocks import BLOCK
 from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.report.lengths import (
@@ -31,18 +29,17 @@ from odb_megatron.report.schedules import (
     FIXED_SHARE,
     POLICIES,
     REFERENCE,
-    Schedule,
     Setting,
     Stream,
     Times,
     bound_time,
+    load_figures,
     measure,
     odb,
     shares_model,
 )
 
-__all__ = ["POLICY_NAMES", "above_zero", "aligned", "compare", "main", "parse", "select_names"]
-__all__ += ["simulate", "whole"]
+__all__ = ["POLICY_NAMES", "aligned", "compare", "main", "parse", "select_names", "simulate"]
 
 Figures = dict[str, Any]
 
@@ -51,23 +48,14 @@ POLICY_NAMES = (*POLICIES, BOUND)
 DEFAULT_COUNT, DEFAULT_FILL = 8, 0.93
 
 
-def main(argv: Sequence[str]) -> int:
-    """Simulate, print one table, write the JSON.
+def main(argv: list[str]) -> int:
+    """Simulate, print one table, write the JSON."""
 
-    Raises:
-        SystemExit: arguments that do not parse or cannot be used (2), or `--help` (0).
-    """
-    parser = _parser()
-    options = parser.parse_args(argv)
-    try:
-        if options.json not in (None, "-"):
-            check_output("--json", options.json)
+    def work(options: argparse.Namespace) -> Report:
         report, text = simulate(options)
-        print(text, file=sys.stderr if options.json == "-" else sys.stdout)
-        write_json(options.json, report)
-    except ValueError as error:
-        parser.error(str(error))
-    return 0
+        return Report(values=report, text=text)
+
+    return run_command(_parser(), argv, work)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -87,16 +75,12 @@ def simulate(options: argparse.Namespace) -> tuple[Figures, str]:
     if batch is None:
         room = DEFAULT_COUNT * options.dp * options.token_budget
         batch = max(options.dp, int(DEFAULT_FILL * room / float(lengths.mean())))
+    shares = {"attention": options.attention_share, "fixed": options.fixed_cost}
     setting = Setting(
         num_replicas=options.dp,
         token_budget=options.token_budget,
         global_batch_size=batch,
-        cost=shares_model(
-            lengths,
-            token_budget=options.token_budget,
-            attention=options.attention_share,
-            fixed=options.fixed_cost,
-        ),
+        cost=shares_model(lengths, token_budget=options.token_budget, **shares),
         sync=options.sync or ("microbatch" if options.pp > 1 else "step"),
         pipeline=Pipeline(stages=options.pp, chunks=options.vpp, group=options.vpp_group),
         max_share=options.share_long,
@@ -104,6 +88,7 @@ def simulate(options: argparse.Namespace) -> tuple[Figures, str]:
     )
     stream = Stream.of_epochs(lengths, epochs=options.epochs, cost=setting.cost, seed=options.seed)
     policies, left_out = compare(names, stream, setting)
+    versions = [found.version for found in metadata.distributions(name=REFERENCE)]
     report = {
         "policies": policies,
         "left_out": left_out,
@@ -117,9 +102,7 @@ def simulate(options: argparse.Namespace) -> tuple[Figures, str]:
         "lengths": about,
         "versions": {
             "odb_megatron": __version__,
-            "online_dynamic_batching": next(
-                (found.version for found in metadata.distributions(name=REFERENCE)), None
-            ),
+            "online_dynamic_batching": versions[0] if versions else None,
         },
     }
     how = "" if options.global_batch_size else f" (what M = {DEFAULT_COUNT} holds)"
@@ -160,15 +143,8 @@ def compare(
     names: Sequence[str], stream: Stream, setting: Setting
 ) -> tuple[dict[str, Figures], dict[str, str]]:
     """Return the figures of each policy, and why one has none."""
-    base = POLICIES[BASELINE](stream, setting)
-    times = measure(base, stream, setting)
-    spans = base.spans(stream, setting)
-    rates = [
-        [float(times.work[span].sum() / own[span].sum()) for own in (times.step, times.pipeline)]
-        if span.stop
-        else []
-        for span in spans
-    ]
+    base = measure(POLICIES[BASELINE](stream, setting), stream, setting)
+    rates = [_rates(base, span) for span in _spans(base)]
     policies: dict[str, Figures] = {}
     left_out: dict[str, str] = {}
     for name in names:
@@ -181,57 +157,58 @@ def compare(
             ]
         else:
             try:
-                schedule = POLICIES[name](stream, setting)
+                times = measure(POLICIES[name](stream, setting), stream, setting)
             except ImportError as error:
                 left_out[name] = str(error)
                 continue
-            times = measure(schedule, stream, setting)
-            found = [
-                _score(schedule, times, setting, span=span, base=own)
-                for span, own in zip(schedule.spans(stream, setting), rates, strict=True)
-            ]
+            spans = _spans(times)
+            found = [_score(times, setting, *both) for both in zip(spans, rates, strict=True)]
             if name == "odb" and setting.pipeline.stages > 1:
                 other = measure(odb(stream, setting, is_ordered=False), stream, setting)
-                for figures, span in zip(found, schedule.spans(stream, setting), strict=True):
+                for figures, span in zip(found, spans, strict=True):
                     if figures is not None:
-                        ratio = times.pipeline[span].sum() / other.pipeline[span].sum()
-                        figures["pipeline_efficiency_unordered"] = float(
-                            figures["pipeline_efficiency"] * ratio
-                        )
+                        ratio = float(times.pipeline[span].sum() / other.pipeline[span].sum())
+                        ordered = figures["pipeline_efficiency"]
+                        figures["pipeline_efficiency_unordered"] = ordered * ratio
         policies[name] = {**(found[0] or {}), "steady": found[1]}
     return policies, left_out
 
 
-def _score(
-    schedule: Schedule, times: Times, setting: Setting, *, span: slice, base: Sequence[float]
-) -> Figures | None:
+def _spans(times: Times) -> tuple[slice, slice]:
+    return slice(0, len(times.counts)), times.steady
+
+
+def _rates(times: Times, span: slice) -> list[float]:
+    """Return work per time without and with the pipeline; nothing of no steps."""
+    work = times.work[span].sum()
+    both = (times.step, times.pipeline)
+    return [float(work / own[span].sum()) for own in both] if span.stop else []
+
+
+def _score(times: Times, setting: Setting, span: slice, base: Sequence[float]) -> Figures | None:
     """Return the figures of some steps against the baseline's rates; None where there are none."""
     if not span.stop:
         return None
-    tokens, computed = float(times.tokens[span].sum()), int(times.computed[span].sum())
-    work, time, path = (float(own[span].sum()) for own in (times.work, times.step, times.pipeline))
-    counts = schedule.counts[span]
-    num_micro_batches = int(counts.sum()) * setting.num_replicas
+    tokens, work = float(times.tokens[span].sum()), float(times.work[span].sum())
+    over = [own / other for own, other in zip(_rates(times, span), base, strict=False)]
     figures: Figures = {
-        "fraction_of_bound": bound_time(work=work, tokens=tokens, setting=setting) / time,
-        "samples_per_s_rel": work / time / base[0] if base else None,
-        "samples_per_step": float(schedule.step_samples[span].mean()),
+        "fraction_of_bound": bound_time(work=work, tokens=tokens, setting=setting)
+        / float(times.step[span].sum()),
+        "samples_per_s_rel": over[0] if over else None,
+        "samples_per_step": float(times.samples[span].mean()),
         "balance_step": float(times.balance_step[span].mean()),
         "balance_microbatch": float(times.balance_microbatch[span].mean()),
-        "fill": tokens / (num_micro_batches * setting.token_budget),
-        "padding_fraction": max(0.0, 1 - tokens / computed) if computed else None,
-        "over_budget": int(times.over_budget[span].sum()),
-        "mean_M": float(counts.mean()),
-        "bytes_moved_per_step": float(times.bytes_moved[span].mean()),
-        "num_steps": len(counts),
+        **load_figures(times, setting, span),
+        "num_steps": len(times.counts[span]),
     }
     if setting.max_share > 1:
         figures["shared_per_step"] = float(times.shared[span].mean())
     if setting.pipeline.stages > 1:
-        needed = work + num_micro_batches * setting.cost.fixed
-        busy = needed / (setting.num_replicas * setting.pipeline.stages)
-        figures["pipeline_efficiency"] = busy / path
-        figures["pipeline_samples_per_s_rel"] = work / path / base[1] if base else None
+        num_micro_batches = int(times.counts[span].sum()) * setting.num_replicas
+        busy = (work + num_micro_batches * setting.cost.fixed) / setting.num_replicas
+        path = float(times.pipeline[span].sum())
+        figures["pipeline_efficiency"] = busy / setting.pipeline.stages / path
+        figures["pipeline_samples_per_s_rel"] = over[1] if over else None
     return figures
 
 
@@ -257,10 +234,12 @@ def _lengths(options: argparse.Namespace) -> tuple[Any, dict[str, float | int]]:
                 "samples out"
             )
     else:
-        request = DataRequest(paths=(spec,), tokenizer=options.tokenizer, seed=options.seed)
-        found = read_data(request)
-        num_left_out, num_truncated = found.num_bad, int((found.lengths > longest).sum())
-        values = np.minimum(found.lengths, longest)
+        found = read_data(
+            DataRequest(paths=(spec,), tokenizer=options.tokenizer, seed=options.seed)
+        )
+        lengths = found.positions[found.positions > 0]
+        num_left_out, num_truncated = found.about["num_bad"], int((lengths > longest).sum())
+        values = np.minimum(lengths, longest)
     cut = {"num_truncated": num_truncated, "num_left_out": num_left_out}
     return values, {**length_summary(values), **cut}
 
@@ -296,76 +275,47 @@ def _table(policies: Mapping[str, Figures]) -> str:
     return aligned(rows, names=2)
 
 
-def aligned(rows: Sequence[Sequence[str]], *, names: int) -> str:
+def aligned(rows: Sequence[Sequence[str]], *, names: int = 1) -> str:
     """Return a table as text: the first columns to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if at < names else cell.rjust(width)
+            f"{cell:{'<' if at < names else '>'}{width}}"
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     )
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return an argparse type: a whole number from `least` to `most`."""
-
-    def parse(text: str) -> int:
-        value = int(text) if text.removeprefix("-").isdecimal() else least - 1
-        if value < least or (most is not None and value > most):
-            limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {limits}")
-        return value
-
-    return parse
-
-
-def above_zero(text: str) -> float:
-    """An argparse type: a finite number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="odb-megatron simulate",
-        description="Compare the planner that training runs (odb), padded and packed rivals and "
-        "the bound on the lengths of samples alone. docs/reports.md says what figures mean.",
-        allow_abbrev=False,
+    parser = new_parser(
+        "simulate",
+        "Compare the planner that training runs (odb), padded and packed rivals and the bound on "
+        "the lengths of samples alone. docs/reports.md says what figures mean.",
     )
     add = parser.add_argument
+    count: dict[str, Any] = {"type": whole(1), "metavar": "N"}
     lengths = f"{LENGTHS}; or a data file (JSON or JSONL, or a Megatron .bin/.idx prefix)"
     add("--lengths", required=True, metavar="SPEC", help=lengths)
     add("--tokenizer", metavar="FOLDER", help="tokenizer of a JSON or JSONL data file")
-    add("--dp", type=whole(1), default=8, metavar="N", help="replicas (default 8)")
-    add("--token-budget", type=whole(1), default=8192, metavar="B", help="default 8192")
-    add(
-        "--epochs", type=whole(1), default=1, metavar="E", help="one stream of E epochs (default 1)"
-    )
+    add("--dp", default=8, help="replicas (default 8)", **count)
+    add("--token-budget", default=8192, help="default 8192", **count)
+    add("--epochs", default=1, help="one stream of N epochs (default 1)", **count)
     policies = f"all (default), or of {', '.join(POLICY_NAMES)}"
     add("--policy", default="all", metavar="P[,P...]", help=policies)
     sync = "where replicas wait for each other (default step; with --pp microbatch)"
     add("--sync", choices=("step", "microbatch"), help=sync)
     batch = f"samples per step (default: what {DEFAULT_COUNT} micro-batches hold)"
-    add("--global-batch-size", type=whole(1), metavar="G", help=batch)
-    share = "let up to K replicas share a sample over the budget or a replica's share (odb)"
-    add("--share-long", type=whole(1), default=1, metavar="K", help=share)
+    add("--global-batch-size", help=batch, **count)
+    share = "let up to N replicas share a sample over the budget or a replica's share (odb)"
+    add("--share-long", default=1, help=share, **count)
     fixed = "per-micro-batch overhead, as a share of a full one's cost (default 0.05)"
     add("--fixed-cost", type=float, default=FIXED_SHARE, metavar="SHARE", help=fixed)
     attention = "of attention in the cost of all samples (default 0.3)"
     add("--attention-share", type=float, default=ATTENTION_SHARE, metavar="SHARE", help=attention)
-    add(
-        "--pp", type=whole(1), default=1, metavar="P", help="pipeline stages: adds the 1F1B figures"
-    )
-    add("--vpp", type=whole(1), default=1, metavar="V", help="virtual chunks per stage (with --pp)")
+    add("--pp", default=1, help="pipeline stages: adds the 1F1B figures", **count)
+    add("--vpp", default=1, help="virtual chunks per stage (with --pp)", **count)
     group = "micro-batches that a virtual chunk takes in turn (default: --pp)"
-    add("--vpp-group", type=whole(1), default=0, metavar="G", help=group)
+    add("--vpp-group", default=0, help=group, **count)
     add("--seed", type=int, default=0, help="of epochs' orders and comparisons (default 0)")
-    add("--json", metavar="OUT", help="write the figures as JSON; '-' for stdout")
     return parser

@@ -12,10 +12,9 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
-from itertools import pairwise
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 __all__ = ["LogHeader", "LoggedStep", "RunLog", "StepLog", "StepRecord", "read_run", "write_run"]
 
@@ -177,16 +176,13 @@ class StepLog:
     def __init__(self, folder: str, *, header: LogHeader) -> None:
         self.path = os.path.join(folder, f"steps-{header.replica:05d}.jsonl")
         self._has_warned = False
-        self._file = -1
         try:
             os.makedirs(folder, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._file = os.open(self.path, flags, 0o666)
-            self._size = os.fstat(self._file).st_size
-            start = "\n" if self._size and os.pread(self._file, 1, self._size - 1) != b"\n" else ""
-            self._append(start + header.line())
+            self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115  # see close
+            size = self._file.seek(0, os.SEEK_END)
+            is_cut = size and os.pread(self._file.fileno(), 1, size - 1) != b"\n"
+            self._append("\n" * bool(is_cut) + header.line())
         except OSError as error:
-            self.close()
             raise ValueError(
                 f"the step log {self.path} cannot be written ({error}): give --odb-log-dir a "
                 "folder that can"
@@ -198,8 +194,6 @@ class StepLog:
         Raises:
             ValueError: the log is closed.
         """
-        if self._file < 0:
-            raise ValueError(f"write to the closed file {self.path}")
         try:
             self._append(json.dumps(asdict(record)) + "\n")
         except OSError as error:
@@ -215,33 +209,26 @@ class StepLog:
 
     def close(self) -> None:
         """Close the file; later writes fail. Harmless when called again."""
-        file, self._file = self._file, -1
-        if file >= 0:
-            with contextlib.suppress(OSError):
-                os.close(file)
+        self._file.close()
 
     def _append(self, text: str) -> None:
         """Write a whole line or none of it."""
-        data = text.encode()
+        left, size = text.encode(), self._file.seek(0, os.SEEK_END)
         try:
-            left = data
             while left:
-                left = left[os.write(self._file, left) :]
+                left = left[self._file.write(left) :]
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._size)
+                self._file.truncate(size)
             raise
-        self._size += len(data)
 
 
 def write_run(folder: str, values: Mapping[str, object]) -> None:
     """Write what holds for the whole run to `run.json`; where that fails, say so."""
-    path = os.path.join(folder, "run.json")
+    path = Path(folder, "run.json")
     try:
-        with open(f"{path}.part", "w", encoding="utf-8") as file:
-            json.dump(values, file, indent=1)
-            file.write("\n")
-        os.replace(f"{path}.part", path)
+        path.with_suffix(".part").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        path.with_suffix(".part").replace(path)
     except OSError as error:
         print(f"odb: warning: {path} could not be written ({error})", file=sys.stderr, flush=True)
 
@@ -250,7 +237,7 @@ def write_run(folder: str, values: Mapping[str, object]) -> None:
 
 _NAME = re.compile(r"steps-(\d{5,})\.jsonl")
 _FEW = 5
-_Line = TypeVar("_Line", StepRecord, LogHeader)
+_Part = tuple[LogHeader, dict[int, StepRecord]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,14 +265,12 @@ class RunLog:
     """What a folder of step logs says of its run.
 
     Attributes:
-        folder: where it was read from.
         headers: of the process starts that the run is made of, in order; those of the lowest
             replica that has a log.
         steps: in order, each iteration once.
         notes: what was left out, or is missing.
     """
 
-    folder: str
     headers: tuple[LogHeader, ...]
     steps: tuple[LoggedStep, ...]
     notes: tuple[str, ...] = ()
@@ -302,132 +287,81 @@ def read_run(folder: str, *, steps: tuple[int, int] | None = None) -> RunLog:
         steps: first and last iteration to keep; None keeps all.
 
     Raises:
-        ValueError: there are none, or a line that no version has written, each named.
+        ValueError: there are none, or a line that this version has not written, each named.
     """
     notes: list[str] = []
-    parts = {replica: _read_parts(path, notes) for replica, path in _files(folder).items()}
+    paths = Path(folder).iterdir() if Path(folder).is_dir() else ()
+    files = {int(name[1]): path for path in paths if (name := _NAME.fullmatch(path.name))}
+    if not files:
+        raise ValueError(
+            f"{folder} is no folder with step logs (steps-00000.jsonl and so on): give that of "
+            "--odb-log-dir"
+        )
+    parts = {replica: _read_parts(files[replica], notes) for replica in sorted(files)}
     headers = tuple(header for header, _ in parts[min(parts)])
-    if len({header.run for header in headers}) < len(headers):
-        raise ValueError(f"{folder}: a log has the header of one process start twice")
     found = _join(parts, headers, notes)
     first, last = steps or (0, sys.maxsize)
     logged = tuple(found[at] for at in sorted(found) if first <= at <= last)
     if not logged:
-        raise ValueError(
-            f"{folder} has no step from {first} to {last}: the run was not logged that far"
-            if steps
-            else f"{folder} has no step: the run has not trained one yet"
-        )
-    iterations = [step.iteration for step in logged]
-    absent = sorted({*range(iterations[0], iterations[-1] + 1)} - {*iterations})
+        wanted = f"no step from {first} to {last}" if steps else "no step"
+        raise ValueError(f"{folder} has {wanted}: the run has not been logged that far")
+    absent = sorted({*range(logged[0].iteration, logged[-1].iteration)} - {*found})
     short = [s.iteration for s in logged if len(s.records) < headers[s.part].num_replicas]
     for what, those in (("are missing", absent), ("lack the records of some replicas", short)):
         if those:
             more = f" and {len(those) - _FEW} more" if len(those) > _FEW else ""
             notes.append(f"{len(those)} steps {what}: {', '.join(map(str, those[:_FEW]))}{more}")
-    return RunLog(folder=folder, headers=headers, steps=logged, notes=tuple(notes))
-
-
-def _files(folder: str) -> dict[int, Path]:
-    path = Path(folder)
-    if not path.is_dir():
-        raise ValueError(f"{folder} is no folder: give that of --odb-log-dir")
-    names = {int(found[1]): one for one in path.iterdir() if (found := _NAME.fullmatch(one.name))}
-    if not names:
-        raise ValueError(
-            f"{folder} has no step logs (steps-00000.jsonl and so on): give the folder of "
-            "--odb-log-dir"
-        )
-    return dict(sorted(names.items()))
-
-
-_Part = tuple[LogHeader, dict[int, StepRecord]]
+    return RunLog(headers=headers, steps=logged, notes=tuple(notes))
 
 
 def _read_parts(path: Path, notes: list[str]) -> list[_Part]:
     """Return what each process start has written: its header, and records by iteration."""
     try:
-        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+        lines = path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error})") from error
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     parts: list[_Part] = []
-    for (number, line), (_, after) in pairwise([*lines, (0, "")]):
+    for number, line in enumerate(lines, 1):
         try:
-            found = _parsed(line)
-            if isinstance(found, StepRecord) and not parts:
-                raise ValueError("a step before any header: it is no step log")
-        except ValueError as error:
+            found = _parsed(line) if line else None
+            if isinstance(found, StepRecord):
+                if not parts:
+                    raise ValueError("a step before any header")
+                parts[-1][1][found.iteration] = found
+            elif found is not None:
+                parts.append((found, {}))
+        except (ValueError, TypeError, RecursionError) as error:
             # A process was killed as it wrote; another may have gone on behind it.
-            if after.startswith('{"format"') or (parts and not after and not text.endswith("\n")):
+            is_last = number == len(lines)
+            if parts and (is_last or lines[number].startswith('{"format"')):
                 notes.append(
                     f"{path}:{number} was cut short, as a killed process leaves it, and is left out"
                 )
                 continue
-            raise ValueError(f"{path}:{number}: {error}") from error
-        if isinstance(found, LogHeader):
-            parts.append((found, {}))
-        else:
-            parts[-1][1][found.iteration] = found
+            raise ValueError(
+                f"{path}:{number} is no line of a step log of this version ({error!s:.120}): read "
+                "it with the odb_megatron that wrote it"
+            ) from error
     if not parts:
         raise ValueError(f"{path} is empty: nothing was logged")
     return parts
 
 
 def _parsed(line: str) -> LogHeader | StepRecord:
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"no JSON ({str(error)[:80]})") from error
-    if not isinstance(values, dict) or not values.keys() & {"format", "iteration"}:
-        raise ValueError(f"neither a header (format {LOG_FORMAT!r}) nor a step")
+    """Return what a line holds; a ValueError or TypeError where it is neither of these."""
+    values = json.loads(line)
+    if not isinstance(values, dict):
+        raise TypeError("no object")
     if "format" not in values:
-        return _of_type(StepRecord, values)
-    if (values.pop("format"), version := values.pop("version", None)) != (LOG_FORMAT, LOG_VERSION):
-        raise ValueError(
-            f"version {version!r:.80} of another log; this odb_megatron reads {LOG_FORMAT!r} of "
-            f"version {LOG_VERSION}: use the one that wrote it"
-        )
-    header = _of_type(LogHeader, values)
-    if not 0 <= header.replica < header.num_replicas or header.iteration < 0 or header.multiple < 1:
-        raise ValueError(
-            f"header of replica {header.replica} of {header.num_replicas}, iteration "
-            f"{header.iteration}, multiple {header.multiple}"
-        )
-    return header
+        return StepRecord(**{name: _frozen(value) for name, value in values.items()})
+    about = values.pop("format"), values.pop("version", None)
+    if about != (LOG_FORMAT, LOG_VERSION):
+        raise ValueError(f"{about} where {(LOG_FORMAT, LOG_VERSION)} was expected")
+    return LogHeader(**values)
 
 
-def _of_type(kind: type[_Line], values: Mapping[str, Any]) -> _Line:
-    types = {field.name: str(field.type) for field in fields(kind)}
-    needed = {field.name for field in fields(kind) if field.default is MISSING}
-    if wrong := sorted(values.keys() - types.keys()) + sorted(needed - values.keys()):
-        raise ValueError(f"field {wrong[0]!r} is missing or unknown: another version wrote it")
-    read = {}
-    for name, value in values.items():
-        try:
-            read[name] = _value(types[name], value)
-        except TypeError:
-            raise ValueError(
-                f"field {name!r} is {value!r:.80}: {types[name]} was expected"
-            ) from None
-    return kind(**read)
-
-
-def _value(kind: str, value: Any) -> Any:
-    """Return a JSON value as a field's type; TypeError where it is another."""
-    if kind.startswith("tuple[") and isinstance(value, list):
-        item = kind.removeprefix("tuple[").removesuffix(", ...]")
-        return tuple(_value(item, one) for one in value)
-    if kind.startswith("dict[") and isinstance(value, dict):
-        return {name: _value("int", one) for name, one in value.items()}
-    if value is None and kind.endswith(" | None"):
-        return None
-    kind = kind.removesuffix(" | None")
-    if kind == "float" and type(value) is int:
-        return float(value)
-    if type(value).__name__ != kind:
-        raise TypeError
-    return value
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _join(
@@ -435,13 +369,10 @@ def _join(
 ) -> dict[int, LoggedStep]:
     """Put the replicas' parts together; a later start voids what older ones have after it."""
     starts = {header.run for header in headers}
-    for replica, own in parts.items():
-        for header, _ in own:
-            if header.run not in starts:
-                notes.append(
-                    f"replica {replica} has a part that began after iteration {header.iteration} "
-                    "and belongs to no run of the others: left out"
-                )
+    strangers = {replica for replica, own in parts.items() for h, _ in own if h.run not in starts}
+    if strangers:
+        those = ", ".join(map(str, sorted(strangers)))
+        notes.append(f"parts of replicas {those} belong to no run of the others: left out")
     found: dict[int, LoggedStep] = {}
     for at, start in enumerate(headers):
         void = [iteration for iteration in found if iteration > start.iteration]

@@ -11,14 +11,15 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from odb_megatron.output_files import check_output, write_json
+from odb_megatron.command import Report, new_parser, run_command
 from odb_megatron.report.cost_fit import fit_cost
 from odb_megatron.report.page import (
     STYLES,
@@ -27,14 +28,13 @@ from odb_megatron.report.page import (
     Chart,
     Line,
     Panel,
-    need_pages,
-    row_bar,
+    replica_axis,
+    row_bars,
     write_page,
 )
 from odb_megatron.report.steps import LoggedStep, RunLog, StepRecord, read_run
 
-__all__ = ["CURVES", "RunFigures", "choose_steps", "compare", "curve_chart", "measured_balance"]
-__all__ += ["timelines", "trace"]
+__all__ = ["CURVES", "RunFigures", "choose_steps", "compare", "curve_chart", "timelines", "trace"]
 
 Values = npt.NDArray[np.float64]
 
@@ -48,21 +48,15 @@ _OF_ALL = (
 _LARGEST = ("step_s", "wait_s", "plan_s", "queue_bytes", "peak_memory_bytes")
 
 
-def measured_balance(step: LoggedStep) -> float:
-    """Return mean over max of the replicas' measured time; NaN where one is not known."""
-    times = [sum(record.micro_batch_s) for record in step.records.values()]
-    return sum(times) / len(times) / max(times) if min(times) > 0 else math.nan
-
-
 def _figures_of(step: LoggedStep) -> dict[str, float]:
     first, records = step.first, step.records.values()
-    computed = first.computed_tokens
+    computed, times = first.computed_tokens, [sum(record.micro_batch_s) for record in records]
     found: dict[str, float | None] = {name: getattr(first, name) for name in _OF_ALL}
     found |= {name: max(getattr(record, name) for record in records) for name in _LARGEST}
     found |= {
         "micro_batches": first.num_micro_batches,
         "padding": 1 - first.tokens / computed if computed else None,
-        "balance_measured": measured_balance(step),
+        "balance_measured": sum(times) / len(times) / max(times) if min(times) > 0 else None,
         "patches": max((max(r.patches) for r in records if r.patches), default=None),
         "queue_steps": min(record.queue_steps for record in records),
         "loss": next((r.loss for r in records if r.loss is not None), None),
@@ -104,7 +98,10 @@ class RunFigures:
         return {name: take(self) for name, (_, _, take) in _SUMMARY.items()}
 
 
-def _over(name: str, take: Callable[[Values], Any], *, is_late: bool = False) -> Any:
+Taken = Callable[[RunFigures], float | None]
+
+
+def _over(name: str, take: Callable[[Values], Any], *, is_late: bool = False) -> Taken:
     """Return what takes a figure of the steps that have it; None where none has."""
 
     def of(figures: RunFigures) -> float | None:
@@ -115,21 +112,22 @@ def _over(name: str, take: Callable[[Values], Any], *, is_late: bool = False) ->
     return of
 
 
-def _share(
-    over: str, under: str, *, is_late: bool = True, one_less: bool = False
-) -> Callable[[RunFigures], float | None]:
+def _share(over: str, under: str, *, is_late: bool = True, is_rest: bool = False) -> Taken:
+    """Return what takes the ratio of two sums, or what it lacks to 1."""
+
     def of(figures: RunFigures) -> float | None:
         steps = figures.is_late if is_late else slice(None)
-        below = float(figures.per_step[under][steps].sum())
-        share = float(figures.per_step[over][steps].sum()) / below if below else None
-        return 1 - share if one_less and share is not None else share
+        above, below = (float(figures.per_step[name][steps].sum()) for name in (over, under))
+        if not below:
+            return None
+        return 1 - above / below if is_rest else above / below
 
     return of
 
 
 # Labels, formats, and what they are of all steps; rates leave out the first step of each start,
 # which pays for what is done once.
-_SUMMARY: dict[str, tuple[str, str, Callable[[RunFigures], float | None]]] = {
+_SUMMARY: dict[str, tuple[str, str, Taken]] = {
     "steps": ("steps", "{:.0f}", lambda figures: float(len(figures.iterations))),
     "replicas": ("replicas", "{:.0f}", lambda figures: float(figures.num_replicas)),
     "samples": ("samples", "{:,.0f}", _over("samples", np.sum)),
@@ -141,7 +139,7 @@ _SUMMARY: dict[str, tuple[str, str, Callable[[RunFigures], float | None]]] = {
     "micro_batches_max": ("micro-batches per step, most", "{:.0f}", _over("micro_batches", np.max)),
     "fill": ("fill, mean", "{:.2%}", _over("fill", np.mean)),
     "padding": (
-        "padding", "{:.2%}", _share("tokens", "computed_tokens", is_late=False, one_less=True),
+        "padding", "{:.2%}", _share("tokens", "computed_tokens", is_late=False, is_rest=True),
     ),
     "balance": ("balance predicted, mean", "{:.4f}", _over("balance", np.mean)),
     "balance_lowest": ("balance predicted, lowest", "{:.4f}", _over("balance", np.min)),
@@ -163,41 +161,42 @@ _SUMMARY: dict[str, tuple[str, str, Callable[[RunFigures], float | None]]] = {
     "loss_first": ("loss, first", "{:.4f}", _over("loss", lambda values: values[0])),
     "loss_last": ("loss, last", "{:.4f}", _over("loss", lambda values: values[-1])),
 }  # fmt: skip
+_TILES = (
+    *("steps", "samples", "tokens_per_second", "fill", "padding", "balance", "balance_measured"),
+    "wait_share",
+)
 
 
-def _shown(name: str, value: float | None) -> str:
-    return "" if value is None else _SUMMARY[name][1].format(value)
+def _shown(figures: RunFigures) -> dict[str, tuple[str, str]]:
+    """Return label and text of each figure that the run has."""
+    return {
+        name: (_SUMMARY[name][0], _SUMMARY[name][1].format(value))
+        for name, value in figures.summary().items()
+        if value is not None
+    }
 
 
-def _rows(figures: RunFigures) -> list[tuple[str, str]]:
-    found = figures.summary().items()
-    return [(_SUMMARY[name][0], _shown(name, value)) for name, value in found if value is not None]
-
-
-def _differences(one: RunFigures, other: RunFigures) -> list[tuple[str, str, str, str]]:
+def _differences(one: RunFigures, other: RunFigures) -> list[tuple[str, ...]]:
     """Return (figure, of one run, of the other, difference) for what either has."""
     rows = []
+    shown, other_shown = _shown(one), _shown(other)
     for name, (label, _, take) in _SUMMARY.items():
-        a, b = take(one), take(other)
-        texts = (_shown(name, a), _shown(name, b))
-        if a is None or b is None:
-            change = "only in one"
-        elif texts[0] == texts[1]:
-            change = "equal"
-        else:
+        texts = [own.get(name, ("", ""))[1] for own in (shown, other_shown)]
+        if all(texts):
+            a, b = take(one) or 0.0, take(other) or 0.0
             change = f"{b / a - 1:+.1%}" if a else f"{b - a:+.4g}"
-        if any(texts):
-            rows.append((label, *texts, change))
+            rows.append((label, *texts, "equal" if texts[0] == texts[1] else change))
+        elif any(texts):
+            rows.append((label, *texts, "only in one"))
     return rows
 
 
 # --- charts over the steps -------------------------------------------------------------------
 
-_MAX_BINS, _TABLE_ROWS, _FEW_STEPS = 100, 20, 30
+_MAX_STRETCHES, _TABLE_ROWS, _FEW_STEPS = 100, 20, 30
 
 
-@dataclass(frozen=True, slots=True)
-class Curves:
+class Curves(NamedTuple):
     """A chart of figures over the steps; run.html.j2 has its caption.
 
     Attributes:
@@ -233,52 +232,11 @@ CURVES = (
     Curves("Tokens per step", "tokens", {"tokens": "tokens"}),
     Curves("Loss", "loss", {"loss": "loss"}, by_samples=True),
 )
-_COMPARED = {"balance": "Balance predicted", "fill": "Fill", "step_s": "Time per step"}
-"""Curves of one figure among others that are laid over each other, and their headings."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bins:
-    """A figure over stretches of steps; where there are few steps, each is one of its own."""
-
-    label: str
-    first: Values
-    last: Values
-    mean: Values
-    least: Values
-    most: Values
-
-    @classmethod
-    def of(cls, label: str, x: Values, values: Values, most: int) -> _Bins:
-        parts = np.array_split(np.arange(len(x)), min(most, len(x)))
-        known = [values[part][~np.isnan(values[part])] for part in parts]
-
-        def over(take: Callable[[Values], Any]) -> Values:
-            return np.array([take(part) if len(part) else math.nan for part in known])
-
-        return cls(
-            label=label,
-            first=np.array([x[part[0]] for part in parts]),
-            last=np.array([x[part[-1]] for part in parts]),
-            mean=over(np.mean),
-            least=over(np.min),
-            most=over(np.max),
-        )
-
-    @property
-    def is_binned(self) -> bool:
-        return bool((self.first != self.last).any())
-
-    def rows(self) -> list[tuple[str, list[str]]]:
-        """Return the name and the cells of each stretch."""
-        columns = (self.mean, self.least, self.most) if self.is_binned else (self.mean,)
-        cells = [
-            ["" if np.isnan(value) else f"{value:.5g}" for value in row]
-            for row in zip(*columns, strict=True)
-        ]
-        ends = zip(self.first.astype(int).tolist(), self.last.astype(int).tolist(), strict=True)
-        names = [str(first) if first == last else f"{first} to {last}" for first, last in ends]
-        return list(zip(names, cells, strict=True))
+_COMPARED = {
+    "balance": "Balance predicted", "fill": "Fill", "micro_batches": "Micro-batches per step",
+    "step_s": "Time per step", "tokens": "Tokens per step", "loss": "Loss",
+}  # fmt: skip
+"""Figures of two runs that are laid over each other, and their headings."""
 
 
 def curve_chart(curves: Curves, runs: Mapping[str, RunFigures]) -> Chart | None:
@@ -288,73 +246,71 @@ def curve_chart(curves: Curves, runs: Mapping[str, RunFigures]) -> Chart | None:
         curves: what to show; of one figure where there are several runs.
         runs: by the names that a legend has.
     """
-
-    def binned(most: int) -> list[_Bins]:
-        return [
-            _Bins.of(
-                label if len(runs) == 1 else run,
-                figures.per_step["consumed_samples"] if curves.by_samples else figures.iterations,
-                figures.per_step[name] * curves.scale,
-                most,
-            )
-            for run, figures in runs.items()
-            for name, label in curves.names.items()
-            if not np.isnan(figures.per_step[name]).all()
-        ]
-
-    found = binned(_MAX_BINS)
-    if not found:
+    series = {}
+    for run, figures in runs.items():
+        x = figures.per_step["consumed_samples"] if curves.by_samples else figures.iterations
+        for name, label in curves.names.items():
+            if not np.isnan(figures.per_step[name]).all():
+                own = label if len(runs) == 1 else run
+                series[own] = x, figures.per_step[name] * curves.scale
+    if not series:
         return None
     ends = curves.ends
     if curves.is_whole:  # from 0: one value in all steps would else have an axis of fractions
-        ends = (0, 1.1 * max(1.0, *(float(np.nanmax(one.most)) for one in found)))
-    head = "samples consumed" if curves.by_samples else "iteration"
-    band = "Lines are means over stretches of steps, bands go from least to most."
-    columns, rows = _table(binned(_TABLE_ROWS), head, curves.unit)
+        ends = (0, 1.1 * max(1.0, *(float(np.nanmax(y)) for _, y in series.values())))
+    first, last, found = _stretches(series.values(), _MAX_STRETCHES)
+    is_cut = bool((first != last).any())
     lines = [
         Line(
-            x=(one.first + one.last) / 2,
-            y=one.mean,
+            x=(first + last) / 2,
+            y=own[0],
             colour=colour,
-            label=one.label,
+            label=label,
             style=style,
-            marker=marker if len(one.first) <= _FEW_STEPS else "",
-            low=one.least if one.is_binned else None,
-            high=one.most if one.is_binned else None,
+            marker=marker if len(first) <= _FEW_STEPS else "",
+            low=own[1] if is_cut else None,
+            high=own[2] if is_cut else None,
         )
-        for one, (colour, style, marker) in zip(found, STYLES, strict=False)
+        for label, own, (colour, style, marker) in zip(series, found, STYLES, strict=False)
     ]
-    y = Axis(label=curves.unit, ends=ends, most=5, is_whole=curves.is_whole, has_grid=True)
+    head = "samples consumed" if curves.by_samples else "iteration"
+    x_axis = Axis(label=head, most=9, is_whole=True)
+    y_axis = Axis(label=curves.unit, ends=ends, most=5, is_whole=curves.is_whole, has_grid=True)
+    first, last, found = _stretches(series.values(), _TABLE_ROWS)
+    in_ranges = bool((first != last).any())
+    heads = [[f"{label}, mean", "least", "most"] if in_ranges else [label] for label in series]
+    names = [
+        f"{a:.0f}" if a == b else f"{a:.0f} to {b:.0f}" for a, b in zip(first, last, strict=True)
+    ]
+    cells = [row for own in found for row in (own if in_ranges else own[:1])]
     return Chart(
         title=curves.title,
-        caption=band if any(one.is_binned for one in found) else "",
-        panels=[Panel(lines=lines, x=Axis(label=head, most=9, is_whole=True), y=y)],
-        columns=columns,
-        rows=rows,
+        caption="Lines are means over stretches of steps, bands go from least to most." * is_cut,
+        panels=[Panel(lines=lines, x=x_axis, y=y_axis)],
+        columns=[head, *(text for own in heads for text in own)],
+        rows=[
+            [name, *("" if np.isnan(value) else f"{value:.5g}" for value in row)]
+            for name, row in zip(names, np.transpose(cells), strict=True)
+        ],
         narrow_height=280,
     )
 
 
-def _table(found: Sequence[_Bins], head: str, unit: str) -> tuple[list[str], list[list[str]]]:
-    """Figures side by side where they have the same stretches, else each run below the other."""
-    parts = [one.rows() for one in found]
-    names = [[name for name, _ in part] for part in parts]
-    if all(own == names[0] for own in names):
-        heads = [
-            text
-            for one in found
-            for text in ([f"{one.label}, mean", "least", "most"] if one.is_binned else [one.label])
-        ]
-        rows = zip(*parts, strict=True)
-        return [head, *heads], [
-            [row[0][0], *(cell for _, cells in row for cell in cells)] for row in rows
-        ]
-    heads = ["mean", "least", "most"] if any(one.is_binned for one in found) else [unit]
-    return ["run", head, *heads], [
-        [one.label, name, *cells, *[""] * (len(heads) - len(cells))]
-        for one, part in zip(found, parts, strict=True)
-        for name, cells in part
-    ]
+def _stretches(series: Any, most: int) -> tuple[Values, Values, list[Values]]:
+    """Cut what series have on their x axis into stretches; where there are few steps, each is one.
+
+    Returns:
+        First and last place of each, and of each series mean, least and most there [3, stretches].
+    """
+    every = np.unique(np.concatenate([x for x, _ in series]))
+    parts = np.array_split(every, min(most, len(every)))
+    found = []
+    for x, y in series:
+        within = [y[(x >= part[0]) & (x <= part[-1]) & ~np.isnan(y)] for part in parts]
+        takes = (np.mean, np.min, np.max)
+        rows = [[take(own) if len(own) else math.nan for own in within] for take in takes]
+        found.append(np.array(rows))
+    return np.array([part[0] for part in parts]), np.array([part[-1] for part in parts]), found
 
 
 # --- charts of single steps ------------------------------------------------------------------
@@ -363,11 +319,11 @@ _NUM_USUAL = 2  # what a phone's width has room for
 _MAX_REPLICAS = 12
 _MANY_MICRO_BATCHES = 24
 _GAP = 0.03  # between steps, of the mean step
-_AXES = {
-    "ms": "measured time, ms",
-    "s": "measured time, s",
-    "cost": "predicted cost, tokens",
-    "tokens": "computed tokens",
+_UNITS = {  # scale, axis, what the caption calls it
+    "ms": (1e3, "measured time, ms", "measured time"),
+    "s": (1.0, "measured time, s", "measured time"),
+    "cost": (1.0, "predicted cost, tokens", "predicted cost (in tokens that attend to nothing)"),
+    "tokens": (1.0, "computed tokens", "computed tokens"),
 }
 
 
@@ -380,31 +336,28 @@ def choose_steps(figures: RunFigures) -> tuple[tuple[int, ...], int | None, str,
         One or two steps whose balance is nearest the median, or of the middle where none has one;
         the one of least balance, None where none is below the median; what is said of both.
     """
-    measured = figures.per_step["balance_measured"]
-    kind = "predicted" if np.isnan(measured).all() else "measured"
-    balance = figures.per_step["balance"] if kind == "predicted" else measured
-    values = np.where(figures.is_late, balance, math.nan)
-    has_aside = not figures.is_late.all() and not np.isnan(values).all()
-    if not has_aside:
-        values = balance
+    kind, values = "measured", figures.per_step["balance_measured"]
+    if np.isnan(values).all():
+        kind, values = "predicted", figures.per_step["balance"]
+    aside = ""
+    late = np.where(figures.is_late, values, math.nan)
+    if not figures.is_late.all() and not np.isnan(late).all():
+        values, aside = late, " (the first step of each start aside)"
     known = np.flatnonzero(~np.isnan(values))
     if not len(known):
         middle = max(0, len(values) // 2 - 1)
         usual = tuple(range(middle, min(middle + _NUM_USUAL, len(values))))
-        steps = "Steps" if len(usual) > 1 else "A step"
-        return usual, None, f"{steps} in the middle of the run; balance is not known.", ""
+        return usual, None, "From the middle of the run; balance is not known.", ""
     median = float(np.median(values[known]))
     lowest = int(known[np.argmin(values[known])])
     worst = lowest if values[lowest] < median else None
     nearest = known[np.argsort(np.abs(values[known] - median), kind="stable")[:_NUM_USUAL]]
     usual = tuple(sorted(int(at) for at in nearest if at != worst))
-    aside = " (the first step of each start aside)" if has_aside else ""
     own = " and ".join(f"{values[at]:.4f}" for at in usual)
     return (
         usual,
         worst,
-        f"{'Steps' if len(usual) > 1 else 'The step'} nearest the median balance, {kind} {own}; "
-        f"the median of all steps is {median:.4f}{aside}.",
+        f"Nearest the median balance, {kind} {own}; the median of all is {median:.4f}{aside}.",
         f"The step in which replicas differ most: balance {kind} {values[lowest]:.4f}{aside}.",
     )
 
@@ -430,65 +383,58 @@ def _timeline(steps: Sequence[LoggedStep], title: str, caption: str) -> Chart:
     else as the computed tokens.
     """
     records = [record for step in steps for record in step.records.values()]
-    unit, name, scale = "tokens", "computed tokens", 1.0
+    unit, field = "tokens", "widths"
     if all(record.micro_batch_s for record in records):
         longest = max(sum(record.micro_batch_s) for record in records)
-        unit, name, scale = ("ms" if longest < 2 else "s"), "measured time", 1e3
-        scale = 1e3 if unit == "ms" else 1.0
+        unit, field = ("ms" if longest < 2 else "s"), "micro_batch_s"
     elif all(record.costs for record in records):
-        unit, name = "cost", "predicted cost (in tokens that attend to nothing)"
-
-    def widths(record: StepRecord) -> list[float]:
-        times, costs = record.micro_batch_s, record.costs
-        found = {"cost": costs, "tokens": record.widths}.get(unit, times)
-        return [scale * width for width in found]
-
+        unit, field = "cost", "costs"
+    scale, label, name = _UNITS[unit]
     replicas, num = _chosen(steps[0])
-    spans = [max(sum(widths(record)) for record in step.records.values()) for step in steps]
+    spans = [
+        scale * max(sum(getattr(record, field)) for record in step.records.values())
+        for step in steps
+    ]
     start, gap = 0.0, _GAP * sum(spans) / len(spans)
     bars: list[Bar] = []
     top, table = {}, [[str(replica)] for replica in replicas]
     for step, span in zip(steps, spans, strict=True):
         for row, replica in enumerate(replicas):
             record = step.records.get(replica)
-            table[row].append("" if record is None else f"{sum(widths(record)):.4g}")
-            if record is not None:
-                bars += _step_bars(record, widths(record), row, start, span, unit)
+            if record is None:
+                table[row].append("")
+                continue
+            widths = [scale * width for width in getattr(record, field)]
+            table[row].append(f"{sum(widths):.4g}")
+            parts = [*_micro_batches(record, widths, unit)]
+            rest = span - sum(widths)
+            if rest > 1e-9 * span:
+                tip = f"step {step.iteration}: {rest / span:.1%} free, behind the slowest"
+                parts.append((rest, "waste", tip))
+            bars += row_bars(row, parts, start)
         top[start + span / 2] = f"step {step.iteration}"
         start += span + gap
+    x = Axis(label=label, ends=(0, max(start - gap, 1e-9)))
     return Chart(
         title=title,
         caption=f"{caption} A bar is a micro-batch, as wide as its {name}; what is hatched behind "
         f"the last one is what the replica waits for the slowest one of the step.{num}",
-        panels=[
-            Panel(
-                bars=bars,
-                top=top,
-                x=Axis(label=_AXES[unit], ends=(0, max(start - gap, 1e-9))),
-                y=_replica_rows(replicas),
-            )
-        ],
+        panels=[Panel(bars=bars, top=top, x=x, y=replica_axis(replicas))],
         columns=["replica", *(f"step {step.iteration}, {unit}" for step in steps)],
         rows=table,
         height=110 + 26 * len(replicas),
     )
 
 
-def _step_bars(
-    record: StepRecord, widths: Sequence[float], row: int, left: float, span: float, unit: str
-) -> Iterator[Bar]:
-    few = len(widths) <= _MANY_MICRO_BATCHES
-    at = left
+def _micro_batches(
+    record: StepRecord, widths: Sequence[float], unit: str
+) -> Iterator[tuple[float, str, str]]:
+    """Return width, look and tooltip of each micro-batch."""
+    looks = ("blue",) if len(widths) <= _MANY_MICRO_BATCHES else ("blue thin", "green thin")
     for index, (width, lengths) in enumerate(zip(widths, record.lengths, strict=True)):
-        look = "blue" if few else ("blue thin", "green thin")[index % 2]  # without edges
         what = f"{len(lengths)} samples, {sum(lengths)} tokens" if lengths else "idle"
         tip = f"step {record.iteration}, micro-batch {index}: {what}, {width:.4g} {unit}"
-        yield row_bar(row, at, width, look if lengths else "idle", tip)
-        at += width
-    rest = left + span - at
-    if rest > 1e-9 * span:
-        tip = f"step {record.iteration}: {rest / span:.1%} free, behind the slowest"
-        yield row_bar(row, at, rest, "waste", tip)
+        yield width, looks[index % len(looks)] if lengths else "idle", tip
 
 
 def _composition(step: LoggedStep) -> Chart:
@@ -499,43 +445,24 @@ def _composition(step: LoggedStep) -> Chart:
     rows = []
     for row, replica in enumerate(replicas):
         lengths = np.array(sorted(_lengths(step.records[replica])))
-        median = float(np.median(lengths))
+        least, low, median, high, most = np.percentile(lengths, (0, 25, 50, 75, 100))
         places = [row + 0.28 * ((at * 7) % 11 - 5) / 5 for at in range(len(lengths))]
         lines += [
             Line(x=lengths, y=places, colour="blue", style="", marker="o", alpha=0.6),
             Line(x=[median] * 2, y=[row - 0.4, row + 0.4], colour="orange", width=3),
         ]
-        quartiles = np.percentile(lengths, (0, 25, 50, 75, 100)).round().astype(int)
-        rows.append(list(map(str, (replica, len(lengths), lengths.sum(), *quartiles))))
+        quartiles = (f"{at:.0f}" for at in (least, low, median, high, most))
+        rows.append([str(replica), str(len(lengths)), str(lengths.sum()), *quartiles])
+    x = Axis(label="tokens", ends=(0, None), is_whole=True, has_grid=True)
     return Chart(
         title=f"Samples of step {step.iteration} by replica",
         caption="A dot is a sample at its length in tokens; the line is the replica's median. "
         f"Replicas may differ in number and length of samples and still cost the same.{num}",
-        panels=[
-            Panel(
-                lines=lines,
-                x=Axis(label="tokens", ends=(0, None), is_whole=True, has_grid=True),
-                y=_replica_rows(replicas),
-            )
-        ],
-        columns=[
-            "replica",
-            "samples",
-            "tokens",
-            "least",
-            "quartile",
-            "median",
-            "quartile",
-            "longest",
-        ],
+        panels=[Panel(lines=lines, x=x, y=replica_axis(replicas))],
+        columns=["replica", "samples", "tokens", "least", "25 %", "median", "75 %", "longest"],
         rows=rows,
         height=110 + 30 * len(replicas),
     )
-
-
-def _replica_rows(replicas: Sequence[int]) -> Axis:
-    ticks = {float(row): str(replica) for row, replica in enumerate(replicas)}
-    return Axis(label="replica", ends=(len(replicas) - 0.4, -0.6), ticks=ticks)
 
 
 def _lengths(record: StepRecord) -> list[int]:
@@ -555,12 +482,8 @@ def _chosen(step: LoggedStep) -> tuple[list[int], str]:
 # --- the commands ----------------------------------------------------------------------------
 
 
-def trace(argv: Sequence[str]) -> int:
-    """Show one run.
-
-    Raises:
-        SystemExit: arguments or logs that cannot be used (2), or `--help` (0).
-    """
+def trace(argv: list[str]) -> int:
+    """Show one run."""
     parser = _parser(
         "trace",
         "Show a run from its step logs (--odb-log-dir): a summary, and with --html a page with "
@@ -570,33 +493,13 @@ def trace(argv: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="the folder given to --odb-log-dir")
     fit = "fit the cost model to the times of the run's micro-batches, and print its flag"
     parser.add_argument("--fit-cost", action="store_true", help=f"{fit}, --odb-cost")
-    options = parser.parse_args(argv)
-    refused = ""
-    try:
-        steps = _check(options)
-        run = read_run(options.run, steps=steps)
-        figures = RunFigures.of(run)
-        values = _run_values(run, figures)
-        lines = [_headline(run), *(f"  {label:<30}{text}" for label, text in _rows(figures))]
+
+    def work(options: argparse.Namespace) -> Report:
+        run = read_run(options.run, steps=options.steps)
+        figures, title, refused = RunFigures.of(run), f"Run {_name(options.run)}", ""
+        values, shown = _run_values(run, figures), _shown(figures)
+        lines = [_headline(run), *(f"  {label:<30}{text}" for label, text in shown.values())]
         lines += [f"  note: {note}" for note in run.notes]
-        title = f"Run {_name(options.run)}"
-        if options.html:
-            tiles = figures.summary()
-            charts = [*timelines(run, figures)]
-            charts += filter(None, (curve_chart(curves, {title: figures}) for curves in CURVES))
-            write_page(
-                options.html,
-                "run.html.j2",
-                title=title,
-                summary=_headline(run),
-                tiles=[(label, _shown(name, tiles[name])) for name, label in _TILES.items()
-                       if tiles[name] is not None],
-                differences=(),
-                charts=charts,
-                whole=_rows(figures),
-                starts=[("", header) for header in run.headers],
-                notes=[*run.notes, f"odb-megatron trace {shlex.join(argv)}"],
-            )  # fmt: skip
         if options.fit_cost:
             try:
                 fitted = fit_cost(run)
@@ -604,131 +507,101 @@ def trace(argv: Sequence[str]) -> int:
                 lines += fitted.lines()
             except ValueError as error:
                 refused = str(error)
-        _tell(options.json, values, lines)
-        if refused:
-            raise ValueError(refused)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    return 0
+
+        def page(path: str) -> None:
+            curves = (curve_chart(curves, {title: figures}) for curves in CURVES)
+            write_page(
+                path,
+                "run.html.j2",
+                title=title,
+                summary=_headline(run),
+                tiles=[shown[name] for name in _TILES if name in shown],
+                differences=(),
+                charts=[*timelines(run, figures), *filter(None, curves)],
+                whole=list(shown.values()),
+                starts=[("", header) for header in run.headers],
+                notes=[*run.notes, f"odb-megatron trace {shlex.join(argv)}"],
+            )
+
+        return Report(values=values, text="\n".join(lines), write_page=page, refused=refused)
+
+    return run_command(parser, argv, work)
 
 
-_TILES = {
-    "steps": "steps",
-    "samples": "samples",
-    "tokens_per_second": "tokens per second",
-    "fill": "fill",
-    "padding": "padding",
-    "balance": "balance",
-    "balance_measured": "balance measured",
-    "wait_share": "waiting for data",
-}
-
-
-def compare(argv: Sequence[str]) -> int:
-    """Show two runs and what differs.
-
-    Raises:
-        SystemExit: arguments or logs that cannot be used (2), or `--help` (0).
-    """
+def compare(argv: list[str]) -> int:
+    """Show two runs and what differs."""
     parser = _parser(
         "compare",
         "Lay two runs over each other, from their step logs (--odb-log-dir), and print what "
         "differs.",
     )
     parser.add_argument("runs", metavar="RUN", nargs=2, help="the folder given to --odb-log-dir")
-    options = parser.parse_args(argv)
-    try:
-        steps = _check(options)
+
+    def work(options: argparse.Namespace) -> Report:
         if Path(options.runs[0]).resolve() == Path(options.runs[1]).resolve():
-            raise ValueError(
-                f"{options.runs[0]} and {options.runs[1]} are one folder: name two runs"
-            )
-        names = [_name(run) for run in options.runs]
-        if names[0] == names[1]:
-            names = list(options.runs)
-        runs = {
-            name: read_run(run, steps=steps) for name, run in zip(names, options.runs, strict=True)
-        }
+            raise ValueError(f"{' and '.join(options.runs)} are one folder: name two runs")
+        names = list(map(_name, options.runs))
+        names = options.runs if names[0] == names[1] else names
+        both = map(partial(read_run, steps=options.steps), options.runs)
+        runs = dict(zip(names, both, strict=True))
         figures = {name: RunFigures.of(run) for name, run in runs.items()}
         rows = _differences(*figures.values())
+        heads = ("figure", "a", "b", "difference")
         values = {
             "runs": {name: _run_values(run, figures[name]) for name, run in runs.items()},
-            "differences": [
-                dict(zip(("figure", "a", "b", "difference"), row, strict=True)) for row in rows
-            ],
+            "differences": [dict(zip(heads, row, strict=True)) for row in rows],
         }
-        lines = [f"{'':<30}{'A':>16}{'B':>16}{'difference':>14}"]
-        lines += [f"{label:<30}{a:>16}{b:>16}{change:>14}" for label, a, b, change in rows]
-        letters = dict(zip("AB", runs.items(), strict=True))
-        lines += [f"{letter}: {name}" for letter, (name, _) in letters.items()]
-        lines += [f"note: {own}: {note}" for own, (_, run) in letters.items() for note in run.notes]
-        if options.html:
-            heads = [f"{letter}: {name}" for letter, (name, _) in letters.items()]
+        own = [f"{letter}: {name}" for letter, name in zip("AB", runs, strict=True)]
+        notes = [f"{name}: {note}" for name, run in runs.items() for note in run.notes]
+        table = [("", "A", "B", "difference"), *rows]
+        lines = [f"{label:<30}{a:>16}{b:>16}{change:>14}" for label, a, b, change in table]
+        lines += [*own, *(f"note: {note}" for note in notes)]
+
+        def page(path: str) -> None:
             write_page(
-                options.html,
+                path,
                 "run.html.j2",
                 title=" and ".join(names),
-                summary=" ".join(f"{own}: {_headline(run)}." for own, (_, run) in letters.items()),
+                summary=" ".join(f"{name}: {_headline(run)}." for name, run in runs.items()),
                 tiles=(),
-                differences=[["figure", *heads, "difference"], *rows],
+                differences=[["figure", *own, "difference"], *rows],
                 charts=list(_compared(figures)),
                 whole=(),
-                starts=[(f"{name}: ", own) for name, run in runs.items() for own in run.headers],
-                notes=[
-                    *(f"{name}: {note}" for name, run in runs.items() for note in run.notes),
-                    f"odb-megatron compare {shlex.join(argv)}",
+                starts=[
+                    (f"{name}: ", start) for name, run in runs.items() for start in run.headers
                 ],
+                notes=[*notes, f"odb-megatron compare {shlex.join(argv)}"],
             )
-        _tell(options.json, values, lines)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    return 0
+
+        return Report(values=values, text="\n".join(lines), write_page=page)
+
+    return run_command(parser, argv, work)
 
 
 def _compared(figures: Mapping[str, RunFigures]) -> Iterator[Chart]:
-    for name in ("balance", "fill", "micro_batches", "step_s", "tokens", "loss"):
-        (curves,) = (curves for curves in CURVES if name in curves.names)
-        title = _COMPARED.get(name, curves.title)
-        own = replace(curves, title=title, names={name: curves.names[name]})
-        chart = curve_chart(own, figures)
+    for name, title in _COMPARED.items():
+        curves = next(curves for curves in CURVES if name in curves.names)
+        chart = curve_chart(curves._replace(title=title, names={name: ""}), figures)
         if chart is not None:
             yield chart
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"odb-megatron {name}", description=description)
-    add = parser.add_argument
-    add("--html", metavar="FILE", help="write a page; needs pip install 'odb-megatron[pages]'")
-    figures = "write all figures of each step; - is standard output, the text then goes to"
-    add("--json", metavar="FILE", help=f"{figures} standard error")
+    parser = new_parser(name, description)
+    page = "write a page; needs pip install 'odb-megatron[pages]'"
+    parser.add_argument("--html", metavar="FILE", help=page)
     steps = "only iterations A to B, both included; A: or :B leaves an end open"
-    add("--steps", metavar="A:B", help=steps)
+    parser.add_argument("--steps", type=_steps, metavar="A:B", help=steps)
     return parser
 
 
-def _check(options: argparse.Namespace) -> tuple[int, int] | None:
-    """Refuse what cannot be written; return the first and the last step that are wanted."""
-    if options.json not in (None, "-"):
-        check_output("--json", options.json)
-    if options.html == "-":
-        raise ValueError("--html - : a page goes to a file: name one")
-    if options.html is not None:
-        check_output("--html", options.html)
-        need_pages("--html")
-    if options.steps is None:
-        return None
-    found = re.fullmatch(r"(\d*):(\d*)", options.steps)
+def _steps(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d*):(\d*)", text)
     first, last = (int(found[1] or 1), int(found[2] or sys.maxsize)) if found else (1, 0)
-    if first > last or options.steps == ":":
-        raise ValueError(
-            f"--steps {options.steps}: give the first and the last iteration, like 100:200"
-        )
+    if first > last or text == ":":
+        hint = "give the first and the last iteration, like 100:200"
+        raise argparse.ArgumentTypeError(f"{text}: {hint}")
     return first, last
-
-
-def _tell(target: str | None, values: dict[str, Any], lines: Sequence[str]) -> None:
-    print("\n".join(lines), file=sys.stderr if target == "-" else sys.stdout)
-    write_json(target, values)
 
 
 def _name(folder: str) -> str:

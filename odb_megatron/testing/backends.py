@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from odb_megatron.command import check_output
 from odb_megatron.data.thd import layout
 from odb_megatron.megatron.attention import absent
-from odb_megatron.output_files import check_output
 from odb_megatron.plan.padding import SizeRule
 
 __all__ = ["CASES", "Case", "attend", "build", "differences", "main", "report"]

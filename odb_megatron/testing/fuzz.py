@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from odb_megatron.output_files import check_output
+from odb_megatron.command import check_output
 from odb_megatron.plan.record import LoaderClosedError, ReplicaFailedError
 from odb_megatron.testing.replicas import Lockstep
 from odb_megatron.testing.worlds import (
