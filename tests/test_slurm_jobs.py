@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
+from readme import command
 
 pytest_plugins = ["megatron_fixtures"]
 
@@ -241,6 +242,14 @@ def test_a_killed_rank_ends_the_job_with_its_cause(cluster: Cluster, tmp_path: P
     assert "1: odb: rank 1 was ended by SIGKILL" in log
     assert f"odb: job {job.number} failed: the step ended with exit code " in log
     assert job.ranks() == []
+
+
+def test_the_command_of_the_readme(cluster: Cluster, tmp_path: Path) -> None:
+    words = command("sbatch", "launch/odb_pretrain.sbatch")
+    flags = words[words.index("launch/odb_pretrain.sbatch") + 1 :]
+    job = cluster.submit("odb_pretrain.sbatch", tmp_path, *flags, "--train-samples", "16")
+    job.ends("COMPLETED")
+    assert len(job.steps()) == 2
 
 
 def test_a_job_that_gets_no_environment(cluster: Cluster, tmp_path: Path) -> None:
