@@ -544,7 +544,7 @@ class OdbRun:
                 )
                 longest = max(longest, *(n for lengths in record.lengths for n in lengths), 0)
         if self._groups:
-            longest = max(gather_json(self._groups[-1].gather_all, longest))
+            longest = max(gather_json(self._groups[-1], longest))
         if args.rank == 0:
             print(f"odb: the longest sample of these steps has {longest} tokens", flush=True)
         if int(os.environ.get("LOCAL_RANK", args.rank)) == 0:
