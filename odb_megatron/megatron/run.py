@@ -14,10 +14,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.datasets.utils import Split
 
 from odb_megatron import doctor
-from odb_megatron.comm.groups import SourceGroup
+from odb_megatron.comm.groups import SourceGroup, ranks_of
 from odb_megatron.comm.heartbeat import Deadline
 from odb_megatron.data.feed import StepFeed
 from odb_megatron.data.iterable import ItemStream
@@ -43,7 +44,7 @@ from odb_megatron.megatron.forward_step import (
     padded_batch,
 )
 from odb_megatron.megatron.hooks import REPLACED, Hooks, StepCalculator, is_within_step
-from odb_megatron.megatron.providers import build_loader, build_padded, build_streams, source_group
+from odb_megatron.megatron.providers import build_loader, build_padded, build_streams
 from odb_megatron.megatron.replica import (
     PeerWatch,
     ReplicaData,
@@ -472,8 +473,10 @@ class OdbRun:
                 "there is nothing to evaluate on: the validation split is empty; change "
                 "{split}, give {valid_data_path}, or pass {eval_iters} 0"
             )
+        ranks = ranks_of(mpu.get_data_parallel_group())
+        timeout_s = 60.0 * args.distributed_timeout_minutes
         self._groups = [
-            source_group(args, name=name, deadline=self._deadlines.get(name))
+            SourceGroup(ranks, name=name, timeout_s=timeout_s, deadline=self._deadlines.get(name))
             for name in ("train", "valid", "test", "checkpoint")
         ]
         if streams[0] is not None and self._place.is_source:  # padded, every rank has its data
@@ -552,7 +555,7 @@ class OdbRun:
                 record = self._report.end_step(values, delivered=delivered)(None, memory_use(), 0)
                 longest = max(longest, *(n for lengths in record.lengths for n in lengths), 0)
         if self._groups:
-            longest = max(gather_json(self._groups[-1].gather_all, longest))
+            longest = max(gather_json(self._groups[-1], longest))
         if args.rank == 0:
             print(f"odb: the longest sample of these steps has {longest} tokens", flush=True)
         if int(os.environ.get("LOCAL_RANK", args.rank)) == 0:

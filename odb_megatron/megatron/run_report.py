@@ -195,7 +195,7 @@ class RunReport:
                 title="odb dry run" if config.dry_run else title,
             )
         if config.log_dir is not None:
-            run, *_ = gather_json(group.gather_all, secrets.randbits(62))
+            run, *_ = gather_json(group, secrets.randbits(62))
             self._log = StepLog(config.log_dir, header=self._log_header(run, group))
 
     def goes_on(self) -> None:
@@ -422,7 +422,7 @@ class RunReport:
     def _sum(self, counts: list[int]) -> list[int]:
         """Return the sums over all replicas."""
         assert self._group is not None, "on source ranks alone"
-        found = gather_json(self._group.gather_all, counts)
+        found = gather_json(self._group, counts)
         return [sum(values) for values in zip(*found, strict=True)]
 
     # --- the end --------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ class RunReport:
         figures = [*self._memory, len(self._shapes), self._most_patches]
         replicas = [(own, figures, self._evaluated.tolist())]
         if together:
-            replicas = gather_json(self._group.gather_all, replicas[0])
+            replicas = gather_json(self._group, replicas[0])
         by_source, measured, evaluated = zip(*replicas, strict=True)
         peak, reserved, self._num_shapes, self._most_patches = map(max, zip(*measured, strict=True))
         self._memory = (peak, reserved)
