@@ -30,7 +30,7 @@ train: venv ## train a small chat model (DATA=chats.jsonl, ARGS="...")
 	$(PYTHON) examples/train_chat.py $(if $(DATA),--data "$$DATA") $(ARGS)
 
 test: venv ## run the tests (ARGS="-k plan -x", JOBS=0 for one after the other in this process)
-	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile --ignore tests/test_slurm_jobs.py $(ARGS)
+	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --ignore tests/test_slurm_jobs.py $(ARGS)
 
 test-slurm: venv ## run the job scripts of launch/ on a Slurm of two nodes here (Debian: installs it)
 	@tools/slurm_cluster.sh install

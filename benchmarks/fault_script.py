@@ -120,27 +120,39 @@ def main() -> None:
 
     match kind, is_victim:
         case "killed_planning", True:
-            _before(SourceGroup, "gather", gathering)
+            _with(SourceGroup, "gather", before=gathering)
         case "device_call", True:
             threading.Thread(target=_killed_once_stuck, args=(folder,), daemon=True).start()
         case "slow", True:
-            _before(training, "save_checkpoint", saving)
+            _with(training, "save_checkpoint", before=saving)
         case "leaves_between", True:
-            _before(training, "training_log", logging)
+            _with(training, "training_log", after=logging)
     data = FaultyDataset(args.train_samples, kind=kind, folder=folder)
     with OdbRun(args, datasets=lambda _: [data, data, None]) as run:
         step = _watched(run.forward_step, args, kind=kind, is_victim=is_victim, folder=folder)
         run.pretrain(forward_step=step)
 
 
-def _before(owner: Any, name: str, action: Callable[..., None]) -> None:
-    """Have something done before a function is called, with its arguments."""
+def _nothing(*_arguments: Any, **_named: Any) -> None:
+    return None
+
+
+def _with(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[..., None] = _nothing,
+    after: Callable[..., None] = _nothing,
+) -> None:
+    """Have something done before or after a function is called, with its arguments."""
     original = getattr(owner, name)
 
     @functools.wraps(original)  # hooks look at its signature
     def replacement(*arguments: Any, **named: Any) -> Any:
-        action(*arguments, **named)
-        return original(*arguments, **named)
+        before(*arguments, **named)
+        result = original(*arguments, **named)
+        after(*arguments, **named)
+        return result
 
     setattr(owner, name, replacement)
 

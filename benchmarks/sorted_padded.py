@@ -30,6 +30,10 @@ Step = list[Round]
 """`step[m][replica]` is that replica's micro-batch m."""
 
 
+_ZERO = ("num_left_out", "num_bad", "num_patches", "num_idle", "num_moved", "bytes_moved")
+_ZERO += ("wait_us",)
+
+
 class SortedRun(OdbRun):
     """The padded baseline's run with its train data in sorted batches of varying size.
 
@@ -152,27 +156,21 @@ def all_totals(steps: Sequence[Step], samples: Sequence[Sample]) -> list[StepTot
             for batches in zip(*step, strict=True)
         )
         totals = StepTotals(
+            **dict.fromkeys(_ZERO, 0),
             step=index,
             num_micro_batches=len(step),
             num_consumed=len(positions),
             consumed_before=consumed,
             num_samples=len(positions),
-            num_left_out=0,
-            num_bad=0,
             num_truncated=sum(samples[at].truncated > 0 for at in positions),
             num_tokens=sum(lengths[at] for at in positions),
             num_padded_tokens=sum(costs),
             num_squared_tokens=sum(lengths[at] ** 2 for at in positions),
             num_loss_tokens=sum(samples[at].num_loss_tokens for at in positions),
             loss_weight=round(sum(samples[at].loss_weight for at in positions)),
-            num_patches=0,
-            num_idle=0,
-            num_moved=0,
-            bytes_moved=0,
             num_replicas=len(costs),
             cost_sum=sum(costs),
             cost_max=max(costs),
-            wait_us=0,
             is_final=index == len(steps) - 1,
         )
         consumed += len(positions)

@@ -86,36 +86,14 @@ class Batching:
             num_samples=steps * batch,
         )
 
-    def variants(self) -> dict[str, tuple[str, tuple[str, ...], Path]]:
-        """Return description, flags and script by name; speed-ups are relative to `standard`."""
+    def variants(self) -> dict[str, tuple[tuple[str, ...], Path]]:
+        """Return flags and script by name; speed-ups are relative to `standard`."""
         budget, size = str(self.token_budget), "--micro-batch-size"
         return {
-            "standard": (
-                f"padded, {self.standard} samples per micro-batch: the most whose worst case fits "
-                f"the {budget} tokens; padded to the longest of the micro-batch",
-                (size, str(self.standard)),
-                EXAMPLE_SCRIPT,
-            ),
-            "standard_mean": (
-                f"padded, {self.standard_mean} samples per micro-batch: the budget over the mean "
-                "length; padded to the longest of the micro-batch, so a micro-batch may exceed the "
-                f"{budget} tokens",
-                (size, str(self.standard_mean)),
-                EXAMPLE_SCRIPT,
-            ),
-            "sorted": (
-                "padded, sorted by length with all lengths known beforehand (an offline oracle): "
-                "longest * samples within the budget, batches of one length side by side on the "
-                "replicas, in shuffled order",
-                (size, "1", "--sorted-token-budget", budget),
-                SORTED_SCRIPT,
-            ),
-            "odb": (
-                "ODB: the samples of the padded baseline's step, packed and spread over the "
-                "replicas",
-                ("--odb", "--odb-token-budget", budget, size, "1"),
-                EXAMPLE_SCRIPT,
-            ),
+            "standard": ((size, str(self.standard)), EXAMPLE_SCRIPT),
+            "standard_mean": ((size, str(self.standard_mean)), EXAMPLE_SCRIPT),
+            "sorted": ((size, "1", "--sorted-token-budget", budget), SORTED_SCRIPT),
+            "odb": (("--odb", "--odb-token-budget", budget, size, "1"), EXAMPLE_SCRIPT),
         }
 
 
@@ -142,10 +120,10 @@ def main() -> int:
         print(f"repeat {repeat + 1} of {options.repeats}", flush=True)
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            _, flags, script = variants[name]
+            flags, script = variants[name]
             run = run_training(name, [*shared, *flags], num_replicas=options.dp, script=script)
             runs[name].append(run)
-    result = summarize({name: text for name, (text, *_) in variants.items()}, runs)
+    result = summarize(runs)
     result["setting"] = {
         "data": options.data,
         "repeats": options.repeats,
@@ -166,9 +144,7 @@ def main() -> int:
     return 0
 
 
-def summarize(
-    descriptions: Mapping[str, str], runs: Mapping[str, Sequence[TrainingRun]]
-) -> dict[str, Any]:
+def summarize(runs: Mapping[str, Sequence[TrainingRun]]) -> dict[str, Any]:
     """Summarize the runs, `runs[variant][repeat]`, and print them."""
     measured = {name: [measure(run) for run in own] for name, own in runs.items()}
     rates = {name: [one["samples_per_s"] for one in own] for name, own in measured.items()}
@@ -185,7 +161,6 @@ def summarize(
         means = {key: sum(one[key] for one in own) / len(own) for key in shown}
         print(name, *(f"{key} {value:.4g}" for key, value in means.items()), sep="  ")
         summaries[name] = {
-            "description": descriptions[name],
             **means,
             "max_micro_batch_tokens": max(map(_max_micro_batch_tokens, runs[name])),
             "speedup_vs_standard": ratio(name, "standard"),

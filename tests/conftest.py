@@ -1,4 +1,4 @@
-"""Skips what this machine cannot run, by marker, and says why; takes signals as in a terminal.
+"""Skips what this machine cannot run, puts slow files first, takes signals as in a terminal.
 
 The markers themselves are declared in pyproject.toml.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -25,7 +26,17 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip marked tests whose requirement is missing; looks only for what some test asks for."""
+    """Skip marked tests whose requirement is missing, and put files that start processes first.
+
+    So nobody waits for a long file at the end (`--no-loadscope-reorder` keeps this order).
+    """
+    weight = Counter(
+        item.path
+        for item in items
+        for name in ("megatron", "slow")
+        if item.get_closest_marker(name)
+    )
+    items.sort(key=lambda item: -weight[item.path])
     for marker, missing in (("gpu", _missing_gpu), ("megatron", _missing_megatron)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         reason = missing() if marked else None

@@ -90,26 +90,8 @@ def test_every_replacement_has_a_reason() -> None:
     assert never.isdisjoint(each.name for each in REPLACEMENTS)
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "cuda device is the cpu",
-        "tensors asked for on cuda are on the cpu",
-        "types read as cuda types",
-        "type conversion works",
-        "cuda seed makes the cpu generator repeat",
-        "fork restores the generator",
-        "streams and events nest",
-        "all_to_all takes tensors as sizes",
-        "is_available is still false",
-        "torch.compile is the original",
-        "megatron is not compiled",
-        "one function object per name",
-        "module.cuda keeps parameters",
-    ],
-)
-def test_what_megatron_sees(measured: dict[str, Any], what: str) -> None:
-    assert measured[what] is True
+def test_what_megatron_sees(measured: dict[str, Any]) -> None:
+    assert [what for what, holds in measured.items() if holds is False] == []
 
 
 def test_training_names_are_replaced_where_they_were_imported(measured: dict[str, Any]) -> None:

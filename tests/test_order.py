@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_megatron.data import order as order_module
-from odb_megatron.data.order import CyclicOrder, PassOrder, build_order
+from odb_megatron.data.order import PassOrder, build_order
 
 needs_megatron = pytest.mark.megatron
 
@@ -20,111 +19,52 @@ GOLDEN = [4, 5, 3, 1, 2, 0, 6, 7, 5, 7, 1, 3, 4, 2, 0, 6]
 """Two passes over 8 records with seed 1234, as the first version drew them."""
 
 
-def _endless(make: Any) -> Iterator[list[int]]:
-    """Micro-batches of a sampler that is iterated again at its end (Megatron's cyclic_iter)."""
-    sampler = make()
-    while True:
-        yield from sampler
-
-
-def _megatron_stream(
-    kind: str, *, total: int, replicas: int, rows: int, consumed: int = 0, **more: Any
-) -> list[list[list[int]]]:
-    """Micro-batches [row][replica][index] that Megatron's samplers draw."""
-    from megatron.training.datasets import data_samplers
-
-    size = more.pop("micro_batch_size", 1)
-
-    def make(replica: int) -> Any:
-        common = {
-            "total_samples": total,
-            "consumed_samples": consumed,
-            "micro_batch_size": size,
-            "data_parallel_rank": replica,
-            "data_parallel_size": replicas,
-        }
-        if kind == "single":
-            return data_samplers.MegatronPretrainingSampler(**common)
-        return data_samplers.MegatronPretrainingRandomSampler(dataset=None, **common, **more)
-
-    streams = [list(islice(_endless(lambda r=r: make(r)), rows)) for r in range(replicas)]
-    return [list(row) for row in zip(*streams, strict=True)]
-
-
 @needs_megatron
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("sharding", [True, False])
-def test_cyclic_is_megatrons_order_over_three_epochs(replicas: int, sharding: bool) -> None:
-    total = 24
-    rows = _megatron_stream(
-        "cyclic", total=total, replicas=replicas, rows=3 * total // replicas, data_sharding=sharding
-    )
-    drawn = [replica[0] for row in rows for replica in row]
-    ours = CyclicOrder(total=total, num_replicas=replicas, data_sharding=sharding)
-    assert [ours[position] for position in range(3 * total)] == drawn
-    epochs = [drawn[at : at + total] for at in range(0, 3 * total, total)]
-    assert all(sorted(epoch) == list(range(total)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert epochs[0] != sorted(epochs[0])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("sharding", [True, False, None])
+def test_the_order_is_megatrons(replicas: int, size: int, sharding: bool | None) -> None:
+    """Over three epochs, of `cyclic` with and without shards, and of `single`.
 
+    The padded baseline may run larger micro-batches; its steps hold the same samples.
+    """
+    from megatron.training.datasets import data_samplers
 
-@needs_megatron
-@pytest.mark.parametrize("sharding", [True, False])
-def test_cyclic_steps_hold_the_baselines_samples_at_any_micro_batch_size(sharding: bool) -> None:
-    """The padded baseline may run larger micro-batches; its steps hold the same samples."""
-    total, replicas, size, batch = 48, 2, 4, 16
-    rows = _megatron_stream(
-        "cyclic",
-        total=total,
-        replicas=replicas,
-        rows=2 * total // (replicas * size),
-        micro_batch_size=size,
-        data_sharding=sharding,
-    )
-    per_step = batch // (replicas * size)
-    ours = CyclicOrder(total=total, num_replicas=replicas, data_sharding=sharding)
-    for step in range(2 * total // batch):
-        theirs = [
-            index
-            for row in rows[step * per_step : (step + 1) * per_step]
-            for micro_batch in row
-            for index in micro_batch
-        ]
-        assert sorted(theirs) == sorted(ours[step * batch + i] for i in range(batch))
-
-
-@needs_megatron
-@pytest.mark.parametrize(("replicas", "size"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 3)])
-def test_single_is_megatrons_order(replicas: int, size: int) -> None:
     total, width = 24, replicas * size
-    for consumed in (0, 12):
-        rows = _megatron_stream(
-            "single",
-            total=total,
-            replicas=replicas,
-            rows=(total - consumed) // width,
-            consumed=consumed,
-            micro_batch_size=size,
-        )
-        drawn = [index for row in rows for replica in row for index in replica]
-        assert drawn == list(range(consumed, total))
+    common = {"total_samples": total, "consumed_samples": 0, "micro_batch_size": size}
+
+    def epochs(rank: int) -> Iterator[list[int]]:
+        place = {"data_parallel_rank": rank, "data_parallel_size": replicas}
+        if sharding is None:
+            make = partial(data_samplers.MegatronPretrainingSampler, **common, **place)
+        else:
+            make = partial(data_samplers.MegatronPretrainingRandomSampler, dataset=None,
+                           data_sharding=sharding, **common, **place)  # fmt: skip
+        sampler = make()
+        for _ in range(3):  # as Megatron's cyclic_iter does
+            yield from sampler
+
+    rows = zip(*map(epochs, range(replicas)), strict=True)
+    drawn = [sorted(index for batch in row for index in batch) for row in rows]
+    name = "single" if sharding is None else "cyclic"
+    order = build_order(name, total=total, num_replicas=replicas, data_sharding=bool(sharding))
+    ours = [at % total if order is None else order[at] for at in range(3 * total)]
+    assert [sorted(ours[at : at + width]) for at in range(0, 3 * total, width)] == drawn
+    passes = [ours[at : at + total] for at in range(0, 3 * total, total)]
+    assert all(sorted(one) == list(range(total)) for one in passes)
+    assert (passes[0] == passes[1]) == (order is None)
 
 
-@pytest.mark.parametrize(("total", "replicas", "left_out"), [(25, 2, 1), (7, 4, 3)])
-def test_cyclic_refuses_a_remainder(total: int, replicas: int, left_out: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"cyclic leaves out {left_out} of {total} samples .*--dataloader-type sin"
-    ):
-        build_order("cyclic", total=total, num_replicas=replicas, data_sharding=True)
-
-
-def test_build_order() -> None:
-    assert build_order("single", total=25, num_replicas=2, data_sharding=True) is None
-    assert build_order("cyclic", total=24, num_replicas=2, data_sharding=False) == CyclicOrder(
-        total=24, num_replicas=2, data_sharding=False
-    )
-    with pytest.raises(ValueError, match="--dataloader-type external has no order of its own: use"):
-        build_order("external", total=24, num_replicas=2, data_sharding=True)
+@pytest.mark.parametrize(
+    ("name", "total", "text"),
+    [
+        ("cyclic", 25, "cyclic leaves out 1 of 25 samples .*--dataloader-type single"),
+        ("external", 24, "--dataloader-type external has no order of its own: use"),
+    ],
+)
+def test_refusals(name: str, total: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        build_order(name, total=total, num_replicas=2, data_sharding=True)
 
 
 @given(
@@ -156,28 +96,12 @@ def test_the_order_of_a_released_version_stays() -> None:
     assert [passes[i] for i in range(16)] == GOLDEN
 
 
-def _count_builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    built: list[int] = []
-    make = np.random.RandomState
-
-    def counting(seed: list[int]) -> np.random.RandomState:
-        built.append(seed[1])
-        return make(seed)
-
-    monkeypatch.setattr(order_module.np.random, "RandomState", counting)
-    return built
-
-
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order_module, "_CACHED_RECORDS", 25)
-    built = _count_builds(monkeypatch)
     many, few = PassOrder(np.arange(5), seed=1), PassOrder(np.arange(20), seed=1)
     for number in range(9):
         many[5 * number], few[20 * number]
-    assert len(many._passes) == 5
-    assert len(few._passes) == 2
-    built.clear()
-    many[5 * 8], many[5 * 4], few[20 * 7], few[20 * 8]
-    assert built == []
+    assert list(many._passes) == [4, 5, 6, 7, 8]
+    assert list(few._passes) == [7, 8]
     many[0]
-    assert built == [0]
+    assert list(many._passes) == [5, 6, 7, 8, 0]

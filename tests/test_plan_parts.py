@@ -15,7 +15,6 @@ from odb_megatron.plan.cost import COST_UNIT, MAX_SAMPLE_COST, CostModel, ModelS
 from odb_megatron.plan.padding import (
     OverlongError,
     OverlongPolicy,
-    Quantization,
     SizeRule,
     judge_length,
     length_multiple,
@@ -46,39 +45,36 @@ TOTALS = StepTotals(
 
 class TestPadding:
     @pytest.mark.parametrize(
-        ("arguments", "expected"),
+        ("cp", "tp", "kernels", "expected"),
         [
-            ({}, 1),
-            ({"context_parallel_size": 2}, 4),
-            ({"sequence_parallel_size": 2}, 2),
-            ({"context_parallel_size": 2, "sequence_parallel_size": 3}, 12),
-            ({"quantization": Quantization.FP8}, 16),
-            ({"quantization": Quantization.MXFP8, "context_parallel_size": 2}, 64),
-            ({"quantization": Quantization.FP8, "sequence_parallel_size": 2}, 32),
+            (1, 1, 1, 1),
+            (2, 1, 1, 4),
+            (1, 2, 1, 2),
+            (2, 3, 1, 12),
+            (1, 1, 16, 16),
+            (2, 1, 32, 64),
+            (1, 2, 16, 32),
         ],
     )
-    def test_multiple(self, arguments: dict[str, Any], expected: int) -> None:
-        assert length_multiple(**arguments) == expected
-
-    def test_fp8_shapes(self) -> None:
-        """11486 tokens, TP 2, sequence parallel: each rank's share fits the kernels."""
-        for quantization in (Quantization.FP8, Quantization.MXFP8):
-            multiple = length_multiple(sequence_parallel_size=2, quantization=quantization)
-            assert padded_length(11486, multiple) // 2 % quantization.value == 0
+    def test_multiple(self, cp: int, tp: int, kernels: int, expected: int) -> None:
+        sizes = {"context_parallel_size": cp, "sequence_parallel_size": tp}
+        multiple = length_multiple(**sizes, rank_multiple=kernels)
+        assert multiple == expected
+        assert padded_length(11486, multiple) // (cp * tp) % kernels == 0
 
     @given(
         st.lists(st.integers(1, 12_000), min_size=1, max_size=6),
         st.sampled_from([1, 2, 4]),
         st.sampled_from([1, 2, 8]),
-        st.sampled_from(Quantization),
+        st.sampled_from([1, 16, 32]),
         st.booleans(),
     )
     def test_every_rank_has_a_legal_share(
-        self, lengths: list[int], cp: int, tp: int, quantization: Quantization, fixed: bool
+        self, lengths: list[int], cp: int, tp: int, kernels: int, fixed: bool
     ) -> None:
         """Also of a micro-batch of a fixed size, and of each sample's zigzag chunks."""
         multiple = length_multiple(
-            context_parallel_size=cp, sequence_parallel_size=tp, quantization=quantization
+            context_parallel_size=cp, sequence_parallel_size=tp, rank_multiple=kernels
         )
         budget = 80_001
         sizes = (50_001, budget) if fixed else ()
@@ -88,23 +84,12 @@ class TestPadding:
         size = rule.size_of(sum(samples))
         parts = [*samples, *rule.padding(size - sum(samples))]
         assert sum(parts) == size
-        assert size // (cp * tp) % quantization.value == 0
+        assert size // (cp * tp) % kernels == 0
         assert all(part % (2 * cp if cp > 1 else 1) == 0 for part in parts)
         assert all(part >= length for part, length in zip(parts, lengths, strict=False))
 
     @pytest.mark.parametrize(
-        ("values", "text"),
-        [
-            ({"sizes": (8, 4)}, "sizes must be ascending multiples"),
-            ({"sizes": (8,), "multiple": 3}, "sizes must be ascending multiples"),
-        ],
-    )
-    def test_rules_that_are_none(self, values: dict[str, Any], text: str) -> None:
-        with pytest.raises(ValueError, match=text):
-            SizeRule(**values)
-
-    @pytest.mark.parametrize(
-        ("length", "multiple", "policy", "keep"),
+        ("length", "multiple", "policy", "expected"),
         [
             (60, 1, "error", 60),
             (59, 4, "error", 59),
@@ -112,31 +97,21 @@ class TestPadding:
             (121, 8, "truncate", 56),
             (121, 1, "drop", 0),
             (121, 1, "solo", 121),
+            (61, 4, "error", r"61 tokens \(64 after padding to 4\); the limit"),
+            (129, 1, "solo", "the limit is 60"),
+            (20, 64, "truncate", "the limit is 60"),
         ],
     )
-    def test_an_overlong_sample(self, length: int, multiple: int, policy: str, keep: int) -> None:
-        verdict = judge_length(
-            length, multiple=multiple, token_budget=60, context=128, policy=OverlongPolicy(policy)
-        )
-        assert verdict.keep == keep
-        assert bool(verdict.message) == (length > 60)
-        assert verdict.truncated == (length - keep if policy == "truncate" else 0)
-
-    @pytest.mark.parametrize(
-        ("length", "policy", "text"),
-        [
-            (61, "error", r"61 tokens \(64 after padding to 4\).*--odb-overlong"),
-            (129, "solo", "the limit is 62"),
-        ],
-    )
-    def test_an_overlong_sample_is_an_error(self, length: int, policy: str, text: str) -> None:
-        limits = {"multiple": 4, "token_budget": 62, "context": 128}
-        with pytest.raises(OverlongError, match=text):
-            judge_length(length, policy=OverlongPolicy(policy), **limits)
-
-    def test_nothing_fits(self) -> None:
-        with pytest.raises(ValueError, match="below the padding multiple 16"):
-            judge_length(20, multiple=16, token_budget=8, context=8, policy=OverlongPolicy.TRUNCATE)
+    def test_an_overlong_sample(
+        self, length: int, multiple: int, policy: str, expected: int | str
+    ) -> None:
+        limits = {"multiple": multiple, "token_budget": 60, "context": 128}
+        if isinstance(expected, str):
+            with pytest.raises(OverlongError, match=expected):
+                judge_length(length, policy=OverlongPolicy(policy), **limits)
+            return
+        keep, message = judge_length(length, policy=OverlongPolicy(policy), **limits)
+        assert (keep, bool(message)) == (expected, length > 60)
 
 
 class TestCost:
@@ -175,17 +150,9 @@ class TestCost:
 
 
 class TestConfig:
-    @pytest.mark.parametrize(
-        ("changes", "text"),
-        [
-            ({"num_replicas": 0}, "num_replicas must be at least 1; got 0"),
-            ({"global_batch_size": 0}, "global_batch_size must be at least 1"),
-            ({"token_budget": 3, "multiple": 4}, "below the length multiple 4"),
-        ],
-    )
-    def test_refusals(self, changes: dict[str, Any], text: str) -> None:
-        with pytest.raises(ValueError, match=text):
-            replace(CONFIG, **changes)
+    def test_a_budget_that_holds_no_sample(self) -> None:
+        with pytest.raises(ValueError, match="below the length multiple 4"):
+            replace(CONFIG, token_budget=3, multiple=4)
 
     def test_every_field_is_compared(self) -> None:
         others = {

@@ -111,7 +111,8 @@ def test(version: str, tests: Sequence[str], *, jobs: int, more: list[str]) -> R
     REPORTS.mkdir(parents=True, exist_ok=True)
     report = REPORTS / f"{version}.xml"
     report.unlink(missing_ok=True)
-    at_a_time = ["-n", str(jobs), "--dist", "loadfile"] if jobs else []
+    order = ["--dist", "loadfile", "--no-loadscope-reorder"]
+    at_a_time = ["-n", str(jobs), *order] if jobs else []
     started = time.monotonic()
     subprocess.run(
         [

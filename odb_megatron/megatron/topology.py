@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from odb_megatron.plan.padding import Quantization, length_multiple
+from odb_megatron.plan.padding import length_multiple
 from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.plan.record import Sync
 
@@ -43,16 +43,13 @@ def padding_multiple(args: argparse.Namespace) -> int:
     FP8 takes the token counts of mcore's `get_fp8_align_size` (fp8_utils.py, 0.18.2, 0.19.2).
     """
     sequence_parallel = getattr(args, "sequence_parallel", False)
-    quantization = Quantization.NONE
-    if getattr(args, "fp8", None):
-        is_mx = getattr(args, "fp8_recipe", "delayed") == "mxfp8"
-        quantization = Quantization.MXFP8 if is_mx else Quantization.FP8
+    is_mx = getattr(args, "fp8_recipe", "delayed") == "mxfp8"
     return length_multiple(
         context_parallel_size=_size(args, "context_parallel_size"),
         sequence_parallel_size=_size(args, "tensor_model_parallel_size")
         if sequence_parallel
         else 1,
-        quantization=quantization,
+        rank_multiple=(32 if is_mx else 16) if getattr(args, "fp8", None) else 1,
     )
 
 

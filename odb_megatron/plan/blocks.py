@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK", "MAX_OFFERS", "block_of", "blocks_of", "even_blocks", "offered"]
+__all__ = ["BLOCK", "MAX_OFFERS", "blocks_of", "even_blocks", "offered"]
 
 BLOCK = 64
 """Replicas of a block, at most."""
@@ -26,11 +26,6 @@ def blocks_of(num_replicas: int, most: int = BLOCK) -> list[range]:
     count = -(-num_replicas // most)
     edges = [at * num_replicas // count for at in range(count + 1)]
     return list(map(range, edges, edges[1:]))
-
-
-def block_of(replica: int, num_replicas: int, most: int = BLOCK) -> range:
-    """Return the block of a replica."""
-    return next(block for block in blocks_of(num_replicas, most) if replica in block)
 
 
 def offered(costs: npt.NDArray[np.int64]) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -105,8 +106,8 @@ class CostModel:
             per_patch=round(patch_tokens * COST_UNIT),
         )
 
-    def sample(self, length: int, num_patches: int = 0) -> int:
-        """Return the cost of a sample of so many tokens and patches."""
+    def sample(self, length: Any, num_patches: Any = 0) -> Any:
+        """Return the cost of a sample of so many tokens and patches, int; or int64 of several."""
         quadratic = (self.quadratic * length * length) >> _SHIFT
         return length * COST_UNIT + quadratic + num_patches * self.per_patch
 
@@ -125,10 +126,7 @@ class CostModel:
                 f"{self.sample(longest, most) // COST_UNIT} tokens; expected less than "
                 f"{MAX_SAMPLE_COST // COST_UNIT}: lower the quadratic or patch cost"
             )
-        quadratic = (self.quadratic * lengths * lengths) >> _SHIFT
-        costs: npt.NDArray[np.int64] = (
-            lengths * COST_UNIT + quadratic + num_patches * self.per_patch
-        )
+        costs: npt.NDArray[np.int64] = self.sample(lengths, num_patches)
         return costs
 
 

@@ -13,9 +13,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_SEGMENTS", "OverlongError", "OverlongPolicy", "Quantization", "SizeRule"]
-__all__ += ["Verdict", "budget_length", "judge_length", "length_multiple", "padded_length"]
-__all__ += ["size_rule"]
+__all__ = ["MAX_SEGMENTS", "OverlongError", "OverlongPolicy", "SizeRule", "budget_length"]
+__all__ += ["judge_length", "length_multiple", "padded_length", "size_rule"]
 
 MAX_SEGMENTS = 256
 """Samples of a micro-batch of a fixed shape, at most. Kernels look at each entry of the cumulative
@@ -24,14 +23,6 @@ lengths, used or not, so that the one bound that always holds (one sample per to
 _PIECE = 128
 """Tokens of a segment of padding, at most: a tile of the attention kernels. They attend within it
 like within a sample, so that one long segment would cost the square of its length."""
-
-
-class Quantization(Enum):
-    """Token-count multiple that a low-precision recipe asks of each rank's share."""
-
-    NONE = 1
-    FP8 = 16
-    MXFP8 = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +46,6 @@ class SizeRule:
     longest: int = 0
     multiple: int = 1
 
-    def __post_init__(self) -> None:
-        is_sound = self.multiple > 0 and min(*self.sizes, self.least, self.longest) >= 0
-        is_sound = is_sound and not any(size % self.multiple for size in self.sizes)
-        if not is_sound or sorted({*self.sizes}) != list(self.sizes):
-            raise ValueError(f"sizes must be ascending multiples, numbers at least 0; got {self}")
-
     def padded(self, length: int) -> int:
         """Return what a sample of `length` tokens takes up."""
         return padded_length(max(length, self.least, 1), self.multiple)
@@ -72,18 +57,9 @@ class SizeRule:
         return rounded
 
     def size_of(self, num_tokens: int) -> int:
-        """Return the size of a micro-batch whose samples take up `num_tokens`.
-
-        Raises:
-            ValueError: they do not fit the largest size.
-        """
-        found = [size for size in self.sizes if num_tokens <= size] if self.sizes else [num_tokens]
-        if not found:
-            raise ValueError(
-                f"samples of {num_tokens} tokens after padding are in a micro-batch that is padded "
-                f"to {self.sizes[-1]}: raise --odb-token-budget"
-            )
-        return found[0]
+        """Return the size of a micro-batch whose samples take up `num_tokens`."""
+        assert not self.sizes or num_tokens <= self.sizes[-1], f"{num_tokens} tokens for {self}"
+        return next((size for size in self.sizes if num_tokens <= size), num_tokens)
 
     def num_segments(self, size: int) -> int:
         """Return how many segments the cumulative lengths of a micro-batch have room for.
@@ -114,42 +90,22 @@ class OverlongError(ValueError):
     """A sample is too long and the policy does not allow it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What to do with one sample.
-
-    Attributes:
-        keep: number of tokens to keep, 0 when the sample is dropped.
-        truncated: number of tokens cut off the end.
-        message: why it is not kept whole; empty when it is.
-    """
-
-    keep: int
-    truncated: int = 0
-    message: str = ""
-
-
 def length_multiple(
-    *,
-    context_parallel_size: int = 1,
-    sequence_parallel_size: int = 1,
-    quantization: Quantization = Quantization.NONE,
+    *, context_parallel_size: int = 1, sequence_parallel_size: int = 1, rank_multiple: int = 1
 ) -> int:
     """Return the multiple that every sample is padded to.
 
     Context parallelism cuts each sample into 2 * cp zigzag pieces; sequence parallelism splits a
-    rank's tokens over tp ranks; FP8 and MXFP8 kernels want each rank's token count divisible by
-    16 or 32. Padding every sample to the least common multiple satisfies all three for every
-    micro-batch.
+    rank's tokens over tp ranks. Padding every sample to the least common multiple satisfies both,
+    and the kernels, for every micro-batch.
 
     Args:
         context_parallel_size: cp.
         sequence_parallel_size: tp when sequence parallelism is on, else 1.
-        quantization: low-precision recipe of the linear layers.
+        rank_multiple: of each rank's token count: 16 for FP8 kernels, 32 for those of MXFP8.
     """
     zigzag = 2 * context_parallel_size if context_parallel_size > 1 else 1
-    share = context_parallel_size * sequence_parallel_size * quantization.value
-    return math.lcm(zigzag, share)
+    return math.lcm(zigzag, context_parallel_size * sequence_parallel_size * rank_multiple)
 
 
 def padded_length(length: int, multiple: int) -> int:
@@ -189,7 +145,7 @@ def size_rule(
 
 def judge_length(
     length: int, *, multiple: int, token_budget: int, context: int, policy: OverlongPolicy
-) -> Verdict:
+) -> tuple[int, str]:
     """Decide what happens to a sample of `length` tokens.
 
     Args:
@@ -199,26 +155,21 @@ def judge_length(
         context: most tokens of one sample (`--seq-length`).
         policy: rule for a padded length above min(context, token_budget).
 
+    Returns:
+        How many tokens are kept, 0 when it is dropped; why it is not as any other, or "".
+
     Raises:
         OverlongError: the policy is `error`, or it is `solo` and the sample exceeds the context.
-        ValueError: no sample at all could fit (limit below the multiple).
     """
-    limit = min(context, token_budget)
-    padded = padded_length(length, multiple)
+    limit, padded = min(context, token_budget), padded_length(length, multiple)
     if padded <= limit:
-        return Verdict(keep=length)
+        return length, ""
     seen = f"{length} tokens" + (f" ({padded} after padding to {multiple})" if multiple > 1 else "")
     message = f"{seen}; the limit is {limit} (seq-length {context}, token budget {token_budget})"
     if policy is OverlongPolicy.SOLO and padded <= context:
-        return Verdict(keep=length, message=message)
+        return length, message
     if policy is OverlongPolicy.DROP:
-        return Verdict(keep=0, message=message)
-    if policy is OverlongPolicy.TRUNCATE:
-        keep = budget_length(limit, multiple)
-        if keep == 0:
-            raise ValueError(f"no sample fits: {limit} is below the padding multiple {multiple}")
-        return Verdict(keep=keep, truncated=length - keep, message=message)
-    raise OverlongError(
-        f"{message}: use --odb-overlong truncate, drop or (up to --seq-length) solo, or raise "
-        "--odb-token-budget / --seq-length"
-    )
+        return 0, message
+    if policy is OverlongPolicy.TRUNCATE and limit >= multiple:
+        return budget_length(limit, multiple), message
+    raise OverlongError(message)

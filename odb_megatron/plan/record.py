@@ -162,9 +162,6 @@ class PlanConfig:
     loss_per: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "num_replicas"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         if self.token_budget < self.multiple:
             raise ValueError(
                 f"token budget {self.token_budget} is below the length multiple {self.multiple}: "
