@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import re
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,12 +67,18 @@ def _with_template(folder: Path, template: str | None) -> Any:
 
 
 @pytest.fixture(scope="session")
-def renderers(folder: Path, tokenizer: Any) -> dict[str, ChatRenderer]:
-    return {
-        "marked": ChatRenderer(tokenizer),
-        "unmarked": ChatRenderer(_with_template(folder, PLAIN_CHATML)),
-        "built-in": ChatRenderer(_with_template(folder, None)),
-    }
+def renderers(folder: Path) -> dict[str, ChatRenderer]:
+    templates = {"marked": CHATML_TEMPLATE, "unmarked": PLAIN_CHATML, "built-in": None}
+    return {kind: ChatRenderer(_with_template(folder, one)) for kind, one in templates.items()}
+
+
+def _learnt(renderer: ChatRenderer, record: ChatRecord) -> str:
+    ids, weights = renderer.render(record)
+    return "".join(renderer.tokenizer.decode(ids[weights > 0].tolist()))
+
+
+def _text(renderer: ChatRenderer, record: ChatRecord) -> str:
+    return "".join(renderer.tokenizer.decode(renderer.render(record)[0].tolist()))
 
 
 def _chat(*turns: tuple[str, str], **columns: Any) -> Conversation:
@@ -453,141 +458,237 @@ def test_one_bos_and_only_where_the_post_processor_adds_it(folder: Path, tokeniz
     assert tokenizer.decode(ids) == _chatml(CHAT)[0]
 
 
-LABELLED = """\
-{%- for m in messages -%}{{ 'BOT: ' if m.role == 'assistant' else 'YOU: ' }}{% generation %}
-{{- m.content + '<|im_end|>' -}}{% endgeneration %}{{ '\\n' }}{%- endfor -%}
-"""
+LABELLED = (
+    "{%- for m in messages -%}{{ 'BOT: ' if m.role == 'assistant' else 'YOU: ' }}TEXT{%- endfor -%}"
+)
+_TURN = "m.content + '<|im_end|>'"
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
-@pytest.mark.parametrize("template", ["marked", "unmarked"])
+@pytest.mark.parametrize(
+    "printed",
+    [
+        f"{{{{ {_TURN} + '\n' }}}}",
+        "{% if m.role == 'assistant' %}{% generation %}{{- " + _TURN + " -}}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{{ '\n' }}",
+    ],
+    ids=["unmarked", "marked"],
+)
 def test_a_first_token_that_begins_in_the_header_is_learnt(
-    folder: Path, template: str, trim_offsets: bool
+    folder: Path, printed: str, trim_offsets: bool
 ) -> None:
     from tokenizers.processors import ByteLevel
 
-    marked = LABELLED.replace(
-        "{% generation %}\n{{- m.content + '<|im_end|>' -}}{% endgeneration %}",
-        "{% if m.role == 'assistant' %}{% generation %}{{- m.content + '<|im_end|>' -}}"
-        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}",
-    )
-    source = marked if template == "marked" else re.sub(r"{% (end)?generation %}", "", LABELLED)
-    spaced = _with_template(folder, source)
+    spaced = _with_template(folder, LABELLED.replace("TEXT", printed))
     spaced.backend_tokenizer.post_processor = ByteLevel(trim_offsets=trim_offsets)
-    for content, learnt in [
-        ("hello there", " hello there<|im_end|>"),
-        ("zz", "zz<|im_end|>"),
-        ("x   ", "x   <|im_end|>"),
-    ]:
-        ids, weights = ChatRenderer(spaced).render(_chat(("user", "x"), ("assistant", content)))
-        if content[0] == "h":
-            assert "Ġhello" in spaced.convert_ids_to_tokens(ids)  # the case did occur
-        assert spaced.decode(ids[weights > 0]) == learnt
+    renderer = ChatRenderer(spaced)
+    for said, learnt in (("hello there", " hello there"), ("zz", "zz"), ("x   ", "x   ")):
+        record = _chat(("user", "x"), ("assistant", said))
+        assert _learnt(renderer, record) == f"{learnt}<|im_end|>"
+        tokens = spaced.convert_ids_to_tokens(renderer.render(record)[0])
+        assert ("Ġhello" in tokens) == (said[0] == "h")  # the case did occur
 
 
 def test_what_a_template_leaves_out_is_put_where_it_prints(
-    renderers: dict[str, ChatRenderer], tokenizer: Any
+    renderers: dict[str, ChatRenderer],
 ) -> None:
     call = {"id": "c1", "function": {"name": "f", "arguments": {"x": 1}}}
-    record = {
-        "messages": [
-            {"role": "developer", "content": "d"},
-            {**ANSWER, "tool_calls": [call, call]},
-            {"role": "tool", "content": "r", "name": "f", "tool_call_id": "c1"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ],
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-    }
+    turns = [
+        {"role": "developer", "content": "d"},
+        {**ANSWER, "tool_calls": [call, call]},
+        {"role": "tool", "content": "r", "name": "f", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
     listed = '# Tools\n{"type": "function", "function": {"name": "f"}}'
-    line = '{"name": "f", "arguments": {"x": 1}}'
+    line, head = '{"name": "f", "arguments": {"x": 1}}', "<|im_start|>assistant\n"
     said = [f"a\n{line}\n{line}<|im_end|>", f"{line}<|im_end|>"]
-    head = "<|im_start|>assistant\n"
     for renderer in renderers.values():
-        ids, weights = renderer.render(parse_record(record))
-        assert tokenizer.decode(ids[weights > 0]) == "".join(said)
-        assert tokenizer.decode(ids) == (
+        record = _conversation({"messages": turns, "tools": tools})
+        assert _learnt(renderer, record) == "".join(said)
+        assert _text(renderer, record) == (
             f"<|im_start|>system\nd\n\n{listed}<|im_end|>\n{head}{said[0]}\n"
             f"<|im_start|>tool\nr<|im_end|>\n{head}{said[1]}\n"
         )
-        ids, _ = renderer.render(_chat(("assistant", "a"), tools=record["tools"]))
-        assert tokenizer.decode(ids) == (
+        assert _text(renderer, _chat(("assistant", "a"), tools=tools)) == (
             f"<|im_start|>system\n{listed}<|im_end|>\n{head}a<|im_end|>\n"
         )
-        with pytest.raises(ValueError, match="does not print the reasoning of some turns"):
-            renderer.render(_conversation({"messages": [{**ANSWER, "thinking": "hm"}, ANSWER]}))
 
 
-def test_calls_and_tools_reach_a_template_that_prints_them(folder: Path, tokenizer: Any) -> None:
-    template = PLAIN_CHATML.replace(
-        "m['content'] +",
-        "(m.tool_calls[0].function | tojson if m.tool_calls else m['content']) +",
-    ).replace("{%- for", "{%- for t in tools or [] %}{{ t.function.name }}{% endfor %}{%- for", 1)
-    call = {"name": "f", "arguments": {"x": 1}}
-    record = {
-        "messages": [USER, {"role": "assistant", "tool_calls": [call]}],
-        "tools": [{"name": "F"}],
-    }
-    ids, weights = ChatRenderer(_with_template(folder, template)).render(parse_record(record))
-    assert tokenizer.decode(ids).startswith("F<|im_start|>user")
-    assert tokenizer.decode(ids[weights > 0]) == ('{"name": "f", "arguments": {"x": 1}}<|im_end|>')
+# --- templates and what is learnt with them, or refused ------------------------------------------
+
+HEAD, ASKED = "<|im_start|>assistant\n", "{{ '<|im_start|>assistant\n' }}"
+TURN = "{{ '<|im_start|>' + m.role + '\n' + SAID + '<|im_end|>' }}"
+EVERY = "{% for m in messages %}SAID{% endfor %}"
+TURNS = f"{{% for m in messages %}}{TURN}{{% endfor %}}"
+ASKING = TURNS + f"{{% if add_generation_prompt %}}{ASKED}{{% endif %}}"
+FIRST = "m.tool_calls[0].function"
+CALL = "(m.content or '') + (CALL if m.tool_calls else '')"
+# As Mistral's templates want it.
+PARTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}"
+    "{{ m.content }}{% else %}{% for p in m.content %}{{ '[' + p.thinking + ']' "
+    "if p.type == 'thinking' else p.text }}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}"
+    f"{{% endfor %}}{{% if add_generation_prompt %}}{ASKED}{{% endif %}}"
+)
+# As Gemma's and gpt-oss's do; a call without texts has no other mark.
+NAMED_AGAIN = (
+    "{% set ns = namespace(name='') %}{% for m in messages %}{% if m.tool_calls %}"
+    f"{{% set ns.name = {FIRST}.name %}}"
+    + TURN.replace("SAID", f"ns.name + ({FIRST}.arguments | tojson)")
+    + "{% elif m.role == 'tool' %}{{ '<|im_start|>' + ns.name + '\n' + m.content + '<|im_end|>' }}"
+    "{% else %}" + TURN.replace("SAID", "m.content") + "{% endif %}{% endfor %}"
+    f"{{% if add_generation_prompt %}}{ASKED}{{% endif %}}"
+)
+
+
+def _calls(arguments: Any, *more: Any, **keys: Any) -> dict[str, Any]:
+    call = {"name": "f", "arguments": arguments, "id": "call1"}
+    return {"messages": [USER, {"role": "assistant", "tool_calls": [call], **keys}, *more]}
+
+
+TOOL = {"role": "tool", "content": "r", "tool_call_id": "call1"}
+THOUGHT = {"messages": [{"role": "user", "content": "2+2?"}, {**ANSWER, "thinking": "2+2"}]}
+DROPPED = {"messages": [USER, {**ANSWER, "content": "<think>R</think>Ho."}]}
 
 
 @pytest.mark.parametrize(
-    ("template", "error", "is_format"),
+    ("template", "record", "learnt"),
     [
         (
-            "{% for m in messages %}{{ m.content | length }}{{ m.content }}{% endfor %}",
-            "prints other things around a message depending on its text.* put {% generation %}",
-            True,
+            ASKING.replace("SAID", CALL.replace("CALL", f"({FIRST} | tojson)")),
+            _calls({"x": 1}),
+            '{"name": "f", "arguments": {"x": 1}}<|im_end|>',
+        ),
+        (  # the id behind the arguments belongs to the call
+            ASKING.replace(
+                "SAID",
+                CALL.replace("CALL", f"'f' + ({FIRST}.arguments | tojson) + m.tool_calls[0].id"),
+            ),
+            _calls({"x": "Paris"}, USER, ANSWER),
+            'f{"x": "Paris"}call1<|im_end|>a<|im_end|>',
+        ),
+        (NAMED_AGAIN, _calls({}, TOOL, ANSWER), "f{}<|im_end|>a<|im_end|>"),
+        (NAMED_AGAIN, _calls({"n": 3}, TOOL, ANSWER), 'f{"n": 3}<|im_end|>a<|im_end|>'),
+        (NAMED_AGAIN, _calls({"x": "P"}, TOOL, ANSWER), 'f{"x": "P"}<|im_end|>a<|im_end|>'),
+        # The next header is no part of a turn.
+        (TURNS.replace("SAID", "m.content") + ASKED, {"messages": [USER, ANSWER]}, "a<|im_end|>"),
+        (  # an end that only the last turn shows
+            EVERY.replace("SAID", "{{ '<|' + m.role + '|>' + m.content }}") + "{{ eos_token }}",
+            {"messages": [USER, ANSWER, USER, {**ANSWER, "content": "b"}]},
+            "ab<|endoftext|>",
         ),
         (
-            PLAIN_CHATML.replace("m['content'] +", "m['content'] + m['content'] +"),
-            "prints message 3 in several places",
-            False,
+            PARTS,
+            {"messages": [USER, {**ANSWER, "thinking": "Hm."}]},
+            "[Hm.]a<|im_end|>",
         ),
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "does not print the content", True),
-        (
-            "{{ raise_exception('one turn') if messages | length == 4 }}" + PLAIN_CHATML,
-            r"was not found in two plain turns: .*\(one turn\)",
-            True,
+        (ASKING.replace("SAID", "m.content | upper"), {"messages": [USER, ANSWER]}, "A<|im_end|>"),
+        (  # reasoning of which a word stands in the question
+            ASKING.replace("SAID", "(m.reasoning_content or '') + m.content"),
+            THOUGHT,
+            "2+2a<|im_end|>",
         ),
-        (
-            "{{ messages[2].content[:7] }}" + PLAIN_CHATML,
-            "prints other things around a message depending on its text",
-            False,
-        ),
-        (
-            "{% for m in messages %}{% generation %}{% endgeneration %}{% endfor %}x",
-            "no token of the rendered conversation carries loss",
-            True,
-        ),
-        ("{% if %}", "the chat template cannot be used", True),
-        ("{{ raise_exception('must alternate') }}", r"\(must alternate\); its roles are sy", False),
-        ("{{ messages[0].content + 3 }}", "cannot render this conversation .*; its roles", False),
-        ("{{ messages[0].nothing.more }}", "cannot render this .*has no attribute", False),
     ],
 )
-def test_templates_that_cannot_be_used(
-    folder: Path, template: str, error: str, is_format: bool
+def test_what_is_learnt(folder: Path, template: str, record: dict[str, Any], learnt: str) -> None:
+    loaded = _with_template(folder, template)
+    loaded.add_tokens(["<|user|>", "<|assistant|>"], special_tokens=True)
+    assert _learnt(ChatRenderer(loaded), parse_record(record)) == learnt
+
+
+UNSAID = "does not print the content of a message of the role"
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "error"),
+    [
+        (EVERY.replace("SAID", "{{ m.content | length }}{{ m.content }}"), None, "!depending on i"),
+        (ASKING.replace("SAID", "m.content + m.content"), None, "prints message 3 in several pla"),
+        (EVERY.replace("SAID", "{{ m.role }}"), None, "!does not print the content"),
+        (
+            "{{ raise_exception('one turn') if messages | length == 4 }}" + PLAIN_CHATML,
+            None,
+            r"!was not found in two plain turns: .*\(one turn\)",
+        ),
+        ("{{ messages[2].content[:7] }}" + PLAIN_CHATML, None, "prints other things around a mes"),
+        (
+            EVERY.replace("SAID", "{% generation %}{% endgeneration %}") + "x",
+            None,
+            "!no token of the rendered conversation carries loss",
+        ),
+        ("{% if %}", None, "!the chat template cannot be used"),
+        ("{{ raise_exception('must alternate') }}", None, r"\(must alternate\); its roles are sy"),
+        ("{{ messages[0].content + 3 }}", None, "cannot render this conversation .*; its roles"),
+        ("{{ messages[0].nothing.more }}", None, "cannot render this .*has no attribute"),
+        (
+            ASKING.replace("SAID", "m.content.split('##')[-1]"),
+            {"messages": [USER, {**ANSWER, "content": "a ## b"}]},
+            f"{UNSAID} assistant|text alone",
+        ),
+        (  # what Python prints of parts, where a template that drops reasoning knows texts alone
+            CHATML_TEMPLATE.replace(
+                "message['content'] + '<|im_end|>' }}{% endgen",
+                "(message.content.split('</think>')[-1] if message.content is string else "
+                "message.content) ~ '<|im_end|>' }}{% endgen",
+            ),
+            DROPPED,
+            f"{UNSAID} assistant",
+        ),
+        (
+            ASKING.replace("SAID", CALL.replace("CALL", f"({FIRST}.name | upper)")) + "{# tools #}",
+            _calls({"x": "Paris"}),
+            "does not print the tool call f",
+        ),
+        (
+            ASKING.replace("SAID", CALL.replace("CALL", f"({FIRST} | tojson(ensure_ascii=True))")),
+            _calls({"x": "é"}),
+            "was not found in the rendered text|does not print the tool call",
+        ),
+        (PLAIN_CHATML, THOUGHT, "does not print the reasoning of some turns"),
+        (  # nor where it is the question, however long
+            PLAIN_CHATML,
+            {"messages": [{**USER, "content": "w " * 300}, {**ANSWER, "thinking": "w " * 300}]},
+            "does not print the reasoning of some turns",
+        ),
+        (  # a tool's answer of which the text stands elsewhere
+            "{% for m in messages if m.role in ['user', 'assistant'] %}"
+            + PLAIN_CHATML.removeprefix("{%- for m in messages -%}"),
+            _calls({"x": "P"}, TOOL, ANSWER),
+            f"{UNSAID} tool",
+        ),
+        (
+            PLAIN_CHATML,
+            {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thnking": False}},
+            "give the chat template 'enable_thnking', which it does not read",
+        ),
+        (
+            PLAIN_CHATML,
+            {"messages": [USER, ANSWER], "chat_template_kwargs": {"tools": []}},
+            "which the conversation itself gives",
+        ),
+        (
+            "{% generation %}" + EVERY.replace("SAID", "{{ m.content }}") + "{% endgeneration %}",
+            {"messages": [{**ANSWER, "loss": 0}, {**ANSWER, "content": "yes"}]},
+            "!marks 1 spans that are not of one message each",
+        ),
+    ],
+)
+def test_what_is_refused(
+    folder: Path, template: str, record: dict[str, Any] | None, error: str
 ) -> None:
-    with pytest.raises(ValueError, match=error) as caught:
-        ChatRenderer(_with_template(folder, template)).render(CHAT)
-    assert isinstance(caught.value, ChatFormatError) is is_format
+    """With `!` for every record: never skipped."""
+    conversation = CHAT if record is None else parse_record(record)
+    with pytest.raises(ValueError, match=error.removeprefix("!")) as caught:
+        ChatRenderer(_with_template(folder, template)).render(conversation)
+    assert isinstance(caught.value, ChatFormatError) == error.startswith("!")
 
 
-def test_a_template_that_ends_no_turn(folder: Path, tokenizer: Any) -> None:
+def test_a_template_that_ends_no_turn(folder: Path) -> None:
     endless = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     with pytest.warns(UserWarning, match="so the model does not learn to stop"):
-        ids, weights = ChatRenderer(_with_template(folder, endless)).render(CHAT)
-    assert tokenizer.decode(ids[weights > 0]).split() == ["hello", "there", "four", "😀"]
-
-
-def test_a_part_of_a_text(folder: Path) -> None:
-    parts = "{% for m in messages %}{{ '<|im_start|>' + m.content.split('##')[-1] + '<|im_end|>' }}"
-    renderer = ChatRenderer(_with_template(folder, parts + "{% endfor %}"))
-    renderer.render(CHAT)
-    with pytest.raises(ValueError, match="does not print the content of a message"):
-        renderer.render(_chat(("user", "q"), ("assistant", "a ## b")))
+        learnt = _learnt(ChatRenderer(_with_template(folder, endless)), CHAT)
+    assert learnt.split() == ["hello", "there", "four", "😀"]
 
 
 def test_a_text_that_is_too_long(
@@ -606,22 +707,49 @@ def test_the_characters_by_which_turns_are_told_apart(renderers: dict[str, ChatR
         renderers["unmarked"].render(private)
 
 
-def test_marks_that_do_not_fit_the_weights(folder: Path) -> None:
-    one = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
-    weighted = _conversation({"messages": [{**ANSWER, "loss": 0}, {**ANSWER, "content": "yes"}]})
-    with pytest.raises(ChatFormatError, match="marks 1 spans that are not of one message each"):
-        ChatRenderer(_with_template(folder, one)).render(weighted)
-
-
-def test_template_arguments_and_the_date_that_stands_still(folder: Path, tokenizer: Any) -> None:
+def test_template_arguments_and_the_date_that_stands_still(folder: Path) -> None:
     dated = "{{ strftime_now('%d %b %Y') + (mood or '') }}" + PLAIN_CHATML
     renderer = ChatRenderer(_with_template(folder, dated), template_arguments={"mood": "!"})
-    assert tokenizer.decode(renderer.render(CHAT)[0]).startswith("26 Jul 2024!<|im_start|>")
+    assert _text(renderer, CHAT).startswith("26 Jul 2024!<|im_start|>")
     own = _chat(("assistant", "a"), chat_template_kwargs={"mood": "?"})
-    assert tokenizer.decode(renderer.render(own)[0]).startswith("26 Jul 2024?<|im_start|>")
-    for taken in ({"tools": []}, {"messages": []}):
-        with pytest.raises(ValueError, match="which the conversation itself gives"):
-            renderer.render(_chat(("assistant", "a"), chat_template_kwargs=taken))
+    assert _text(renderer, own).startswith("26 Jul 2024?<|im_start|>")
+    unread = ChatRenderer(_with_template(folder, PLAIN_CHATML), template_arguments={"mood": 1})
+    with pytest.raises(ChatFormatError, match="'mood', which it does not read"):
+        unread.render(CHAT)
+
+
+def test_named_templates_for_tools(folder: Path) -> None:
+    """One that cannot be rendered without tools."""
+    named = (
+        "{% for t in tools %}{{ t.function.name }}{% endfor %}" + PLAIN_CHATML + "{# tool_calls #}"
+    )
+    loaded = _with_template(folder, None)
+    loaded.chat_template = {"default": PLAIN_CHATML, "tool_use": named}
+    record = parse_record({"messages": [USER, ANSWER], "tools": [{"name": "F", "parameters": {}}]})
+    assert _text(ChatRenderer(loaded), record).startswith("F<|im_start|>user")
+    assert _learnt(ChatRenderer(loaded), record) == "a<|im_end|>"
+
+
+def test_trl_without_its_templates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(submodule_search_locations=[str(folder)])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    chat._trained_by_trl.cache_clear()
+    with pytest.raises(ChatFormatError, match="TRL has no training templates in .*install trl>=1"):
+        ChatRenderer(_with_template(folder, PLAIN_CHATML)).render(CHAT)
+    chat._trained_by_trl.cache_clear()
+
+
+def test_what_a_template_leaves_out_is_counted(folder: Path) -> None:
+    """The content beside a call: Llama's templates have no place for it."""
+    printed = f"('f' + ({FIRST}.arguments | tojson) if m.tool_calls else (m.content or ''))"
+    renderer = ChatRenderer(_with_template(folder, ASKING.replace("SAID", printed)))
+    record = parse_record(_calls({"x": "Paris"}, USER, ANSWER, content="Let me look."))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            renderer.render(record)
+    counts = [re.findall(r"the role assistant: .*seen (\d+) times", str(w.message)) for w in caught]
+    assert counts == [["1"], ["10"]]
 
 
 # --- tokenizers ---------------------------------------------------------------------------------
@@ -693,203 +821,23 @@ def test_threads_and_processes_render_the_same(
         assert pool.apply(_render, (renderer, records[5])) == here[5]
 
 
-def _real() -> Iterator[Conversation]:
-    names = ["glaive_toolcall_en_demo.json", "self_instruct_seed_tasks.jsonl", "HumanEval.jsonl.gz"]
-    return (_conversation(record) for name in names for record in open_records(str(DATA / name)))
-
-
 def test_real_conversations(tokenizer: Any, renderers: dict[str, ChatRenderer]) -> None:
-    if not (DATA / "glaive_toolcall_en_demo.json").is_file():
+    names = ["glaive_toolcall_en_demo.json", "self_instruct_seed_tasks.jsonl", "HumanEval.jsonl.gz"]
+    if not (DATA / names[0]).is_file():
         pytest.skip("shared data is not here")
     num_calls = 0
-    for conversation in _real():
-        ids, weights = renderers["marked"].render(conversation)
+    for record in (record for name in names for record in open_records(str(DATA / name))):
+        conversation = _conversation(record)
         wanted = ""
         for message in conversation.messages:
             if message["role"] == "assistant":
                 calls = [one["function"] for one in message.get("tool_calls", ())]
                 num_calls += len(calls)
                 lines = [json.dumps(call, ensure_ascii=False) for call in calls]
-                said = "\n".join(filter(None, [message.get("content"), *lines]))
-                wanted += said + "<|im_end|>"
+                wanted += "\n".join(filter(None, [message.get("content"), *lines])) + "<|im_end|>"
+        ids, weights = renderers["marked"].render(conversation)
         learnt = tokenizer.decode(ids[weights > 0])
-        assert learnt.split() == wanted.split()
         assert re.sub(r"\s", "", learnt) == re.sub(r"\s", "", wanted)
-        both = renderers["unmarked"].render(conversation)
-        assert both[0].tolist() == ids.tolist()
-        assert both[1].tolist() == weights.tolist()
+        unmarked = _render(renderers["unmarked"], conversation)
+        assert unmarked == (ids.tolist(), weights.tolist())
     assert num_calls == 211
-
-
-HEADED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}"
-    "{% endfor %}"
-)
-
-
-def test_a_template_that_always_asks_for_an_answer(folder: Path, tokenizer: Any) -> None:
-    """The next header is no part of a turn."""
-    asking = _with_template(folder, HEADED + "{{ '<|im_start|>assistant\n' }}")
-    ids, weights = ChatRenderer(asking).render(CHAT)
-    learnt = tokenizer.decode(ids[weights > 0])
-    assert learnt == "hello there<|im_end|>four 😀\n<|im_end|>"
-
-
-def test_an_end_that_only_the_last_turn_shows(folder: Path) -> None:
-    once = (
-        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}{{ eos_token }}"
-    )
-    loaded = _with_template(folder, once)
-    loaded.add_tokens(["<|user|>", "<|assistant|>"], special_tokens=True)
-    turns = [("user", "q"), ("assistant", "one"), ("user", "r"), ("assistant", "two")]
-    ids, weights = ChatRenderer(loaded).render(_chat(*turns))
-    assert loaded.decode(ids[weights > 0]) == "onetwo<|endoftext|>"
-
-
-def test_what_python_prints_is_not_trained(folder: Path, tokenizer: Any) -> None:
-    """Parts of a content, where a template that drops reasoning knows texts alone."""
-    source = CHATML_TEMPLATE.replace(
-        "message['content'] + '<|im_end|>' }}{% endgen",
-        "(message.content.split('</think>')[-1] if message.content is string else message.content)"
-        " ~ '<|im_end|>' }}{% endgen",
-    )
-    answer = "<think>\nR\n</think>\n\nHo."
-    turns = [("user", "q"), ("assistant", answer), ("user", "r"), ("assistant", "Hm")]
-    ids, _ = ChatRenderer(_with_template(folder, source)).render(_chat(*turns))
-    assert "'type'" not in tokenizer.decode(ids)
-    with pytest.raises(
-        ValueError, match="does not print the content of a message of the role assi"
-    ):
-        ChatRenderer(_with_template(folder, source)).render(_chat(*turns[:2]))
-
-
-CALLS = PLAIN_CHATML.replace("m['content'] +", "(m.content or '') + CALLS +")
-
-
-@pytest.mark.parametrize(
-    ("printed", "error"),
-    [
-        (
-            "(m.tool_calls[0].function.name | upper if m.tool_calls else '')",
-            "does not print the too",
-        ),
-        (
-            "(m.tool_calls[0].function | tojson(ensure_ascii=True) if m.tool_calls else '')",
-            "was not found in the rendered text|does not print the tool call",
-        ),
-    ],
-)
-def test_calls_that_are_not_all_found(folder: Path, printed: str, error: str) -> None:
-    calls = [{"name": "f", "arguments": {"x": one}} for one in ("Paris", "Oslo")]
-    turns = [USER, {"role": "assistant", "content": None, "tool_calls": calls}]
-    source = CALLS.replace("CALLS", printed) + "{# tools #}"
-    for record in (
-        {"messages": turns},
-        {"messages": [*turns[:1], {**turns[1], "tool_calls": calls[:1]}]},
-    ):
-        with pytest.raises(ValueError, match=error) as caught:
-            ChatRenderer(_with_template(folder, source)).render(parse_record(record))
-        assert not isinstance(caught.value, ChatFormatError)
-
-
-def test_an_id_behind_the_arguments_belongs_to_the_call(folder: Path, tokenizer: Any) -> None:
-    printed = (
-        "('f' + (m.tool_calls[0].function.arguments | tojson) + m.tool_calls[0].id "
-        "if m.tool_calls else '')"
-    )
-    call = {"id": "call1", "function": {"name": "f", "arguments": {"x": "Paris"}}}
-    turns = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, USER, ANSWER]
-    source = CALLS.replace("CALLS", printed)
-    ids, weights = ChatRenderer(_with_template(folder, source)).render(
-        parse_record({"messages": turns})
-    )
-    assert tokenizer.decode(ids[weights > 0]) == 'f{"x": "Paris"}call1<|im_end|>a<|im_end|>'
-
-
-def test_short_reasoning_that_stands_elsewhere_is_not_taken_for_printed(folder: Path) -> None:
-    turns = [{"role": "user", "content": "2+2?"}, {**ANSWER, "thinking": "2+2"}]
-    with pytest.raises(ValueError, match="does not print the reasoning of some turns"):
-        ChatRenderer(_with_template(folder, PLAIN_CHATML)).render(parse_record({"messages": turns}))
-
-
-def test_template_arguments_that_are_not_read(folder: Path) -> None:
-    record = {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thnking": False}}
-    with pytest.raises(ValueError, match="give the chat template 'enable_thnking', which it does"):
-        ChatRenderer(_with_template(folder, PLAIN_CHATML)).render(parse_record(record))
-    renderer = ChatRenderer(_with_template(folder, PLAIN_CHATML), template_arguments={"mood": 1})
-    with pytest.raises(ChatFormatError, match="'mood', which it does not read"):
-        renderer.render(CHAT)
-
-
-def test_named_templates_for_tools(folder: Path, tokenizer: Any) -> None:
-    """One that cannot be rendered without tools."""
-    named = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + CALLS.replace(
-        "CALLS", "(m.tool_calls | tojson if m.tool_calls else '')"
-    )
-    loaded = _with_template(folder, None)
-    loaded.chat_template = {"default": PLAIN_CHATML, "tool_use": named}
-    tools = [{"name": "F", "parameters": {}}]
-    ids, weights = ChatRenderer(loaded).render(
-        parse_record({"messages": [USER, ANSWER], "tools": tools})
-    )
-    assert tokenizer.decode(ids).startswith("F<|im_start|>user")
-    assert tokenizer.decode(ids[weights > 0]) == "a<|im_end|>"
-
-
-def test_trl_without_its_templates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = argparse.Namespace(submodule_search_locations=[str(folder)])
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
-    chat._trained_by_trl.cache_clear()
-    with pytest.raises(ChatFormatError, match="TRL has no training templates in .*install trl>=1"):
-        ChatRenderer(_with_template(folder, PLAIN_CHATML)).render(CHAT)
-    chat._trained_by_trl.cache_clear()
-
-
-def test_what_a_template_leaves_out_is_counted(folder: Path) -> None:
-    """The content beside a call: Llama's templates have no place for it."""
-    printed = "(m.tool_calls[0].function.arguments | tojson if m.tool_calls else (m.content or ''))"
-    source = CALLS.replace("(m.content or '') + CALLS +", f"'f' + {printed} +")
-    call = {"name": "f", "arguments": {"x": "Paris"}}
-    turns = [USER, {**ANSWER, "content": "Let me look.", "tool_calls": [call]}, USER, ANSWER]
-    renderer = ChatRenderer(_with_template(folder, source))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(12):
-            renderer.render(parse_record({"messages": turns}))
-    counts = [re.findall(r"the role assistant: .*seen (\d+) times", str(w.message)) for w in caught]
-    assert counts == [["1"], ["10"]]
-
-
-def test_reasoning_as_a_part(folder: Path, tokenizer: Any) -> None:
-    """As Mistral's templates want it."""
-    source = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}"
-        "{{ m.content }}{% else %}{% for p in m.content %}{{ '[THINK]' + p.thinking + '[/THINK]' "
-        "if p.type == 'thinking' else p.text }}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    parts = [{"type": "thinking", "thinking": "Hm."}, _part("So.")]
-    turns = [USER, {"role": "assistant", "content": parts}]
-    renderer = ChatRenderer(_with_template(folder, source))
-    ids, weights = renderer.render(parse_record({"messages": turns}))
-    assert tokenizer.decode(ids[weights > 0]) == "[THINK]Hm.[/THINK]So.<|im_end|>"
-
-
-def test_a_calls_name_that_is_printed_again_before_the_answer(folder: Path, tokenizer: Any) -> None:
-    """As Gemma's and gpt-oss's templates do; a call without texts has no other mark."""
-    source = (
-        "{% set ns = namespace(name='') %}{% for m in messages %}{% if m.tool_calls %}"
-        "{% set ns.name = m.tool_calls[0].function.name %}{{ '<|im_start|>assistant\n' + ns.name "
-        "+ (m.tool_calls[0].function.arguments | tojson) + '<|im_end|>' }}{% elif m.role == 'tool' "
-        "%}{{ '<|im_start|>' + ns.name + '\n' + m.content + '<|im_end|>' }}{% else %}"
-        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    renderer = ChatRenderer(_with_template(folder, source))
-    for arguments in ({}, {"n": 3}, {"x": "Paris"}):
-        call = {"name": "get", "arguments": arguments}
-        answer = {"role": "tool", "content": "sunny"}
-        turns = [USER, {"role": "assistant", "tool_calls": [call]}, answer, ANSWER]
-        ids, weights = renderer.render(parse_record({"messages": turns}))
-        said = f"get{json.dumps(arguments)}<|im_end|>a<|im_end|>"
-        assert tokenizer.decode(ids[weights > 0]) == said

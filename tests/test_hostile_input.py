@@ -253,11 +253,6 @@ def test_random_bytes_as_a_file(
 
 
 VALUES: list[Any] = [None, True, 0, 1.5, "", "x", "[1", [], [None], [[]], {}, {"a": 1}, [{"a": []}]]
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
-    max_leaves=8,
-)
 
 
 def _with_another(value: Any, at: tuple[Any, ...], other: Any) -> Any:
@@ -318,15 +313,6 @@ def test_wrong_types_at_every_place_of_a_record(record: dict[str, Any], folder: 
             except ValueError:
                 num_refused += 1
     assert num_refused > 5
-
-
-@settings(deadline=None)
-@given(JSON)
-def test_any_json_as_a_record(value: Any) -> None:
-    names = ("messages", "conversations", "instruction", "prompt", "text", "instances", "tools")
-    for name in names:
-        with contextlib.suppress(ValueError):
-            parse_record({name: value, "output": value, "tools": value, "history": value})
 
 
 def test_a_refusal_does_not_repeat_a_huge_text(tmp_path: Path) -> None:
@@ -462,13 +448,6 @@ def test_every_entry_of_a_state_is_checked(name: str) -> None:
     assert len(texts) >= 8
     assert all("the checkpoint's data state is '{" in text for text in texts)
     assert all("start the data anew (--finetune)" in text and len(text) < 2000 for text in texts)
-
-
-@given(JSON | st.sampled_from(HOSTILE[:4]) | st.binary(max_size=60) | st.text(max_size=60))
-def test_random_states(value: Any) -> None:
-    for text in (value, json.dumps({"consumed": repr(value)}), "[" * 100_000):
-        with pytest.raises(ValueError, match="the checkpoint's data state is "):
-            DataState.parse(text)
 
 
 # --- nothing is unpickled or evaluated -------------------------------------------------------

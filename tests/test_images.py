@@ -46,9 +46,15 @@ def test_sizes() -> None:
         ({"pixel_values": np.zeros((12, 3), dtype=np.int64)}, "type int64"),
         ({"grid_thw": np.array([[1, 2, 2], [1, 8, 1]])}, "multiples of 2"),
         ({"grid_thw": np.array([[1, 2, 2], [0, 4, 2]])}, "counts from 1"),
-        ({"grid_thw": np.array([[1, 2, 2], [1, 2, 2]])}, r"12 patches for images of \[4, 4\]"),
-        ({"starts": np.array([3, 3])}, r"begin at tokens \[3, 3\] and end at \[4, 5\]"),
-        ({"starts": np.array([-1, 3])}, r"expected one behind the other"),
+        (
+            {"grid_thw": np.array([[1, 2, 2], [1, 2, 2]])},
+            "expected as many patches as pixel_values has, 12",
+        ),
+        (
+            {"starts": np.array([3, 3])},
+            r"expected one image behind the other; they begin at tokens \[3, 3\]",
+        ),
+        ({"starts": np.array([-1, 3])}, "expected one image behind the other"),
         ({"merge": 0}, "0 x 0 to a token"),
     ],
 )

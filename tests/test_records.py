@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import pickle
 import sys
-import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odb_megatron.data import records as module
-from odb_megatron.data.records import Records, _line_index, has_records, open_records
+from odb_megatron.data.records import Records, has_records, open_records
 from odb_megatron.data.sample import BadRecordError
 
 _open = open_records.__wrapped__  # anew each time
@@ -182,37 +181,8 @@ def test_index_equals_a_naive_splitter(
     assert [got.line(i) for i in range(len(got))] == numbers
 
 
-def test_indexing_does_not_hold_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "big.jsonl"
-    line = b'{"a":"' + b"x" * 9000 + b'"}\n'
-    with path.open("wb") as file:
-        for _ in range(30):
-            file.write(line * 100)
-    tracemalloc.start()
-    got = _open(str(path))
-    assert got[2999]["a"] == "x" * 9000
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(got) == 3000
-    assert path.stat().st_size > 25e6
-    assert peak < 10e6
-    with path.open("rb", buffering=0) as file:
-        assert _line_index(file).shape == (1, 3001)
-
-
 def _read_all(got: Records) -> list[dict[str, object]]:
     return list(got)
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz"])
-def test_pickled_copies_leave_file_and_bytes_behind(tmp_path: Path, name: str) -> None:
-    data = b"[" + b",".join(b'{"a":%d}' % i for i in range(5000)) + b"]"
-    if name == "a.jsonl":
-        data = b"\n".join(b'{"a":%d}' % i for i in range(5000))
-    got = _open(_file(tmp_path, data, name))
-    assert got[7] == {"a": 7}
-    copy = pickle.loads(pickle.dumps(got))
-    assert _read_all(copy) == _read_all(got)
 
 
 def test_a_file_that_changes_in_use_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import contextlib
 import ctypes
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from odb_megatron.comm.heartbeat import ControlError, Deadline, numbered
 from odb_megatron.plan.blocks import BLOCK, blocks_of
 
-__all__ = ["Bytes", "ControlError", "GlooGroup", "ReplicaGroup", "SourceGroup", "ranks_of"]
+__all__ = ["Bytes", "ControlError", "ReplicaGroup", "SourceGroup", "ranks_of"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -43,15 +43,15 @@ _LENGTH_BYTES = 8
 _FIRST_CAPACITY = 4096
 
 _c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
-_groups: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
+_channels: weakref.WeakSet[_Channel] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
     # Joins gloo's threads while there is an interpreter: one that still frees the tensors of the
     # last operation as Python ends aborts the process (exit code 134 after a good run).
-    for group in list(_groups):
-        group.close()
+    for channel in list(_channels):
+        channel.close()
 
 
 def ranks_of(group: Any) -> list[int]:
@@ -60,168 +60,107 @@ def ranks_of(group: Any) -> list[int]:
     return ranks
 
 
-class GlooGroup:
-    """Collectives over the CPU between some ranks.
-
-    `torch.distributed.new_group` makes every rank of the world wait for every group: with a group
-    per replica and loader, start-up on a thousand replicas would take minutes. This is the same
-    backend object on the same store, made by its members alone.
-
-    The world must be initialised (`torch.distributed.init_process_group`), with any backend. All
-    methods raise RuntimeError where a member is gone or did not come in time.
-
-    Args:
-        ranks: global ranks of the members, in group order; this rank is one of them.
-        name: equal on all members, which make their groups of a name in the same order.
-        timeout_s: seconds that making it, or an operation, may take.
-        deadline: ends operations in place of the time-out.
-    """
-
-    def __init__(
-        self, ranks: Sequence[int], *, name: str, timeout_s: float, deadline: Deadline | None = None
-    ) -> None:
-        self._deadline = deadline
-        self.rank, self.size = list(ranks).index(dist.get_rank()), len(ranks)
-        prefix = f"odb_megatron/{numbered(name, ranks)}"
-        store = _c10d.PrefixStore(prefix, _c10d._get_default_store())
-        self._group: Any = _c10d.ProcessGroupGloo(
-            store, self.rank, self.size, timedelta(seconds=timeout_s)
-        )
-        _groups.add(self)
-
-    def broadcast(self, data: Bytes, *, source: int = 0) -> None:
-        """Fill `data` on all members with that of member `source`."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
-        self._complete("broadcast", [torch.from_numpy(data)], options)
-
-    def all_gather(self, record: bytes) -> list[bytes]:
-        """Return all members' records, which have one size, in group order."""
-        # gloo's own goes round a ring: as many hops as members, in place of one.
-        return self.all_to_all([record] * self.size, [len(record)] * self.size)
-
-    def all_to_all(self, sent: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
-        """Send each member its bytes; return what each member sent here.
-
-        Args:
-            sent: for each member, in group order.
-            sizes: bytes to come from each. gloo ends the process where more arrive.
-        """
-        if self.size == 1:
-            return list(sent)
-        joined = np.frombuffer(b"".join(sent), np.uint8).copy()
-        received = np.empty(sum(sizes), np.uint8)
-        self._complete(
-            "alltoall_base",
-            torch.from_numpy(received),
-            torch.from_numpy(joined),
-            list(sizes),
-            [len(part) for part in sent],
-            _c10d.AllToAllOptions(),
-        )
-        return [part.tobytes() for part in np.split(received, np.cumsum(sizes)[:-1])]
-
-    def close(self) -> None:
-        """Close the connections: members that wait for this one learn it at once.
-
-        While another thread waits in an operation its frame keeps the group: freeing one waits for
-        its operations, and would hold up the end of this process until a peer is gone.
-        """
-        group, self._group = self._group, None
-        if group is not None:
-            with contextlib.suppress(AttributeError, RuntimeError):  # not in every torch
-                group.abort()
-
-    def _complete(self, name: str, *arguments: Any) -> None:
-        """Run a collective, waiting for it in Python.
-
-        A daemon thread that waited inside `work.wait()` would be ended there if a peer's death woke
-        it while the interpreter shuts down: that aborts the process ("terminate called without an
-        active exception", exit code 134 in place of the run's own).
-        """
-        group = self._group
-        if group is None:
-            raise RuntimeError("the group is closed")
-        if self._deadline is not None:
-            arguments[-1].timeout = _ENDLESS
-        work = getattr(group, name)(*arguments)
-        started = time.perf_counter()
-        while not work.is_completed():
-            waited = time.perf_counter() - started
-            if self._deadline is not None and waited > _UNCHECKED_S:
-                try:
-                    self._deadline.check()
-                except BaseException:
-                    # Freeing the group, or the tensors, would wait for the operation.
-                    for one in (group, arguments):
-                        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
-                    raise
-            time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, waited / 4)))
-        work.wait()
-
-
 class _Channel:
     """The groups of one loader on one rank, which fail together.
+
+    `torch.distributed.new_group` makes every rank of the world wait for every group: with a group
+    per replica and loader, start-up on a thousand replicas would take minutes. These are the same
+    backend objects on the same store, made by their members alone. The world must be initialised
+    (`torch.distributed.init_process_group`), with any backend.
 
     Args:
         ranks: of the peers, for errors.
         who: this rank in errors.
-        timeout_s: seconds that an operation may take.
+        timeout_s: seconds that making a group, or an operation, may take.
         deadline: ends operations in place of the time-out, and names who is missing.
-        operations: that this rank will take part in.
     """
 
     def __init__(
-        self,
-        ranks: Sequence[int],
-        *,
-        who: str,
-        timeout_s: float,
-        deadline: Deadline | None,
-        operations: Sequence[str],
+        self, ranks: Sequence[int], *, who: str, timeout_s: float, deadline: Deadline | None
     ) -> None:
         self._who, self._ranks = who, list(ranks)
         self._timeout_s, self._deadline = timeout_s, deadline
-        self._parts: list[GlooGroup | SourceGroup] = []
-        self.is_closed = False
-        if deadline is not None:
-            for what in operations:
-                deadline.expect(what)
+        self._groups: list[Any] = []
+        self._is_closed = False
+        _channels.add(self)
 
     def close(self) -> None:
-        """Close the connections; ranks that wait for this one learn it at once."""
-        self.is_closed = True
-        for part in self._parts:
-            part.close()
+        """Close the connections; ranks that wait for this one learn it at once.
 
-    def _join(self, ranks: Sequence[int], name: str) -> GlooGroup:
-        group = GlooGroup(ranks, name=name, timeout_s=self._timeout_s, deadline=self._deadline)
-        self._parts.append(group)
-        return group
-
-    @contextlib.contextmanager
-    def _operation(self, what: str, number: int) -> Iterator[None]:
-        """Run operation `number` of a kind; where it fails the channel is closed.
-
-        Raises:
-            ControlError: it has failed; names this rank, the operation and who is missing.
+        While another thread waits in an operation its frame keeps the group: freeing one waits for
+        its operations, and would hold up the end of this process until a peer is gone.
         """
-        if self.is_closed:
+        self._is_closed = True
+        while self._groups:
+            with contextlib.suppress(AttributeError, RuntimeError):  # not in every torch
+                self._groups.pop().abort()
+
+    def _join(self, ranks: Sequence[int], name: str) -> weakref.ref[Any]:
+        """Make a group with these ranks, this one among them; a name's are made in one order."""
+        store = _c10d.PrefixStore(
+            f"odb_megatron/{numbered(name, ranks)}", _c10d._get_default_store()
+        )
+        rank, timeout = list(ranks).index(dist.get_rank()), timedelta(seconds=self._timeout_s)
+        self._groups.append(_c10d.ProcessGroupGloo(store, rank, len(ranks), timeout))
+        return weakref.ref(self._groups[-1])
+
+    def _expect(self, *operations: str) -> None:
+        """This rank will take part in them."""
+        for what in operations if self._deadline else ():
+            assert self._deadline is not None
+            self._deadline.expect(what)
+
+    def _begin(self, what: str, number: int) -> None:
+        if self._is_closed:
             raise ControlError(f"{self._who}: {what} {number}: the channel is closed")
         if self._deadline is not None:
             self._deadline.begin(what, number)
+
+    def _run(self, what: str, number: int, group: weakref.ref[Any], name: str, *of: Any) -> None:
+        """Run operation `number` of a kind, the group's method `name`, waiting for it in Python.
+
+        A daemon thread that waited inside `work.wait()` would be ended there if a peer's death woke
+        it while the interpreter shuts down: that aborts the process ("terminate called without an
+        active exception", exit code 134 in place of the run's own).
+
+        Raises:
+            ControlError: it has failed; names this rank, the operation and who is missing. The
+                channel is closed then.
+        """
+        self._begin(what, number)
+        deadline, backend = self._deadline, group()
+        if deadline is not None:
+            of[-1].timeout = _ENDLESS
+        started = time.perf_counter()
         try:
-            yield
+            work = getattr(backend, name)(*of)
+            while not work.is_completed():
+                waited = time.perf_counter() - started
+                if deadline is not None and waited > _UNCHECKED_S:
+                    deadline.check()
+                time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, waited / 4)))
+            work.wait()
+        except ControlError:
+            for one in (backend, of):  # freeing them would wait for the operation
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+            self.close()
+            raise
         except RuntimeError as error:
             self.close()
-            if isinstance(error, ControlError):
-                raise
-            limit = "" if self._deadline else f" after at most {self._timeout_s:.0f} s"
-            missing = self._deadline.explain() if self._deadline else ""
+            limit = "" if deadline else f" after at most {self._timeout_s:.0f} s"
+            missing = deadline.explain() if deadline else ""
             peers = f"A rank of {self._ranks} has stopped or is stuck; its own output says why"
             raise ControlError(
                 f"{self._who}: {what} {number} failed{limit} ({error}). {missing or peers}"
             ) from error
+
+    def _broadcast(
+        self, what: str, number: int, group: weakref.ref[Any], data: Bytes, source: int = 0
+    ) -> None:
+        """Fill `data` on all members with that of member `source`."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        self._run(what, number, group, "broadcast", [torch.from_numpy(data)], options)
 
 
 class SourceGroup(_Channel):
@@ -257,38 +196,41 @@ class SourceGroup(_Channel):
         self.replica, self.num_replicas = list(ranks).index(dist.get_rank()), len(ranks)
         self._blocks = blocks_of(len(ranks), block)
         self.block = next(one for one in self._blocks if self.replica in one)
-        at = self._blocks.index(self.block)
+        at, members = self._blocks.index(self.block), [ranks[one] for one in self.block]
+        who = f"replica {self.replica}"
+        super().__init__(members, who=who, timeout_s=timeout_s, deadline=deadline)
+        self._group = self._join(members, f"{name} source ranks of {len(ranks)}, block {at}")
         own = f"block {at}'s {name}" if len(self._blocks) > 1 else name
         self._gather, self._exchange = f"{own} gather", f"{own} exchange"
         self._gather_blocks = f"{name} gather between blocks"
+        self._expect(self._gather, self._exchange)
         self._rounds = self._block_rounds = 0
-        members = [ranks[one] for one in self.block]
-        operations = (self._gather, self._exchange, self._gather_blocks)
-        super().__init__(
-            members,
-            who=f"replica {self.replica}",
-            timeout_s=timeout_s,
-            deadline=deadline,
-            operations=operations[: 2 + (len(self._blocks) > 1)],
-        )
-        self._group = self._join(members, f"{name} source ranks of {len(ranks)}, block {at}")
         self._heads: SourceGroup | None = None
-        if len(self._blocks) > 1 and self.replica == self.block[0]:
-            self._heads = SourceGroup(
-                [ranks[one[0]] for one in self._blocks],
-                name=f"{name} blocks",
-                timeout_s=timeout_s,
-                deadline=deadline,
-                block=block,
-            )
-            self._parts.append(self._heads)
+        if len(self._blocks) > 1:
+            self._expect(self._gather_blocks)
+            if self.replica == self.block[0]:
+                self._heads = SourceGroup(
+                    [ranks[one[0]] for one in self._blocks],
+                    name=f"{name} blocks",
+                    timeout_s=timeout_s,
+                    deadline=deadline,
+                    block=block,
+                )
+
+    def close(self) -> None:
+        """Close the connections; replicas that wait for this one learn it at once."""
+        super().close()
+        if self._heads is not None:
+            self._heads.close()
 
     def gather(self, record: bytes) -> list[bytes]:
         """Return the records of the block's replicas, which have one size, in replica order."""
-        with self._operation(self._gather, self._rounds):
-            found = self._group.all_gather(record)
+        # gloo's own goes round a ring: as many hops as members, in place of one.
+        size = len(self.block)
         self._rounds += 1
-        return found
+        return self._all_to_all(
+            self._gather, self._rounds - 1, [record] * size, [len(record)] * size
+        )
 
     def gather_blocks(self, record: bytes) -> list[bytes]:
         """Return the records of the blocks' first replicas, which have one size, in block order.
@@ -299,11 +241,14 @@ class SourceGroup(_Channel):
         if len(self._blocks) == 1:
             return [record]
         size = len(record)
-        with self._operation(self._gather_blocks, self._block_rounds):
-            data = np.zeros(size * len(self._blocks), np.uint8)
-            if self._heads is not None:
+        data = np.zeros(size * len(self._blocks), np.uint8)
+        if self._heads is not None:
+            try:
                 data[:] = np.frombuffer(b"".join(self._heads.gather_all(record)), np.uint8)
-            self._group.broadcast(data)
+            except ControlError:
+                self.close()
+                raise
+        self._broadcast(self._gather_blocks, self._block_rounds, self._group, data)
         self._block_rounds += 1
         return [data[at : at + size].tobytes() for at in range(0, len(data), size)]
 
@@ -340,24 +285,44 @@ class SourceGroup(_Channel):
             return {}
         parts = [(sends or {}).get(peer, b"") for peer in self.block]
         sizes = [receives.get(peer, 0) for peer in self.block]
-        with self._operation(self._exchange, step):
-            # First sizes alone: gloo ends the process where more bytes arrive than are expected.
-            announced = [_FAILED if sends is None else len(part) for part in parts]
-            heads = self._group.all_to_all(
-                [np.array((step, size)).tobytes() for size in announced], [16] * len(parts)
-            )
-            found = [tuple(np.frombuffer(head, np.int64).tolist()) for head in heads]
-            if failed := [at for at, one in zip(self.block, found, strict=True) if one[1] < 0]:
-                return dict.fromkeys(failed)
-            for peer, size, one in zip(self.block, sizes, found, strict=True):
-                if one != (step, size) and peer != self.replica:
-                    raise ControlError(
-                        f"{self._who}: {self._exchange}: expected {size} bytes of step {step} from "
-                        f"replica {peer}, which announced {one[1]} bytes of step {one[0]}. Start "
-                        "every rank with the same flags, data and code version"
-                    )
-            data = self._group.all_to_all(parts, sizes)
+        # First sizes alone: gloo ends the process where more bytes arrive than are expected.
+        announced = [_FAILED if sends is None else len(part) for part in parts]
+        heads = [np.array((step, size)).tobytes() for size in announced]
+        heads = self._all_to_all(self._exchange, step, heads, [len(heads[0])] * len(heads))
+        found = [tuple(np.frombuffer(head, np.int64).tolist()) for head in heads]
+        if failed := [at for at, one in zip(self.block, found, strict=True) if one[1] == _FAILED]:
+            return dict.fromkeys(failed)
+        for peer, size, one in zip(self.block, sizes, found, strict=True):
+            if one != (step, size) and peer != self.replica:
+                self.close()
+                raise ControlError(
+                    f"{self._who}: {self._exchange}: expected {size} bytes of step {step} from "
+                    f"replica {peer}, which announced {one[1]} bytes of step {one[0]}. Start "
+                    "every rank with the same flags, data and code version"
+                )
+        data = self._all_to_all(self._exchange, step, parts, sizes)
         return {peer: part for peer, part in zip(self.block, data, strict=True) if peer in receives}
+
+    def _all_to_all(
+        self, what: str, number: int, sent: Sequence[bytes], sizes: Sequence[int]
+    ) -> list[bytes]:
+        """Send each replica of the block its bytes; return what each has sent here.
+
+        Args:
+            what: and `number`, the operation.
+            sent: for each.
+            sizes: bytes to come from each. gloo ends the process where more arrive.
+        """
+        if len(self.block) == 1:
+            self._begin(what, number)
+            return list(sent)
+        joined = np.frombuffer(b"".join(sent), np.uint8).copy()
+        received = np.empty(sum(sizes), np.uint8)
+        tensors = torch.from_numpy(received), torch.from_numpy(joined)
+        splits = list(sizes), list(map(len, sent))
+        options = _c10d.AllToAllOptions()
+        self._run(what, number, self._group, "alltoall_base", *tensors, *splits, options)
+        return [part.tobytes() for part in np.split(received, np.cumsum(sizes)[:-1])]
 
 
 class ReplicaGroup(_Channel):
@@ -393,20 +358,15 @@ class ReplicaGroup(_Channel):
         deadline: Deadline | None = None,
         attachment_ranks: Sequence[int] = (),
     ) -> None:
-        rank, self._what = dist.get_rank(), f"{name} broadcast from rank {ranks[0]}:"
-        super().__init__(
-            ranks,
-            who=f"rank {rank}",
-            timeout_s=timeout_s,
-            deadline=deadline,
-            operations=[self._what],
-        )
+        rank = dist.get_rank()
+        super().__init__(ranks, who=f"rank {rank}", timeout_s=timeout_s, deadline=deadline)
         self._headers = self._join(ranks, f"{name} headers")
-        self._payloads = self._attachments = None
-        if len(payload_ranks) > 1 and rank in payload_ranks:
-            self._payloads = self._join(payload_ranks, f"{name} payloads")
-        if len(attachment_ranks) > 1 and rank in attachment_ranks:
-            self._attachments = self._join(attachment_ranks, f"{name} attachments")
+        self._payloads, self._attachments = (
+            self._join(own, f"{name} {kind}") if len(own) > 1 and rank in own else None
+            for kind, own in (("payloads", payload_ranks), ("attachments", attachment_ranks))
+        )
+        self._what = f"{name} broadcast from rank {ranks[0]}:"
+        self._expect(self._what)
         self._capacity = _FIRST_CAPACITY
         self.is_source, self.has_payload = rank == ranks[0], rank in payload_ranks
         self.has_attachment = self._attachments is not None
@@ -421,11 +381,11 @@ class ReplicaGroup(_Channel):
         data = data or b""
         room = self._capacity - _LENGTH_BYTES
         first = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
-        first = self._broadcast(_buffer(first, self._capacity), self._headers).tobytes()
+        first = self._send(_buffer(first, self._capacity), self._headers).tobytes()
         length = int.from_bytes(first[:_LENGTH_BYTES], "little")
         found = first[_LENGTH_BYTES:][:length]
         if length > room:
-            found += self._broadcast(_buffer(data[room:], length - room), self._headers).tobytes()
+            found += self._send(_buffer(data[room:], length - room), self._headers).tobytes()
         while self._capacity - _LENGTH_BYTES < 2 * length:
             self._capacity *= 2
         return found
@@ -436,28 +396,26 @@ class ReplicaGroup(_Channel):
         Args:
             data: uint8 [bytes], contiguous.
         """
-        return self._broadcast(data, self._payloads)
+        return self._send(data, self._payloads)
 
     def attachment(self, data: Bytes) -> Bytes:
         """Broadcast a second payload, as `payload`."""
-        return self._broadcast(data, self._attachments)
+        return self._send(data, self._attachments)
 
     def report(self, values: Sequence[float]) -> list[float]:
         """Send numbers from the last rank of the group to the source rank; both get them.
 
         For a group of two; both call it, with equally many values.
         """
-        data = np.array(values, np.float64)
-        with self._operation(f"report to rank {self._ranks[0]}", self.num_reports):
-            self._headers.broadcast(data.view(np.uint8), source=1)
+        data, what = np.array(values, np.float64), f"report to rank {self._ranks[0]}"
+        self._broadcast(what, self.num_reports, self._headers, data.view(np.uint8), source=1)
         self.num_reports += 1
         found: list[float] = data.tolist()
         return found
 
-    def _broadcast(self, data: Bytes, group: GlooGroup | None) -> Bytes:
+    def _send(self, data: Bytes, group: weakref.ref[Any] | None) -> Bytes:
         if group is not None and data.size:
-            with self._operation(self._what, self.num_collectives):
-                group.broadcast(data)
+            self._broadcast(self._what, self.num_collectives, group, data)
             self.num_collectives += 1
             self.num_bytes += data.nbytes
         return data

@@ -9,7 +9,8 @@ P patches, C values of a patch, S1 samples + 1, V visual tokens, T tokens of a m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -78,30 +79,24 @@ class SampleImages:
     merge: int = 2
 
     def __post_init__(self) -> None:
-        grid, pixels = self.grid_thw, self.pixel_values
+        grid, pixels, starts = self.grid_thw, self.pixel_values, self.starts
         if grid.ndim != 2 or grid.shape[1:] != (3,) or not len(grid):
             raise ValueError(f"image_grid_thw has shape {grid.shape}; expected [images, 3]")
-        if self.starts.shape != grid.shape[:1] or pixels.ndim != 2:
+        if starts.shape != grid.shape[:1] or pixels.ndim != 2:
             raise ValueError(
-                f"image_starts has shape {self.starts.shape} and pixel_values {pixels.shape}; "
+                f"image_starts has shape {starts.shape} and pixel_values {pixels.shape}; "
                 f"expected [{len(grid)}] and [patches, values]"
             )
         _ = self.format  # checks type and sizes
+        expected = ""
         if int(grid.min()) < 1 or int(grid.max()) > _MAX_SIDE or (grid[:, 1:] % self.merge).any():
-            raise ValueError(
-                f"image_grid_thw is {grid.tolist()}; expected counts from 1 to {_MAX_SIDE}, "
-                f"height and width multiples of {self.merge}"
-            )
-        if int(grid.prod(axis=1).sum()) != len(pixels):
-            raise ValueError(
-                f"{len(pixels)} patches for images of {grid.prod(axis=1).tolist()}: pixel_values "
-                "and image_grid_thw do not belong together"
-            )
-        if (self.starts[1:] < self.ends[:-1]).any() or int(self.starts[0]) < 0:
-            raise ValueError(
-                f"images begin at tokens {self.starts.tolist()} and end at {self.ends.tolist()}; "
-                "expected one behind the other"
-            )
+            expected = f"counts from 1 to {_MAX_SIDE}, height and width multiples of {self.merge}"
+        elif int(grid.prod(axis=1).sum()) != len(pixels):
+            expected = f"as many patches as pixel_values has, {len(pixels)}"
+        elif (starts[1:] < self.ends[:-1]).any() or int(starts[0]) < 0:
+            expected = f"one image behind the other; they begin at tokens {starts.tolist()}"
+        if expected:
+            raise ValueError(f"image_grid_thw is {grid.tolist()}; expected {expected}")
 
     @property
     def format(self) -> PixelFormat:
@@ -122,15 +117,9 @@ class SampleImages:
     def kept(self, num_tokens: int) -> SampleImages | None:
         """Return the images that lie wholly in the sample's first tokens; None for none."""
         count = int((self.ends <= num_tokens).sum())
-        if count == 0:
-            return None
-        num_patches = int(self.grid_thw[:count].prod(axis=1).sum())
-        return SampleImages(
-            pixel_values=self.pixel_values[:num_patches],
-            grid_thw=self.grid_thw[:count],
-            starts=self.starts[:count],
-            merge=self.merge,
-        )
+        grid, starts = self.grid_thw[:count], self.starts[:count]
+        pixels = self.pixel_values[: int(grid.prod(axis=1).sum())]
+        return replace(self, pixel_values=pixels, grid_thw=grid, starts=starts) if count else None
 
     def whole_length(self, num_tokens: int) -> int:
         """Return how many of so many first tokens are left if no image may be cut."""
@@ -199,20 +188,18 @@ def mrope_positions(cu_seqlens_padded: Tensor, images: ImageLayout | None) -> Te
     """
     offsets = cu_seqlens_padded.numpy().astype(np.int64)
     positions_3T = np.empty((3, int(offsets[-1])), dtype=np.int64)
-    grids = [] if images is None else images.grid_thw.tolist()
-    begins = [] if images is None else images.starts.tolist()
-    merge = 1 if images is None else images.merge
-    at = 0
-    for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+    found: list[tuple[int, list[int]]] = []
+    if images is not None:
+        grid = images.grid_thw // torch.tensor([1, images.merge, images.merge])
+        found = list(zip(images.starts.tolist(), grid.tolist(), strict=True))[::-1]
+    for start, end in pairwise(offsets.tolist()):
         place, position = start, 0
-        while at < len(begins) and begins[at] < end:
-            text = begins[at] - place
-            positions_3T[:, place : begins[at]] = np.arange(position, position + text)
-            t, h, w = grids[at][0], grids[at][1] // merge, grids[at][2] // merge
-            place = begins[at] + t * h * w
-            axes_3V = np.indices((t, h, w)).reshape(3, -1)
-            positions_3T[:, begins[at] : place] = axes_3V + position + text
+        while found and found[-1][0] < end:
+            begin, (t, h, w) = found.pop()
+            text = begin - place
+            positions_3T[:, place:begin] = np.arange(position, position + text)
+            place, axes_3V = begin + t * h * w, np.indices((t, h, w)).reshape(3, -1)
+            positions_3T[:, begin:place] = axes_3V + position + text
             position += text + max(t, h, w)
-            at += 1
         positions_3T[:, place:end] = np.arange(position, position + end - place)
     return torch.from_numpy(positions_3T)[:, None]

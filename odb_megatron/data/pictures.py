@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = ["IMAGE_TOKEN", "MAX_FILE_BYTES", "MAX_IMAGES", "MAX_SOURCE_PIXELS", "ImageRules"]
-__all__ += ["RecordImages", "cut_into_patches", "expand_images", "open_picture", "smart_resize"]
+__all__ += ["RecordImages", "cut_into_patches", "open_picture", "smart_resize"]
 
 IMAGE_TOKEN = "<|image_pad|>"
 """Token that stands for a visual token, as in Qwen2-VL."""
@@ -116,10 +116,9 @@ class RecordImages:
 
     def __init__(self, record: Mapping[str, Any], rules: ImageRules) -> None:
         column = next((name for name in _COLUMNS if record.get(name)), "")
-        value = record[column] if column else []
+        value = record.get(column, [])
         values = value if isinstance(value, list) else [value]
         self._listed = [_source(one, f"{column}[{i}]") for i, one in enumerate(values)]
-        self._num_listed = len(self._listed)
         self._rules = rules
         self.names: list[str] = []
 
@@ -147,40 +146,41 @@ class RecordImages:
         Raises:
             ValueError: a picture that is not taken, cannot be read, or of a wrong size.
         """
-        num_found = int((ids == token).sum())
+        num, num_found = len(self.names), int((ids == token).sum())
         if self._listed:
             raise ValueError(
-                f"the record lists {self._num_listed} images, and {len(self._listed)} of them have "
-                "no part of type 'image' in a message: add the parts where the pictures belong"
+                f"{len(self._listed)} of the images that the record lists have no part of type "
+                "'image' in a message: add the parts where the pictures belong"
             )
-        if len(self.names) > MAX_IMAGES:
+        if num > MAX_IMAGES:
+            raise ValueError(f"the record has {num} pictures; up to {MAX_IMAGES} are taken")
+        if num_found != num:
             raise ValueError(
-                f"the record has {len(self.names)} pictures; up to {MAX_IMAGES} are taken"
-            )
-        if num_found != len(self.names):
-            raise ValueError(
-                f"the record has {len(self.names)} pictures, and its text {num_found} times "
+                f"the record has {num} pictures, and its text {num_found} times "
                 f"{self._rules.token}: a message must not hold this token itself, and the chat "
                 "template must print each message once"
             )
-        if not self.names:
+        if not num:
             return ids, weights, None
         cut = [self._cut(name, folder) for name in self.names]
         grid = np.array([one for _, one in cut], dtype=np.int64)
         counts = grid.prod(axis=1) // self._rules.merge**2
-        ids, weights, starts = expand_images(ids, weights, token=token, counts=counts)
+        times, places = np.ones(ids.size, dtype=np.int64), np.flatnonzero(ids == token)
+        times[places] = counts
+        starts = (np.cumsum(times) - times)[places]
+        weights = np.repeat(weights * (ids != token), times)  # visual tokens have none
         pixels = np.concatenate([patches for patches, _ in cut])
         images = SampleImages(
             pixel_values=pixels, grid_thw=grid, starts=starts, merge=self._rules.merge
         )
-        return ids, weights, images
+        return np.repeat(ids, times), weights, images
 
     def _cut(self, name: str, folder: str) -> tuple[npt.NDArray[np.uint8], Sequence[int]]:
-        picture = open_picture(name, folder=folder)
         try:
-            return cut_into_patches(picture, self._rules)
+            return cut_into_patches(open_picture(name, folder=folder), self._rules)
         except ValueError as error:
-            raise ValueError(f"{_shown(name)}: {error}") from error
+            shown = name if len(name) <= _MAX_SHOWN else name[:_MAX_SHOWN] + "..."
+            raise ValueError(f"the picture {shown!r} {error}") from error
 
 
 def _source(value: Any, path: str) -> str:
@@ -194,27 +194,6 @@ def _source(value: Any, path: str) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{path} is a {type(value).__name__}; expected a path or a data: URI")
     return value
-
-
-def expand_images(
-    ids: Integers, weights: npt.NDArray[np.float32], *, token: int, counts: Integers
-) -> tuple[Integers, npt.NDArray[np.float32], Integers]:
-    """Repeat each token that stands for a picture as often as it has visual tokens.
-
-    Args:
-        ids: int64 [L], `token` once for each picture.
-        weights: float32 [L], of each token in the loss; that of visual ones becomes 0.
-        token: id that stands for a picture.
-        counts: int64 [I], visual tokens of each picture.
-
-    Returns:
-        ids and weights, longer; and where each picture begins, int64 [I].
-    """
-    times = np.ones(ids.size, dtype=np.int64)
-    places = np.flatnonzero(ids == token)
-    times[places] = counts
-    starts = (np.cumsum(times) - times)[places]
-    return np.repeat(ids, times), np.repeat(weights * (ids != token), times), starts
 
 
 def smart_resize(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
@@ -231,24 +210,21 @@ def smart_resize(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
     size, side = (height, width), rules.side
     if min(size) < 1 or max(size) > _MAX_ASPECT * min(size):
         raise ValueError(
-            f"the picture has {width} x {height} pixels; expected sides of at least 1 that differ "
+            f"has {width} x {height} pixels; expected sides of at least 1 that differ "
             f"by a factor of at most {_MAX_ASPECT}"
         )
     new = [round(length / side) * side for length in size]
-    needed = rules.max_pixels
     if math.prod(new) > rules.max_pixels:
         factor = math.sqrt(height * width / rules.max_pixels)
         new = [max(side, math.floor(length / factor / side) * side) for length in size]
-        needed = -(-max(size) // min(size)) * side**2
     elif math.prod(new) < rules.min_pixels:
         factor = math.sqrt(rules.min_pixels / (height * width))
         new = [math.ceil(length * factor / side) * side for length in size]
-        needed = math.prod(new)
     if math.prod(new) > rules.max_pixels:
         raise ValueError(
-            f"the picture has {width} x {height} pixels and would be brought to {new[1]} x "
-            f"{new[0]}, in squares of {side} x {side}; expected up to {rules.max_pixels} pixels: "
-            f"crop it, or raise --odb-image-max-pixels to {needed}"
+            f"has {width} x {height} pixels and would be brought to {new[1]} x {new[0]}, in "
+            f"squares of {side} x {side}; expected up to {rules.max_pixels} pixels: crop it, or "
+            "raise --odb-image-max-pixels"
         )
     return new[0], new[1]
 
@@ -300,7 +276,7 @@ def open_picture(name: str, *, folder: str) -> Image:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise ValueError(
-            f"pictures are read by Pillow, which cannot be imported ({error}): pip install pillow"
+            f"is read by Pillow, which cannot be imported ({error}): pip install pillow"
         ) from error
 
     data = _decoded(name) if name.startswith("data:") else _read(name, folder)
@@ -311,25 +287,27 @@ def open_picture(name: str, *, folder: str) -> Image:
                 raise ValueError(
                     f"it has {width} x {height} pixels; up to {MAX_SOURCE_PIXELS} are decoded"
                 )
-            upright: Image.Image = ImageOps.exif_transpose(picture)
-            # Pillow up to 11 has 16-bit grey of PNGs as mode I.
-            is_deep = upright.mode.startswith("I;16") or (
-                upright.mode == "I" and picture.format == "PNG"
-            )
-            return _from_sixteen_bits(upright) if is_deep else _on_white(upright)
+            return _in_colour(ImageOps.exif_transpose(picture))
     except Exception as error:  # of PIL: its readers raise what they come upon
-        reason = f" ({type(error).__name__}: {str(error)[:200]})"
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
         if isinstance(error, UnidentifiedImageError):  # whose own text names a buffer
-            reason = f": its {len(data)} bytes begin like none"
-        raise ValueError(
-            f"{_shown(name)} cannot be read as a picture{reason}; expected {', '.join(_FORMATS)}"
-        ) from error
+            reason = f"its {len(data)} bytes begin like none"
+        expected = ", ".join(_FORMATS)
+        raise ValueError(f"cannot be read as a picture ({reason}); expected {expected}") from error
 
 
-def _on_white(picture: Image) -> Image:
+def _in_colour(picture: Image) -> Image:
     from PIL import Image
 
-    if "transparency" not in picture.info and picture.mode not in ("LA", "PA", "RGBA"):
+    hidden = picture.info.get("transparency")
+    # Pillow up to 11 has 16-bit grey of PNGs as mode I.
+    if picture.mode == "I" or picture.mode.startswith("I;16"):
+        eight_bits = np.round(np.arange(1 << 16) / 257).astype(np.uint8)
+        if isinstance(hidden, int) and 0 <= hidden < 1 << 16:
+            eight_bits[hidden] = 255
+        values = np.clip(np.asarray(picture), 0, (1 << 16) - 1)
+        return Image.fromarray(eight_bits[values]).convert("RGB")
+    if hidden is None and picture.mode not in ("LA", "PA", "RGBA"):
         return picture.convert("RGB")
     layer = picture.convert("RGBA")
     found = Image.new("RGB", picture.size, "white")
@@ -337,49 +315,34 @@ def _on_white(picture: Image) -> Image:
     return found
 
 
-def _from_sixteen_bits(picture: Image) -> Image:
-    from PIL import Image
-
-    eight_bits = np.round(np.arange(1 << 16) / 257).astype(np.uint8)
-    hidden = picture.info.get("transparency")
-    if isinstance(hidden, int) and 0 <= hidden < 1 << 16:
-        eight_bits[hidden] = 255
-    values = np.clip(np.asarray(picture), 0, (1 << 16) - 1)
-    return Image.fromarray(eight_bits[values]).convert("RGB")
-
-
 def _decoded(name: str) -> bytes:
     found = _DATA.match(name)
     if found is None:
-        raise ValueError(f"{_shown(name)} is no picture; expected data:image/...;base64,...")
+        raise ValueError("is no picture; expected data:image/...;base64,...")
     if len(name) > MAX_FILE_BYTES * 4 // 3:
-        raise ValueError(
-            f"{_shown(name)} has {len(name)} characters; pictures of up to {MAX_FILE_BYTES} bytes "
-            "are read"
-        )
+        raise ValueError(f"has {len(name)} characters; up to {MAX_FILE_BYTES} bytes are read")
     try:
         return base64.b64decode(name[found.end() :], validate=True)
     except ValueError as error:  # binascii.Error, or characters that are not ASCII
-        raise ValueError(f"{_shown(name)} is no base64 ({error})") from error
+        raise ValueError(f"is no base64 ({error})") from error
 
 
 def _read(name: str, folder: str) -> bytes:
-    shown = _shown(name)
     if _SCHEME.match(name):
         raise ValueError(
-            f"{shown} is a web address or another URI, and nothing is fetched while training: "
-            "download the picture, and name its path below the picture folder"
+            "is a web address or another URI, and nothing is fetched while training: download the "
+            "picture, and name its path below the picture folder"
         )
     root = os.path.realpath(folder)
     try:
         path = os.path.realpath(os.path.join(root, name))
         os.fsencode(path)
     except ValueError as error:  # a null character, or half of a surrogate pair
-        raise ValueError(f"{shown} is no path ({error}): correct the name in the record") from error
+        raise ValueError(f"is no path ({error}): correct the name in the record") from error
     if os.path.commonpath([root, path]) != root:
         raise ValueError(
-            f"{shown} lies outside the picture folder {folder}: move the picture, or name another "
-            "folder by --odb-image-folder"
+            f"lies outside the picture folder {folder}: move the picture, or name another folder "
+            "by --odb-image-folder"
         )
     try:
         # Not to wait for a pipe's other end, and not through a link put there meanwhile.
@@ -387,15 +350,8 @@ def _read(name: str, folder: str) -> bytes:
         with open(file, "rb") as stream:
             found = os.fstat(stream.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_FILE_BYTES:
-                raise ValueError(
-                    f"{shown} is no file, or has {found.st_size} bytes, of which up to "
-                    f"{MAX_FILE_BYTES} are read"
-                )
+                size = f"has {found.st_size} bytes, of which up to {MAX_FILE_BYTES} are read"
+                raise ValueError(f"is no file, or {size}")
             return stream.read(MAX_FILE_BYTES)
     except OSError as error:
-        raise ValueError(f"{shown} in {folder} cannot be opened ({error.strerror})") from error
-
-
-def _shown(name: str) -> str:
-    """Return the name, or the start of a long one, in quotes and without control characters."""
-    return repr(name if len(name) <= _MAX_SHOWN else name[:_MAX_SHOWN] + "...")
+        raise ValueError(f"in {folder} cannot be opened ({error.strerror})") from error

@@ -228,6 +228,8 @@ class IndexedSource(SampleSource):
         super().__init__(path, rules)
         self._status = self._look()
         try:
+            if not all(os.path.isfile(path + end) for end in (".idx", ".bin")):
+                raise ValueError("no regular files")  # which would be waited for
             # Megatron's reader leaves a traceback of its own behind where it fails half made.
             with open(path + ".idx", "rb") as file:
                 if (header := file.read(9)) != b"MMIDIDX\x00\x00":

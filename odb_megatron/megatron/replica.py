@@ -21,7 +21,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from odb_megatron.comm.groups import GlooGroup, ReplicaGroup
+from odb_megatron.comm.groups import ReplicaGroup, SourceGroup
 from odb_megatron.comm.heartbeat import Deadline, Heartbeat
 from odb_megatron.comm.watchdog import Watchdog, limit_end
 from odb_megatron.data.feed import ChunkIterator, StepFeed
@@ -146,9 +146,9 @@ def differences(values: Mapping[str, str], *, ranks: Sequence[int], timeout_s: f
     """
     if len(ranks) == 1:
         return []
-    group = GlooGroup(ranks, name="arguments", timeout_s=timeout_s)
+    group = SourceGroup(ranks, name="arguments", timeout_s=timeout_s)
     try:
-        first, *others = gather_json(group.all_gather, dict(values))
+        first, *others = gather_json(group, dict(values))
     finally:
         group.close()
     return [
