@@ -33,7 +33,7 @@ from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.thd import MicroBatch, MicroBatchLayout
 from odb_megatron.data.wire import StepHeader
 from odb_megatron.plan.record import LoaderClosedError, ReplicaFailedError
-from odb_megatron.testing.replicas import ThreadChannel, run_in_threads, thread_channels
+from odb_megatron.testing.replicas import ThreadChannel, thread_channels
 
 WAIT_S = 60.0
 ERROR = {"skip_bad": False}
@@ -57,11 +57,6 @@ def feed_of(
     return StepFeed(StepLoader(stream, config, channel=channel), plan_ahead=plan_ahead)
 
 
-def timeless(item: Any) -> Any:
-    """A header without times."""
-    return replace(item, totals=replace(item.totals, wait_us=0), plan_us=0)
-
-
 def read(feed: StepFeed, *, most: int | None = None, delay_s: float = 0.0) -> list[Any]:
     """Take steps as a trainer does: header, micro-batches, and where the loader stands then."""
     (iterator,) = feed.iterators
@@ -74,7 +69,8 @@ def read(feed: StepFeed, *, most: int | None = None, delay_s: float = 0.0) -> li
         assert isinstance(header, StepHeader)
         items = [next(iterator) for _ in range(header.totals.num_micro_batches)]
         time.sleep(random.SystemRandom().random() * delay_s)
-        steps.append((timeless(header), items, feed.progress))
+        timeless = replace(header, totals=replace(header.totals, wait_us=0), plan_us=0)
+        steps.append((timeless, items, feed.progress))
     return steps
 
 
@@ -129,10 +125,8 @@ def test_several_loaders_at_once_in_turns() -> None:
             while feed.num_ready < 2 and time.monotonic() < end:
                 time.sleep(0.001)
             read(feed, most=1)
-            delivered = feed.delivered
-            assert delivered["queue_steps"] >= 1
-            assert delivered["queue_bytes"] > 0
-            assert delivered["wait_s"] < WAIT_S
+            assert min(feed.delivered[name] for name in ("queue_steps", "queue_bytes")) >= 1
+            assert feed.delivered["wait_s"] < WAIT_S
             assert feed.close(timeout_s=WAIT_S)
 
     in_threads(go)
@@ -152,13 +146,6 @@ def test_a_pass_can_be_broken_off_and_begun_again() -> None:
         assert (passes[0], passes[2]) == (passes[1][:3], passes[1][:1])
 
     in_threads(go)
-
-
-def test_a_pass_that_does_not_end_is_not_begun_again() -> None:
-    feed = feed_of(thread_channels(2, timeout_s=3.0)[0], plan_ahead=2)  # nobody is there
-    with pytest.raises(RuntimeError, match="the pass before this one did not end within 0 s: a r"):
-        feed.restart(timeout_s=0.01)
-    assert feed.close(timeout_s=WAIT_S)
 
 
 # --- closing ----------------------------------------------------------------------------------
@@ -196,18 +183,16 @@ def test_a_replica_that_closes_stops_all(plan_ahead: int, after: int) -> None:
 @pytest.mark.parametrize(("plan_ahead", "stop"), [(1, 0), (2, 3), (5, 3), (2, 99)])
 def test_all_can_stop_after_the_same_step(plan_ahead: int, stop: int) -> None:
     """As an iteration limit, an exit interval or the end of the data; nobody waits for anybody."""
-    channels = thread_channels(3)
 
     def go(channel: ThreadChannel) -> int:
         feed = feed_of(channel, plan_ahead=plan_ahead)
         steps = read(feed, most=None if stop == 99 else stop, delay_s=0.01)
         assert feed.close(timeout_s=WAIT_S)
+        # The channel is at rest: whatever comes next on it finds its peers.
+        assert channel.gather(b"next") == [b"next"] * 3
         return len(steps)
 
-    assert run_in_threads(go, channels) == [min(stop, 10)] * 3
-    # The channel is at rest: whatever comes next on it finds its peers.
-    found = run_in_threads(lambda channel: channel.gather(b"next"), channels)
-    assert found == [[b"next"] * 3] * 3
+    assert in_threads(go, 3) == [min(stop, 10)] * 3
 
 
 def test_closing_does_not_wait_for_ever_and_wakes_the_trainer() -> None:
@@ -224,7 +209,8 @@ def test_closing_does_not_wait_for_ever_and_wakes_the_trainer() -> None:
     trainer = threading.Thread(target=train)
     trainer.start()
     time.sleep(0.5)
-    assert not feed.close(timeout_s=0.01)
+    with pytest.raises(RuntimeError, match="the pass before this one did not end within 0 s: a r"):
+        feed.restart(timeout_s=0.01)
     trainer.join(WAIT_S)
     assert found == ["the step queue is closed: no step can be taken from it any more"]
     assert feed.close(timeout_s=WAIT_S)
@@ -233,11 +219,11 @@ def test_closing_does_not_wait_for_ever_and_wakes_the_trainer() -> None:
 # --- errors -----------------------------------------------------------------------------------
 
 
-def _errors(make: Callable[[ThreadChannel], StepFeed]) -> list[tuple[int, Exception]]:
+def _errors(**how: Any) -> list[tuple[int, Exception]]:
     """Train until an error; return the steps before it, and the error, by replica."""
 
     def go(channel: ThreadChannel) -> tuple[int, Exception]:
-        feed, count = make(channel), 0
+        feed, count = feed_of(channel, plan_ahead=3, **how), 0
         try:
             while True:
                 count += len(read(feed, most=1))
@@ -253,9 +239,7 @@ def test_a_bad_record_reaches_all_trainers_after_the_steps_before_it() -> None:
     limits = {"context": 32, "token_budget": 32}
     stream = single_stream(Records([3] * 40 + [0]), sample_rules=rules(**limits))
     position = next(at for at in range(41) if stream.locate(at).record == 40)
-    found = _errors(
-        lambda channel: feed_of(channel, plan_ahead=3, stream=stream, global_batch_size=2)
-    )
+    found = _errors(stream=stream, global_batch_size=2)
     guilty, other = found[position % 2][1], found[1 - position % 2][1]
     assert isinstance(guilty, BadRecordError)
     frames = traceback.extract_tb(guilty.__traceback__)
@@ -274,7 +258,7 @@ def test_an_error_after_the_gather_reaches_all_trainers(monkeypatch: pytest.Monk
         return pack(self, rows, plan, totals)
 
     monkeypatch.setattr(StepLoop, "_pack", broken)
-    (made, other), (count, error) = _errors(lambda channel: feed_of(channel, plan_ahead=3))
+    (made, other), (count, error) = _errors()
     assert (count, str(error)) == (4, "no memory to pack in")
     assert isinstance(other, ReplicaFailedError)
     assert str(other) == "replica 1 failed: OSError: no memory to pack in"
@@ -401,7 +385,7 @@ def test_context_parallel_ranks_get_their_parts() -> None:
         assert torch.equal(first.cu_seqlens_padded, item.cu_seqlens_padded)
 
 
-def test_the_source_ranks_error_reaches_all_ranks() -> None:
+def test_an_end_of_the_source_rank_reaches_all_ranks() -> None:
     stream = single_stream(Records(LENGTHS, failing=5), sample_rules=rules(**LENIENT | ERROR))
     source, *others = in_ranks(lambda feed, _: list(feed.iterators[0]), stream=stream)
     assert isinstance(source, BadRecordError)
@@ -410,9 +394,7 @@ def test_the_source_ranks_error_reaches_all_ranks() -> None:
         assert "the source rank of this replica failed" in str(error)
         assert str(source).partition("\n")[0] in str(error)
 
-
-def test_closing_ends_all_ranks() -> None:
-    def go(feed: StepFeed, channel: RankChannel) -> int:
+    def close(feed: StepFeed, channel: RankChannel) -> int:
         count = 0
         for item in feed.iterators[0]:
             count += isinstance(item, StepHeader)
@@ -421,7 +403,7 @@ def test_closing_ends_all_ranks() -> None:
                 return count
         return count
 
-    first, *others = in_ranks(go)
+    first, *others = in_ranks(close)
     assert first == 3
     for error in others:
         assert isinstance(error, LoaderClosedError)

@@ -25,7 +25,6 @@ from odb_megatron.data.iterable import (
     is_iterable,
 )
 from odb_megatron.data.loop import PackedStep, Progress
-from odb_megatron.data.sample import BadRecordError
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.wire import StepHeader, decode_step
 from odb_megatron.data.workers import WorkerError
@@ -127,47 +126,37 @@ def usable(made: MakeLines) -> set[int]:
     return {name for name, length in enumerate(made.lengths) if 0 < length <= BUDGET}
 
 
-@settings(max_examples=25)
-@given(worlds(), st.integers(1, 2), st.randoms(use_true_random=False))
-def test_every_item_is_trained_once_per_pass_and_a_resume_goes_on(
-    world: tuple[MakeLines, int, PlanConfig], passes: int, rng: random.Random
+@settings(max_examples=50)
+@given(
+    worlds(), st.integers(1, 2), st.none() | st.integers(1, 90), st.randoms(use_true_random=False)
+)
+def test_a_run_and_its_resume(
+    world: tuple[MakeLines, int, PlanConfig], passes: int, total: int | None, rng: random.Random
 ) -> None:
-    made, parts, config = world
-    shards = IterableShards(make=made, parts=parts)
-    if not made.owners:
-        return
-    names, states, steps = run(stream_of(shards, passes=passes), config)
-    assert emitted(names) == dict.fromkeys(usable(made), passes)
-    assert [step.totals.is_final for step in steps] == [False] * (len(steps) - 1) + [True]
-    sizes = [step.totals.num_consumed for step in steps]
-    assert sum(sizes) == passes * len(made.lengths)
-    assert set(sizes[:-1]) <= {config.global_batch_size}
-    at = rng.randrange(len(names))
-    rest, _, _ = run(stream_of(shards, passes=passes), config, states=states[at])
-    assert rest == names[at + 1 :]
-    rest, _, _ = run(stream_of(shards, passes=passes + 1), config, states=states[at])
-    assert emitted(names[: at + 1] + rest) == dict.fromkeys(usable(made), passes + 1)
-
-
-@settings(max_examples=25)
-@given(worlds(), st.integers(1, 90), st.randoms(use_true_random=False))
-def test_a_quota_is_met_exactly_and_a_resume_goes_on(
-    world: tuple[MakeLines, int, PlanConfig], total: int, rng: random.Random
-) -> None:
+    """Every item is trained once per pass, or a quota is met exactly; and a resume goes on."""
     made, parts, config = world
     num = parts * config.num_replicas
-    if len({owner % num // parts for owner in made.owners}) < config.num_replicas:
+    if not made.owners:
+        return
+    if total and len({owner % num // parts for owner in made.owners}) < config.num_replicas:
         return  # an empty shard is refused
-    config = replace(config, total=total)
-    stream = stream_of(IterableShards(make=made, parts=parts), total=total)
+    config = replace(config, total=total or OPEN_TOTAL)
+    shards = IterableShards(make=made, parts=parts)
+    stream = stream_of(shards, passes=passes, total=total)
     names, states, steps = run(stream, config)
     sizes = [step.totals.num_consumed for step in steps]
-    assert sum(sizes) == total
+    assert sum(sizes) == (total or passes * len(made.lengths))
     assert set(sizes[:-1]) <= {config.global_batch_size}
-    assert set(emitted(names)) <= usable(made)
+    assert [step.totals.is_final for step in steps] == [False] * (len(steps) - 1) + [True]
     at = rng.randrange(len(names))
     rest, _, _ = run(stream, config, states=states[at])
     assert rest == names[at + 1 :]
+    if total:
+        assert set(emitted(names)) <= usable(made)
+        return
+    assert emitted(names) == dict.fromkeys(usable(made), passes)
+    rest, _, _ = run(stream_of(shards, passes=passes + 1), config, states=states[at])
+    assert emitted(names[: at + 1] + rest) == dict.fromkeys(usable(made), passes + 1)
 
 
 @settings(max_examples=40)
@@ -251,71 +240,22 @@ def test_a_resume_reads_little_again() -> None:
 # --- what is refused --------------------------------------------------------------------------
 
 
-def refused(stream: ItemStream, config: PlanConfig, kind: type[Exception], **options: Any) -> str:
-    with pytest.raises(kind) as caught:
+def refused(stream: ItemStream, config: PlanConfig, **options: Any) -> str:
+    with pytest.raises((ValueError, SourceError, WorkerError)) as caught:
         run(stream, config, **options)
-    return str(caught.value)
+    return f"{caught.type.__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize("batch", [2, 4, 40])
-def test_replicas_that_read_the_same_shard_are_refused(batch: int) -> None:
-    """Also where each reads a single item in a step."""
-    same = IterableShards(make=lambda index, num: Lines(range(40), [5] * 40))
-    text = refused(stream_of(same), config_of(global_batch_size=batch), SourceError)
-    assert "replicas 0 and 1 begin with the same 8 samples" in text
-    assert "IterableShards(make=...)" in text
+class Broken(Lines):
+    def state_dict(self) -> dict[str, Any]:
+        """Fail."""
+        raise OSError("disk quota exceeded")
 
 
-def test_equal_items_tell_nothing() -> None:
-    constant = IterableShards(make=lambda index, num: Lines([0] * 20, [5]))
-    assert len(run(stream_of(constant), config_of())[0]) == 10
-
-
-def test_no_data_at_all_is_refused() -> None:
-    empty = stream_of(IterableShards(make=MakeLines([], [])))
-    assert "no replica has any data" in refused(empty, config_of(), SourceError)
-
-
-def test_an_empty_shard_cannot_take_part_in_a_quota() -> None:
-    stream = stream_of(IterableShards(make=MakeLines([5] * 4, [0] * 4)), total=20)
-    text = refused(stream, config_of(total=20), SourceError)
-    assert "gives replica 1 no item" in text
-    assert "use --odb-epochs" in text
-
-
-def test_an_iterator_that_raises_ends_the_run_whatever_the_policy() -> None:
-    made = MakeLines([5] * 20, [0, 1] * 10, failing=10)
-    text = refused(stream_of(IterableShards(make=made)), config_of(), SourceError)
-    assert "shard 0 of 2 raised KeyError" in text
-    assert "no such thing in item 10" in text
-    assert "Original traceback" in text
-
-
-def test_a_bad_item_is_an_error_or_skipped() -> None:
-    shards = IterableShards(make=MakeLines([5, 5, 0, 5] * 4, [0, 1] * 8))
-    strict = stream_of(shards, skip_bad=False)
-    text = refused(strict, config_of(), BadRecordError)
-    assert "train dataset, shard 0 of 2:2: no token to learn from" in text
-    _, _, steps = run(stream_of(shards), config_of())
-    assert sum(step.totals.num_bad for step in steps) == 4
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_state_that_cannot_be_taken_is_named(num_workers: int) -> None:
-    made = MakeLines([5] * 200, [0, 1] * 100, kind=Broken)
-    shards = IterableShards(make=made)
-    text = refused(stream_of(shards), config_of(), ValueError, num_workers=num_workers)
-    assert "train dataset, shard 0 of 2, saying where it is, raised OSError: disk quota" in text
-    assert "Original traceback" in text
-    names, _, _ = run(replace(stream_of(shards), keeps_state=False), config_of())
-    assert sum(emitted(names).values()) == 200
-
-
-def test_a_worker_that_dies_is_named() -> None:
-    made = MakeLines([5] * 20, [0, 1] * 10, failing=10, kills=True)
-    text = refused(stream_of(IterableShards(make=made)), config_of(), WorkerError, num_workers=1)
-    assert "while it read train dataset" in text
-    assert "lower --num-workers" in text
+class Forgetful(Lines):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Fail."""
+        raise KeyError("at")
 
 
 @dataclass(frozen=True)
@@ -337,13 +277,57 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return iter(self.shard)
 
 
-def test_a_loader_runs_in_the_trainer_process_only() -> None:
-    made = MakeLines([5] * 20, [0, 1] * 10)
-    loader = MakeLoader(made)(0, 1)
-    assert as_shards(loader, name="train dataset").has_own_workers
-    stream = stream_of(IterableShards(make=MakeLoader(made)))
-    text = refused(stream, config_of(), ValueError, num_workers=1)
-    assert "hand over the loader itself" in text
+def same(index: int, num_shards: int) -> Lines:
+    return Lines(range(40), [5] * 40)
+
+
+def absent(index: int, num_shards: int) -> Lines:
+    raise FileNotFoundError(f"no part {index}")
+
+
+TWO = [0, 1] * 100
+HALF = MakeLines([5] * 20, TWO[:20], failing=10)
+BROKEN = MakeLines([5] * 200, TWO, kind=Broken)
+NO_STATE = "ValueError: train dataset, shard 0 of 2, saying where it is, raised OSError: disk quota"
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "expected"),
+    [
+        # Also where each reads a single item in a step.
+        (same, {"global_batch_size": 2}, "SourceError: replicas 0 and 1 begin with the same 8 sam"),
+        (same, {"global_batch_size": 4}, "SourceError: replicas 0 and 1 begin with the same 8 sam"),
+        (same, {"global_batch_size": 40}, "pass IterableShards(make=...)"),
+        (MakeLines([], []), {}, "SourceError: no replica has any data"),
+        (MakeLines([5] * 4, [0] * 4), {"total": 20}, "gives replica 1 no item"),
+        # Whatever the policy for bad records.
+        (HALF, {}, "SourceError: train dataset, shard 0 of 2 raised KeyError: 'no such thing"),
+        (HALF, {}, "Original traceback"),
+        (MakeLines([5, 5, 0, 5] * 4, TWO[:16]), {"skip_bad": False}, "shard 0 of 2:2: no token to"),
+        (BROKEN, {}, NO_STATE),
+        (BROKEN, {"num_workers": 1}, NO_STATE),
+        (replace(HALF, kills=True), {"num_workers": 1}, "while it read train dataset"),
+        (absent, {}, "train dataset: make(0, 2) of IterableShards raised FileNotFoundError: no"),
+        (MakeLoader(HALF), {"num_workers": 1}, "hand over the loader itself"),
+    ],
+)
+def test_what_is_refused(make: Any, how: dict[str, Any], expected: str) -> None:
+    options = {name: how[name] for name in {"num_workers"} & how.keys()}
+    policies = {name: how[name] for name in {"skip_bad", "total"} & how.keys()}
+    config = config_of(**{name: how[name] for name in {"global_batch_size", "total"} & how.keys()})
+    shards = IterableShards(make=make)
+    assert expected in refused(stream_of(shards, **policies), config, **options)
+
+
+def test_what_is_not_refused() -> None:
+    """Equal items tell nothing; a state that nobody asks for; bad items that may be skipped."""
+    constant = IterableShards(make=lambda index, num: Lines([0] * 20, [5]))
+    assert len(run(stream_of(constant), config_of())[0]) == 10
+    broken = stream_of(IterableShards(make=MakeLines([5] * 200, TWO, kind=Broken)))
+    names, _, _ = run(replace(broken, keeps_state=False), config_of())
+    assert sum(emitted(names).values()) == 200
+    bad = stream_of(IterableShards(make=MakeLines([5, 5, 0, 5] * 4, TWO[:16])))
+    assert sum(step.totals.num_bad for step in run(bad, config_of())[2]) == 4
 
 
 # --- states that do not fit -------------------------------------------------------------------
@@ -351,17 +335,6 @@ def test_a_loader_runs_in_the_trainer_process_only() -> None:
 
 def _place(**changes: Any) -> dict[str, Any]:
     return {"count": 3, "ended": False, "at": 0, "state": None} | changes
-
-
-def test_a_source_without_a_state_trains_and_is_not_resumed() -> None:
-    made = MakeLines([5] * 40, [0, 1] * 20, kind=Stateless)
-    stream = stream_of(IterableShards(make=made))
-    names, states, _ = run(stream, config_of())
-    assert len(names) == 10
-    assert json.loads(states[3][0])["source"]["has_state"] is False
-    text = refused(stream, config_of(), ValueError, states=states[3])
-    assert "had no state of its own" in text
-    assert "state_dict() and load_state_dict()" in text
 
 
 @pytest.mark.parametrize(
@@ -379,54 +352,33 @@ def test_a_source_without_a_state_trains_and_is_not_resumed() -> None:
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
-    stream = stream_of(IterableShards(make=MakeLines([5] * 40, [0, 1] * 20)))
+    stream = stream_of(IterableShards(make=MakeLines([5] * 40, TWO[:40])))
     _, states, _ = run(stream, config_of(), steps=3)
     changed = [json.loads(text) for text in states[-1]]
     for state in changed:
         state["source"] |= change
-    assert message in refused(
-        stream, config_of(), ValueError, states=list(map(json.dumps, changed))
-    )
+    assert message in refused(stream, config_of(), states=list(map(json.dumps, changed)))
 
 
-class Broken(Lines):
-    def state_dict(self) -> dict[str, Any]:
-        """Fail."""
-        raise OSError("disk quota exceeded")
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        ({}, {"parts": 1}, "saved with 2 parts for each replica, this run has 1"),
+        ({}, {"kind": Forgetful}, "shard 0 of 4, going on with its saved state, raised KeyError"),
+        ({}, {"kind": Stateless}, "it has no state of its own, and had one when it was saved"),
+        ({}, {"failing": 300}, "raised KeyError"),
+        ({"kind": Stateless}, {"kind": Stateless}, "had no state of its own when the checkpoint"),
+    ],
+)
+def test_other_shards_than_those_saved(
+    then: dict[str, Any], now: dict[str, Any], message: str
+) -> None:
+    def shards(parts: int = 2, **changes: Any) -> IterableShards:
+        made = MakeLines([5] * 400, [0, 1, 2, 3] * 100)
+        return IterableShards(make=replace(made, **changes), parts=parts)
 
-
-class Forgetful(Lines):
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Fail."""
-        raise KeyError("at")
-
-
-def test_other_shards_than_those_saved() -> None:
-    made = MakeLines([5] * 400, [0, 1, 2, 3] * 100)
-    _, states, _ = run(stream_of(IterableShards(make=made, parts=2)), config_of(), steps=80)
-    cases = [
-        (IterableShards(make=made), "saved with 2 parts for each replica, this run has 1"),
-        (
-            IterableShards(make=replace(made, kind=Forgetful), parts=2),
-            "train dataset, shard 0 of 4, going on with its saved state, raised KeyError",
-        ),
-        (
-            IterableShards(make=replace(made, kind=Stateless), parts=2),
-            "it has no state of its own, and had one when it was saved",
-        ),
-        (IterableShards(make=replace(made, failing=300), parts=2), "raised KeyError"),
-    ]
-    for shards, text in cases:
-        assert text in refused(stream_of(shards), config_of(), ValueError, states=states[-1])
-
-
-def test_what_making_a_shard_raises_is_named() -> None:
-    def make(index: int, num_shards: int) -> Any:
-        raise FileNotFoundError(f"no part {index}")
-
-    text = refused(stream_of(IterableShards(make=make)), config_of(), ValueError)
-    assert "train dataset: make(0, 2) of IterableShards raised FileNotFoundError: no part 0" in text
-    assert "Original traceback" in text
+    _, states, _ = run(stream_of(shards(**then)), config_of(), steps=80)
+    assert message in refused(stream_of(shards(**now)), config_of(), states=states[-1])
 
 
 def test_what_counts_as_iterable() -> None:
@@ -434,6 +386,8 @@ def test_what_counts_as_iterable() -> None:
     assert is_iterable(IterableShards(make=MakeLines([], [])))
     assert not is_iterable([1, 2])
     assert not is_iterable(3)
+    loader = MakeLoader(MakeLines([], []))(0, 1)
+    assert as_shards(loader, name="train dataset").has_own_workers
     with pytest.raises(ValueError, match="which can be run through only once"):
         as_shards(iter([1]), name="train dataset")
     with pytest.raises(ValueError, match="parts must be at least 1"):

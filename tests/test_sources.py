@@ -26,7 +26,7 @@ from odb_megatron.data.sources import (
     open_source,
 )
 from odb_megatron.data.workers import limited
-from odb_megatron.plan.padding import OverlongError, OverlongPolicy
+from odb_megatron.plan.padding import OverlongPolicy
 
 INCONSISTENT = "{% for m in messages %}{{ m.content | length }}{{ m.content }}{% endfor %}"
 LAYOUTS = {
@@ -96,13 +96,6 @@ def test_bad_records_by_policy(tmp_path: Path) -> None:
         assert skipped == Skipped(reason=SkipReason.BAD_RECORD, message=str(caught.value), source=1)
 
 
-def test_a_single_token_is_a_bad_record(tmp_path: Path) -> None:
-    source = _chat_source(_write_jsonl(tmp_path / "a.jsonl", [{"text": "good"}, {"text": "$"}]))
-    source.renderer.tokenizer._eos_id = None
-    with pytest.raises(BadRecordError, match=r"a.jsonl:2: 1 token\(s\): at least 2 are needed"):
-        source.sample(1, source=0)
-
-
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_chat_template_error_is_never_skipped(tmp_path: Path, skips: bool) -> None:
     path = _write_jsonl(tmp_path / "a.jsonl", ["", LAYOUTS["messages"]])
@@ -137,17 +130,6 @@ def write_indexed(
 DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]], [], [[7]], [[8, 9, 10]]]
 
 
-def test_overlong_chat_by_policy(tmp_path: Path) -> None:
-    path = _write_jsonl(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": 9 * "c"}])
-    with pytest.raises(OverlongError, match=rf"^{path}:2: 9 tokens; the limit is 8"):
-        _chat_source(path, context=8).sample(1, source=0)
-    skipped = _chat_source(path, context=8, overlong=OverlongPolicy.DROP).sample(1, source=0)
-    assert isinstance(skipped, Skipped)
-    assert skipped.reason is SkipReason.OVERLONG
-    cut = _sample(_chat_source(path, context=8, overlong=OverlongPolicy.TRUNCATE), 1)
-    assert (_text(cut), cut.truncated) == (9 * "c", 1)
-
-
 @pytest.mark.parametrize("mmap", [True, False])
 def test_a_document_is_a_sample(write_indexed: Any, mmap: bool) -> None:
     source = IndexedSource(write_indexed(DOCUMENTS), rules=rules(), mmap=mmap)
@@ -163,6 +145,9 @@ def test_a_document_is_a_sample(write_indexed: Any, mmap: bool) -> None:
         assert sample.labels.tolist() == ids[1:]
         assert sample.loss_mask.tolist() == [1.0] * (len(ids) - 1)
         assert (sample.source, sample.tokens.dtype) == (index, np.dtype(np.int64))
+    for dtype in (np.uint16, np.int64):
+        source = IndexedSource(write_indexed([[[60000, 2, 65535]]], dtype), rules=rules())
+        assert _sample(source, 0).labels.tolist() == [2, 65535]
 
 
 def test_documents_left_out_by_policy(write_indexed: Any) -> None:
@@ -178,12 +163,6 @@ def _cut(path: str, size: int) -> None:
         file.truncate(size)
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.int64])
-def test_token_types(write_indexed: Any, dtype: Any) -> None:
-    source = IndexedSource(write_indexed([[[60000, 2, 65535]]], dtype), rules=rules())
-    assert _sample(source, 0).labels.tolist() == [2, 65535]
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Megatron's __del__
 def test_an_index_cut_anywhere_is_refused(write_indexed: Any) -> None:
     """Megatron raises AssertionError, struct.error or ValueError, depending on where."""
@@ -195,13 +174,6 @@ def test_an_index_cut_anywhere_is_refused(write_indexed: Any) -> None:
             ValueError, match=rf"^{prefix}.idx and .bin are no readable Megatron dataset \(.+\): wr"
         ):
             IndexedSource(prefix, rules=rules())
-
-
-def test_an_empty_bin_is_refused(write_indexed: Any) -> None:
-    prefix = write_indexed(DOCUMENTS)
-    _cut(f"{prefix}.bin", 0)
-    with pytest.raises(ValueError, match="the .bin file is empty"):
-        IndexedSource(prefix, rules=rules())
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -233,15 +205,14 @@ def test_a_damaged_index_is_refused(write_indexed: Any, at: int, value: bytes, s
         IndexedSource(prefix, rules=rules())
 
 
-@pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("mmap", [True, False])
-def test_tokens_cut_short_are_refused(write_indexed: Any, mmap: bool, skips: bool) -> None:
-    """Without mmap Megatron would hand out uninitialised memory as tokens."""
+@pytest.mark.parametrize(("cut", "text"), [(1, "bytes: damaged, or"), (40, "bin file is empty")])
+def test_tokens_cut_short_are_refused(write_indexed: Any, mmap: bool, cut: int, text: str) -> None:
+    """Without mmap Megatron would hand out uninitialised memory as tokens; whatever the policy."""
     prefix = write_indexed(DOCUMENTS)
-    size = os.path.getsize(f"{prefix}.bin")
-    _cut(f"{prefix}.bin", size - 1)
-    with pytest.raises(ValueError, match=rf"{prefix}.* .bin file {size - 1} bytes: damaged, or"):
-        IndexedSource(prefix, rules=rules(skip_bad=skips), mmap=mmap)
+    _cut(f"{prefix}.bin", os.path.getsize(f"{prefix}.bin") - cut)
+    with pytest.raises(ValueError, match=f"{prefix}.*{text}"):
+        IndexedSource(prefix, rules=rules(skip_bad=True), mmap=mmap)
 
 
 # --- a user's dataset ------------------------------------------------------------------------
@@ -312,6 +283,7 @@ BAD_ITEMS: list[tuple[object, str]] = [
 def test_bad_items_by_policy(item: object, reason: str) -> None:
     with pytest.raises(BadRecordError, match=rf"^mine:2: .*({reason})") as caught:
         _map_source(GOOD, item).sample(1, source=0)
+    assert caught.value.trace == ""  # what this package refuses
     lenient = _map_source(GOOD, item, skip_bad=True)
     assert lenient.sample(1, source=4) == Skipped(
         reason=SkipReason.BAD_RECORD, message=str(caught.value), source=4
@@ -319,56 +291,39 @@ def test_bad_items_by_policy(item: object, reason: str) -> None:
     assert isinstance(lenient.sample(0, source=4), Sample)
 
 
-def test_a_datasets_own_failure_is_a_bad_record_with_its_traceback() -> None:
-    data = Records([3, 3], failing=1)
-    with pytest.raises(BadRecordError, match="record 1 raised KeyError: ") as caught:
-        MapSource(data, rules=rules(), name="mine").sample(1, source=0)
-    assert str(caught.value).startswith("mine:2: record 1 raised KeyError: ")
-    assert "Original traceback:" in str(caught.value)
-    assert "__getitem__" in caught.value.trace
-    lenient = MapSource(data, rules=rules(skip_bad=True), name="mine")
-    skipped = lenient.sample(1, source=4)
-    assert isinstance(skipped, Skipped)
-    assert (skipped.reason, skipped.source) == (SkipReason.BAD_RECORD, 4)
+class Broken(Records):
+    """Fails in ways of its own; also where what is raised is our own, or it hangs."""
 
-
-def test_what_this_package_refuses_has_no_traceback() -> None:
-    for item, reason in BAD_ITEMS:
-        with pytest.raises(BadRecordError, match=reason) as caught:
-            _map_source(item).sample(0, source=0)
-        assert caught.value.trace == "", reason
-
-
-def test_the_way_through_a_users_code_is_a_traceback() -> None:
-    """Also where what is raised is our own."""
-
-    class Nested(Records):
-        def __getitem__(self, index: int) -> object:
+    def __getitem__(self, index: int) -> Any:
+        if index == 0:
             return Sample(tokens=np.zeros(2), labels=np.zeros(3), loss_mask=np.ones(3))
-
-    with pytest.raises(BadRecordError, match="got shapes") as caught:
-        MapSource(Nested([3]), rules=rules(), name="mine").sample(0, source=0)
-    assert "in __getitem__" in caught.value.trace
-
-
-def test_a_record_that_hangs_is_named_with_where() -> None:
-    class Hanging(Records):
-        def __getitem__(self, index: int) -> object:
+        if index == 1:
             time.sleep(600)
-            return super().__getitem__(index)
-
-    source = MapSource(Hanging([3, 3]), rules=rules(), name="mine")
-    with (
-        pytest.raises(BadRecordError, match="mine:2: record 1 raised FetchTimeoutError") as caught,
-        limited(0.05, what=lambda: "record 1"),
-    ):
-        source.sample(1, source=0)
-    assert "time.sleep(600)" in caught.value.trace
+        return super().__getitem__(index)
 
 
-def test_an_item_that_is_too_long() -> None:
-    with pytest.raises(OverlongError, match="^mine:1: 3 tokens; the limit is 2"):
-        _map_source(GOOD, context=2).sample(0, source=0)
+@pytest.mark.parametrize(
+    ("index", "text", "trace"),
+    [
+        (0, "got shapes", "in __getitem__"),
+        (1, "mine:2: record 1 raised FetchTimeoutError", "time.sleep(600)"),
+        (2, "mine:3: record 2 raised KeyError: ", "__getitem__"),
+    ],
+)
+def test_a_datasets_own_failure_has_its_traceback(index: int, text: str, trace: str) -> None:
+    for skips in (False, True):
+        data = Broken([3, 3, 3], failing=2)
+        source = MapSource(data, rules=rules(skip_bad=skips), name="mine")
+        with limited(0.05, what=lambda: "it"):
+            if skips:
+                skipped = source.sample(index, source=4)
+                assert isinstance(skipped, Skipped)
+                assert (skipped.reason, skipped.source) == (SkipReason.BAD_RECORD, 4)
+                continue
+            with pytest.raises(BadRecordError, match=text) as caught:
+                source.sample(index, source=4)
+        assert trace in caught.value.trace
+        assert "Original traceback:" in str(caught.value)
 
 
 def test_what_is_no_map_style_dataset() -> None:

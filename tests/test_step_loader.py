@@ -30,7 +30,6 @@ from synthetic_data import (
 
 from odb_megatron.comm.groups import ControlError
 from odb_megatron.comm.heartbeat import Deadline
-from odb_megatron.data.loop import PackedStep
 from odb_megatron.data.order import CyclicOrder
 from odb_megatron.data.sample import BadRecordError, Sample
 from odb_megatron.data.step_loader import StepLoader
@@ -175,14 +174,10 @@ def test_a_pass_begins_anew() -> None:
         again = steps_of(loader.restarted())
         assert list(map(metadata_of, steps)) == list(map(metadata_of, again))
         assert metadata_of(steps[0]).totals.consumed_before == 2
-        return min(_wait_us(step) for step in steps)
+        return min(step.header.totals.wait_us for step in steps)
 
     waits = in_threads(go)
     assert waits[0] == waits[1] >= 20_000  # two samples per replica and step
-
-
-def _wait_us(step: PackedStep) -> int:
-    return step.header.totals.wait_us
 
 
 # --- errors of the data -----------------------------------------------------------------------
@@ -204,38 +199,31 @@ def test_a_datasets_own_failure_stops_all_replicas(num_workers: int) -> None:
 
 
 class Deadly(Records):
-    """Record 5 ends the process that reads it."""
+    """Record 5 ends the process that reads it, or never comes."""
+
+    def __init__(self, lengths: Sequence[int], *, hangs: bool) -> None:
+        super().__init__(lengths)
+        self.hangs = hangs
 
     def __getitem__(self, index: int) -> Any:
-        if index == 5:
+        if index == 5 and self.hangs:
+            time.sleep(1000)
+        elif index == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 
 
-class Hanging(Records):
-    """Record 5 never comes."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 5:
-            time.sleep(1000)
-        return super().__getitem__(index)
-
-
 @pytest.mark.parametrize(
-    ("kind", "error", "text"),
+    ("hangs", "error", "text"),
     [
-        (
-            Deadly,
-            WorkerError,
-            r"a data-loader worker has ended .*record 5 of synthetic.*--num-worke",
-        ),
-        (Hanging, BadRecordError, r"record 5 of synthetic\) took longer than 1 s"),
+        (False, WorkerError, r"a data-loader worker has ended .*record 5 of synthetic.*--num-work"),
+        (True, BadRecordError, r"record 5 of synthetic\) took longer than 1 s"),
     ],
 )
 def test_a_worker_that_dies_or_hangs_is_named(
-    kind: type[Records], error: type[Exception], text: str
+    hangs: bool, error: type[Exception], text: str
 ) -> None:
-    stream = single_stream(kind([3] * 12))
+    stream = single_stream(Deadly([3] * 12, hangs=hangs))
     guilty = next(p for p in range(12) if stream.locate(p).record == 5) % 2
     config = step_config(total=12, global_batch_size=12)
     workers = [int(replica == guilty) for replica in range(2)]
@@ -375,28 +363,22 @@ def test_a_stopped_process_that_is_sent_much_ends_in_time() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_replica_that_closes_stops_all(num_workers: int) -> None:
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_replica_that_closes_stops_all(num_workers: int, after: int) -> None:
+    """One that was never used starts no process to say so."""
+    before = set(multiprocessing.active_children())
+
     def go(channel: ThreadChannel) -> None:
         workers = num_workers * channel.replica
         stream, config = lenient_stream([3] * 40), step_config(total=40)
         loader = StepLoader(stream, config, channel=channel, num_workers=workers)
-        assert len(steps_of(loader, most=3)) == 3
+        assert len(steps_of(loader, most=after)) == after
         if channel.replica == 1:
             loader.close()
         with pytest.raises(LoaderClosedError, match="a replica has closed its loader"):
             loader.make_step()
+        assert after or set(multiprocessing.active_children()) <= before
         assert loader.make_step() is None
         loader.end()
 
-    in_threads(go)
-
-
-def test_a_loader_that_is_never_used_starts_no_process_to_say_so() -> None:
-    def go(channel: ThreadChannel) -> None:
-        loader = StepLoader(lenient_stream([3]), step_config(), channel=channel, num_workers=2)
-        with pytest.raises(LoaderClosedError):
-            loader.end()
-        assert set(multiprocessing.active_children()) <= before
-
-    before = set(multiprocessing.active_children())
     in_threads(go)

@@ -152,27 +152,16 @@ def test_the_fingerprint_follows_all_that_replicas_must_share() -> None:
             num_samples=num_samples,
         )
 
+    def cyclic(sharding: bool) -> SampleStream:
+        order = CyclicOrder(total=4, num_replicas=2, data_sharding=sharding)
+        return single_stream(Records([3] * 4), order=order)
+
     base = stream().fingerprint()
     assert base == stream().fingerprint()
-    others = [
-        stream(sizes=(4, 7)),
-        stream(order=(0, 1, 0, 1, 1)),
-        stream(seed=8),
-        stream(num_samples=9),
-        single_stream(Records([3] * 4)),
-        single_stream(
-            Records([3] * 4), order=CyclicOrder(total=4, num_replicas=2, data_sharding=True)
-        ),
-        single_stream(
-            Records([3] * 4), order=CyclicOrder(total=4, num_replicas=2, data_sharding=False)
-        ),
-    ]
+    others = [stream(sizes=(4, 7)), stream(order=(0, 1, 0, 1, 1)), stream(seed=8),
+              stream(num_samples=9), single_stream(Records([3] * 4)), cyclic(True), cyclic(False),
+              *(single_stream(Records([2]), seed=seed) for seed in range(3))]  # fmt: skip
     assert len({base, *(other.fingerprint() for other in others)}) == 1 + len(others)
-
-
-def test_seeds_are_told_apart_even_when_they_shuffle_alike() -> None:
-    streams = [single_stream(Records([2]), seed=seed) for seed in range(3)]
-    assert len({stream.fingerprint() for stream in streams}) == 3
 
 
 # --- worker processes ------------------------------------------------------------------------
@@ -180,15 +169,6 @@ def test_seeds_are_told_apart_even_when_they_shuffle_alike() -> None:
 
 def _tokens(item: Any) -> Any:
     return item.tokens.tolist() if isinstance(item, Sample) else item
-
-
-def _failure(reader: StreamReader) -> Exception:
-    """The error of reading, without the traceback: its frames would keep the workers alive."""
-    try:
-        reader.read(1)
-    except Exception as error:
-        return error.with_traceback(None)
-    raise AssertionError("nothing failed")
 
 
 class _ProcessIds(Records):
@@ -239,54 +219,36 @@ def test_workers_give_what_this_process_gives() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_bad_record_comes_out_of_a_worker_with_file_and_line(
-    tmp_path: Path, num_workers: int
-) -> None:
-    path = tmp_path / "a.jsonl"
+def test_errors_come_out_of_a_worker_as_they_are(tmp_path: Path, num_workers: int) -> None:
+    """With file and line; a user's with its traceback, a template's without."""
+    path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     path.write_text('{"text": "ab"}\n\n{"text": "cd"}\n{"txt": "ef"}\n{"text": "0123456789"}\n')
-    source = ChatSource(
-        str(path), rules=rules(context=8, token_budget=8), renderer=ChatRenderer(Letters())
-    )
-    order = PassOrder(np.arange(4), seed=3)
-    reader = _reader(
-        SampleStream([SourcePart(source=source, order=order)]), num_workers=num_workers
-    )
-    seen: dict[int, type] = {}
-    for position in range(4):
-        record = order[position]
-        if record < 2:
-            reader.read(1)
-            continue
-        error = _failure(reader)
-        assert str(error).startswith(f"{path}:{record + 2}: ")
-        seen[record] = type(error)
-        if isinstance(error, BadRecordError):
-            assert (error.path, error.line) == (str(path), 4)
-    assert seen == {2: BadRecordError, 3: OverlongError}
-
-
-def test_a_chat_template_error_comes_out_of_a_worker_without_its_traceback(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"question": "hi", "answer": "yo"}\n')
-    renderer = ChatRenderer(Letters("{{ messages[0].content"))
-    source = ChatSource(str(path), rules=rules(), renderer=renderer)
-    stream = SampleStream([SourcePart(source=source, order=PassOrder(np.arange(1), seed=3))])
-    error = _failure(_reader(stream, num_workers=1))
-    assert isinstance(error, ChatFormatError)
-    assert str(error).startswith(f"{path}:1: ")
-    assert "Traceback" not in str(error)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_datasets_own_failure_comes_out_of_a_worker_with_its_traceback(num_workers: int) -> None:
-    stream = single_stream(Records([2, 2, 2], failing=1))
-    reader = _reader(stream, num_workers=num_workers)
-    failing = next(position for position in range(3) if stream.locate(position).record == 1)
-    reader.read(failing)
-    error = _failure(reader)
-    assert isinstance(error, BadRecordError)
-    assert "record 1 raised KeyError: 'no such thing in record 1'" in str(error)
-    assert "synthetic_data.py" in error.trace
+    other.write_text('{"question": "hi", "answer": "yo"}\n')
+    limits = rules(context=8, token_budget=8)
+    broken = ChatRenderer(Letters("{{ messages[0].content"))
+    for source, expected in (
+        (ChatSource(str(path), rules=limits, renderer=ChatRenderer(Letters())),
+         {2: (BadRecordError, f"{path}:4: "), 3: (OverlongError, f"{path}:5: ")}),
+        (ChatSource(str(other), rules=limits, renderer=broken),
+         {0: (ChatFormatError, f"{other}:1: ")}),
+        (MapSource(Records([2, 2, 2], failing=1), rules=limits, name="mine"),
+         {1: (BadRecordError, "mine:2: record 1 raised KeyError: 'no such thing in record 1'")}),
+    ):  # fmt: skip
+        order = PassOrder(np.arange(len(source)), seed=3)
+        stream = SampleStream([SourcePart(source=source, order=order)])
+        reader, seen = _reader(stream, num_workers=num_workers), {}
+        for position in range(len(source)):
+            try:
+                reader.read(1)
+            except Exception as error:  # with its frames it would keep the workers alive
+                seen[order[position]] = error.with_traceback(None)
+        assert seen.keys() == expected.keys()
+        for record, (kind, text) in expected.items():
+            assert type(seen[record]) is kind
+            assert str(seen[record]).startswith(text)
+            is_users = "raised" in text
+            assert ("synthetic_data.py" in str(seen[record])) == is_users
+            assert ("Traceback" in str(seen[record])) == is_users
 
 
 def test_reading_leaves_the_models_random_state_alone() -> None:
@@ -326,17 +288,21 @@ def test_each_step_is_divided_among_the_replicas(
 
 
 def test_items_are_the_streams_samples_padded_to_the_sequence_length() -> None:
-    lengths_of = [1, 7, 8, 3]
-    stream = single_stream(Records(lengths_of), num_samples=11)
+    lengths_of = [1, 7, 8, 3, 0]
+    stream = single_stream(Records(lengths_of), num_samples=11, sample_rules=rules(skip_bad=True))
     dataset = PaddedDataset(stream, sequence_length=8, split="train")
     assert (len(dataset), dataset.split) == (11, "train")
     lengths = []
     for position in range(11):
         item, sample = dataset[position], stream.fetch(position)
-        assert isinstance(sample, Sample)
         length = item["length"]
         lengths.append(length)
-        assert (length, item["position"]) == (len(sample), position)
+        assert item["position"] == position
+        if isinstance(sample, Skipped):  # carries no loss
+            assert (length, item["loss_mask"].sum(), item["message"]) == (0, 0, sample.message)
+            assert item["tokens"].tolist() == [PAD_TOKEN] * 8
+            continue
+        assert length == len(sample)
         for name in ("tokens", "labels", "loss_mask"):
             assert item[name].dtype == getattr(sample, name).dtype
             assert item[name][:length].tolist() == getattr(sample, name).tolist()
@@ -344,12 +310,3 @@ def test_items_are_the_streams_samples_padded_to_the_sequence_length() -> None:
         assert item["loss_mask"][length:].tolist() == [0.0] * (8 - length)
         assert item["position_ids"].tolist() == list(range(8))
     assert set(lengths) == set(lengths_of)  # also one that fills the row
-
-
-def test_a_position_that_emits_nothing_carries_no_loss() -> None:
-    skip = rules(skip_bad=True)
-    item = PaddedDataset(
-        single_stream(Records([0]), sample_rules=skip), sequence_length=8, split="train"
-    )[0]
-    assert (item["length"], item["loss_mask"].sum()) == (0, 0)
-    assert item["tokens"].tolist() == [PAD_TOKEN] * 8
