@@ -14,7 +14,14 @@ from typing import Any, NoReturn
 
 from odb_megatron.elastic import USAGE_ERROR, leave_reason
 
-__all__ = ["SettingError", "flag_of", "name_settings", "raise_usage_errors", "setting_name"]
+__all__ = [
+    "SettingError",
+    "flag_of",
+    "host_names",
+    "name_settings",
+    "raise_usage_errors",
+    "setting_name",
+]
 __all__ += ["usage_errors", "usage_reason"]
 
 _HOST, _OWN = "/megatron/", "/odb_megatron/"  # in the paths of files
@@ -36,6 +43,11 @@ _host: dict[str, Callable[[str], str]] = {"name": flag_of}
 def name_settings(name: Callable[[str], str]) -> None:
     """Let all texts of this process name settings as its host does; else they are flags."""
     _host["name"] = name
+
+
+def host_names() -> Callable[[str], str]:
+    """Return what names settings in this process; another process can be sent it."""
+    return _host["name"]
 
 
 def setting_name(name: str) -> str:

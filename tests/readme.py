@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 
-__all__ = ["QUICKSTART", "README", "command", "commands", "printed_by"]
+__all__ = ["QUICKSTART", "README", "command", "commands"]
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 QUICKSTART = README.parent / "docs" / "quickstart.md"
 
 _PROGRAMS = ("make", "odb-megatron", "torchrun", "sbatch", "python", ".venv/bin/python", ".ci/run")
-
-_BLOCK = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)
 
 
 def command(*words: str, page: Path = README) -> list[str]:
@@ -28,14 +25,6 @@ def commands(page: Path) -> list[list[str]]:
     lines = [line for line in text.splitlines() if line.startswith("    ")]
     found = [_split(line) for line in lines if not line.startswith("     ")]
     return [words for words in found if words and words[0] in _PROGRAMS]
-
-
-def printed_by(*words: str) -> list[str]:
-    """Return the lines of the block behind that command: what the README says that it prints."""
-    text = README.read_text(encoding="utf-8")
-    blocks = [match.group() for match in _BLOCK.finditer(text)]
-    (place,) = [i for i, block in enumerate(blocks) if set(words) <= set(_split(block))]
-    return [line.strip() for line in blocks[place + 1].splitlines()]
 
 
 def _split(block: str) -> list[str]:

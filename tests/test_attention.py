@@ -29,8 +29,6 @@ CASES = {
     "packed": (LENGTHS, 1, None),
     "padded_segments": (LENGTHS, 4, None),
     "max_seqlen_is_total": (LENGTHS, 1, sum(LENGTHS)),
-    "max_seqlen_above": (LENGTHS, 1, 64),
-    "fills_the_pack": ((12,), 1, None),
     "all_of_length_1": ((1, 1, 1), 1, None),
     "zero_length_between": ((5, 0, 7), 1, None),
 }

@@ -274,15 +274,18 @@ def test_what_the_comparison_of_topologies_finds() -> None:
     differs = {**parity.compare(((other,),), steps), "max_rel_grad_diff": 0.1}
     found = parity.find_problems("case", differs)
     assert [problem.partition(": ")[2][:20] for problem in found] == [
-        "the case has 1 steps",
         "max_abs_loss_diff is",
         "max_rel_grad_diff is",
         "max_rel_grad_norm_di",
+        "collectives_per_step",
+        "1 steps, of its refe",
         "the runs trained dif",
-        "3 collectives in a s",
         "M took only the valu",
         "no micro-batch was i",
     ]
+    token = {"margins": [1e-3, 2e-7]}
+    (found,) = parity.find_problems("case", {**same, "routed_otherwise": [token]})
+    assert found.startswith("case: 1 tokens go to other experts, by margins of up to 0.001;")
     missing = {**same, **parity.compare(((_step(loss=None), *steps[0][1:]),), steps)}
     assert math.isnan(missing["max_abs_loss_diff"])
     assert len(parity.find_problems("case", missing)) == 2  # and M 1 is gone with that step
@@ -351,7 +354,7 @@ def test_a_topology_trains_as_one_process(tmp_path: Path) -> None:
     assert result["cases"]["tp2"]["collectives_per_step"] == 2
     assert "--replay" in result["cases"]["ep2_bias"]["reference_command"]
     assert result["cases"]["ep2_bias"]["routed_tokens"] > 1000
-    assert "tp2: loss" in output
+    assert "tp2: {'steps': 7" in output
 
 
 # --- the simulator's table ---------------------------------------------------------------------

@@ -8,17 +8,19 @@ import importlib.util
 import pickle
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 
 from odb_megatron import errors
 from odb_megatron.bridge.run import TrainBatches, as_batch
 from odb_megatron.bridge.settings import OdbSettings, described, setting_in_bridge
+from odb_megatron.data.sample import BadRecordError, Sample, apply_rules
 from odb_megatron.data.thd import layout
 from odb_megatron.data.wire import assemble
 from odb_megatron.errors import SettingError, flag_of
 from odb_megatron.megatron.config import SETTINGS, OdbConfig
-from odb_megatron.plan.padding import OverlongPolicy, SizeRule
+from odb_megatron.plan.padding import OverlongError, OverlongPolicy, SizeRule
 
 
 def test_every_setting_is_a_flag_or_names_data() -> None:
@@ -148,3 +150,16 @@ def test_state_of_another_loader_is_refused() -> None:
 def test_without_bridge() -> None:
     with pytest.raises(ImportError, match="needs megatron-bridge 0.6 or newer, and there is no"):
         from odb_megatron.bridge import enable  # noqa: F401
+
+
+def test_errors_of_data_name_the_hosts_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of worker processes, too, which get the rules alone."""
+    made = [_config(token_budget=8).sample_rules(multiple=1)]
+    monkeypatch.setitem(errors._host, "name", setting_in_bridge)
+    made.append(_config(token_budget=8).sample_rules(multiple=1))
+    for rules, names in zip(made, ("--odb-overlong", "dataset.odb.overlong"), strict=True):
+        rules = pickle.loads(pickle.dumps(rules))
+        sample = Sample(tokens=np.ones(9), labels=np.ones(9), loss_mask=np.ones(9))
+        with pytest.raises(OverlongError, match=f"a:1: 9 tokens; .*: use {names}"):
+            apply_rules(sample, rules, path="a", line=1)
+    assert "give dataset.odb.max_bad_records N" in str(BadRecordError("a", 1, "no"))

@@ -172,21 +172,6 @@ def test_an_iterable_at_its_end_has_no_further_step() -> None:
     assert sum(len(step) for ids in more for step in ids) == sum(0 < n <= 64 for n in LENGTHS)
 
 
-def test_the_state_of_one_replica_alone() -> None:
-    """As a host keeps it that saves each replica's by itself."""
-    text = saved(iterable)
-    sources = json.loads(text)["sources"]
-
-    def go(channel: ThreadChannel) -> Any:
-        own = changed(text, lambda state: state.update(sources=[sources[channel.replica]]))
-        args = megatron_args(consumed_train_samples=36)
-        loader = iterable(channel)
-        restore(args, loader, group=channel, text=own)
-        return ids_of(steps_of(loader))
-
-    assert in_threads(go) == [ids for ids, _ in resumed(iterable, text)]
-
-
 def test_a_checkpoint_without_a_state(capsys: pytest.CaptureFixture[str]) -> None:
     found = resumed(map_style, None, consumed_train_samples=24)
     assert [had_state for _, had_state in found] == [False, False]

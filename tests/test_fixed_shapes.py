@@ -104,19 +104,6 @@ def test_megatrons_cuda_graphs_would_replay(monkeypatch: pytest.MonkeyPatch) -> 
     assert errors(varying[0], varying[1])  # guard: without padding it would not
 
 
-def test_the_nearest_of_a_few_sizes() -> None:
-    items = _micro_batches(sizes=(300, 450, BUDGET))
-    sizes = {item.tokens.shape[1] for item in items}
-    assert sizes == {300, 450, BUDGET}
-    for item in items:
-        used = int(item.cu_seqlens_padded[len(item.positions)])
-        size = item.tokens.shape[1]
-        assert used <= size
-        assert not any(used <= smaller < size for smaller in sizes)
-    by_size = {item.tokens.shape[1]: _shapes(item) for item in items}
-    assert all(_shapes(item) == by_size[item.tokens.shape[1]] for item in items)
-
-
 @pytest.mark.megatron
 def test_buckets_are_counted(megatron: Megatron, data_flags: tuple[str, ...]) -> None:
     """Of both replicas, in each step and in the summary."""

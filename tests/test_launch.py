@@ -210,15 +210,6 @@ def test_pretrain_is_the_packages_module(monkeypatch: pytest.MonkeyPatch) -> Non
     assert os.environ["OMP_NUM_THREADS"] == "4"
 
 
-def test_pretrain_help_says_how_to_list_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        elastic.pretrain(["--help"])
-    assert not ended.value.code
-    assert "'odb-megatron pretrain --device cpu -- --help' lists" in " ".join(
-        capsys.readouterr().out.split()
-    )
-
-
 def test_the_cpu_runner_runs_a_module(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

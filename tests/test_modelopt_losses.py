@@ -159,28 +159,13 @@ def _nothing() -> dict[str, torch.Tensor]:
     return dict.fromkeys(("kd_loss", "logits_loss", "intermediate_loss"), torch.zeros(()))
 
 
-@pytest.mark.parametrize("weights", [{"lm": -1.0}, {"logits": 0.0}, {"intermediate": -0.1}])
-def test_weights_out_of_range(weights: dict[str, float]) -> None:
-    from odb_megatron.megatron.modelopt.distillation import PerTokenBalancer
-
-    with pytest.raises(ValueError, match="must not be negative, and that of the logits must"):
-        PerTokenBalancer(**weights)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("- a list\n", "give the fields of ModelOpt's DistillationConfig"),
-        ("temperature: 2\n", "give the fields of ModelOpt's DistillationConfig"),
-        ("a: [\n", "give the fields of ModelOpt's DistillationConfig"),
-    ],
-)
-def test_configuration_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+@pytest.mark.parametrize("text", ["- a list\n", "temperature: 2\n", "a: [\n"])
+def test_configuration_files_that_are_none(tmp_path: Path, text: str) -> None:
     from odb_megatron.megatron.modelopt.distillation import distillation_config
 
     path = tmp_path / "kd.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="give the fields of ModelOpt's DistillationConfig"):
         distillation_config(str(path), student=None, teacher=None)
 
 

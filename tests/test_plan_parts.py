@@ -97,9 +97,9 @@ class TestPadding:
             (121, 8, "truncate", 56),
             (121, 1, "drop", 0),
             (121, 1, "solo", 121),
-            (61, 4, "error", r"61 tokens \(64 after padding to 4\).*--odb-overlong"),
+            (61, 4, "error", r"61 tokens \(64 after padding to 4\); the limit"),
             (129, 1, "solo", "the limit is 60"),
-            (20, 64, "truncate", "raise --odb-token-budget"),
+            (20, 64, "truncate", "the limit is 60"),
         ],
     )
     def test_an_overlong_sample(

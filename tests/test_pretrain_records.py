@@ -80,26 +80,6 @@ def test_the_real_script_exits_promptly(megatron: Megatron, bad: BadFile, tmp_pa
     assert "odb step 2 " not in done.stdout
 
 
-@pytest.mark.slow
-def test_the_real_script_refuses_a_wrong_flag_once(megatron: Megatron, chats: ChatFile) -> None:
-    flags = [str(flag) for flag in megatron.command_line("--odb", *_training(chats.path, 40))]
-    done = _script([*flags, "--odb-cots", "linear=1"], num_processes=2)
-    assert done.returncode == 2
-    text = "unrecognized arguments: --odb-cots linear=1: did you mean --odb-cost? "
-    assert done.stderr.splitlines()[-1] == f"odb: error: {text}(--help lists all flags)"
-    assert (done.stdout + done.stderr).count("--odb-cots") == 1
-    assert "usage:" not in done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_the_real_script_prints_its_flags() -> None:
-    """Megatron's own help texts hold bare percent signs, on which argparse fails."""
-    done = _script(["--help"], num_processes=1)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "--odb-token-budget" in done.stdout
-    assert "--num-layers" in done.stdout
-
-
 @pytest.mark.parametrize("odb", [("--odb",), ()], ids=" ".join)
 def test_skipped_records_are_counted(
     megatron: Megatron, bad: BadFile, odb: tuple[str, ...]
@@ -129,13 +109,6 @@ def test_a_run_that_trains_nothing_fails(
     for error in errors:
         assert error.startswith("ValueError: nothing was trained: all 16 samples were left out")
         assert "colour" in error
-
-
-def test_what_only_the_other_replica_left_out_is_named(megatron: Megatron, bad: BadFile) -> None:
-    """Replica 0 prints the summary; the one bad record of these 16 is replica 1's."""
-    run = megatron.train("--odb", "--odb-max-bad-records", 99, *_training(bad.path, 16))
-    assert "left out: 1 bad records" in run.summary
-    assert f"first left out: {bad.path}:{bad.lines[0]}: " in run.summary
 
 
 def test_what_evaluation_leaves_out_is_said(

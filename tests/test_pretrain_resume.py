@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from megatron_world import Megatron, Run
 
 from odb_megatron.cli import main
@@ -65,17 +64,6 @@ def test_stop_and_resume(
     assert again.steps == []
     assert "no optimizer step was run" in again.replicas[0].output
     assert [where for where, _ in again.evaluations] == [f"iteration {last} on validation set"]
-
-
-def test_the_state_is_among_megatrons_arguments(stopped: dict[str, tuple[Path, Run]]) -> None:
-    """Nothing lies beside the checkpoint."""
-    folder, _ = stopped["packed"]
-    (part,) = (folder / f"iter_{STOP:07d}").iterdir()
-    (path,) = part.iterdir()
-    text = torch.load(path, weights_only=False)["args"].odb_data_state
-    state = json.loads(text)
-    assert (state["consumed"], state["sources"]) == (24, [])
-    assert len(text) < 1000
 
 
 def test_another_number_of_replicas(

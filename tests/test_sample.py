@@ -64,7 +64,7 @@ def test_counts() -> None:
 def test_all_survive_a_process_boundary() -> None:
     error = BadRecordError(path="a.jsonl", line=3, reason="no columns")
     assert str(error) == (
-        "a.jsonl:3: no columns. Mend the record, or pass --odb-max-bad-records N to leave out up "
+        "a.jsonl:3: no columns. Mend the record, or give --odb-max-bad-records N to leave out up "
         "to N such records (counted in the summary)"
     )
     copy = pickle.loads(pickle.dumps(error))

@@ -54,18 +54,6 @@ def test_table(values: dict[str, Any], found: tuple[Sync, str]) -> None:
     assert sync_of(argparse.Namespace(**values)) == found
 
 
-def test_the_names_are_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every argument that is looked at exists in Megatron's parser, with the value compared."""
-    arguments = pytest.importorskip("megatron.training.arguments")
-    monkeypatch.setattr("sys.argv", ["script"])
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    actions = {a.dest: a for a in arguments.add_megatron_arguments(parser)._actions}
-    sizes = {"expert_model_parallel_size", "pipeline_model_parallel_size", "num_experts"}
-    assert {*sizes, "use_megatron_fsdp", "use_torch_fsdp2"} <= set(actions)
-    assert "optim_grads_params" in (actions[STRATEGY].choices or ())
-    assert "global_aux_loss" in (actions["moe_router_load_balancing_type"].choices or ())
-
-
 @pytest.mark.parametrize(
     ("values", "multiple"),
     [

@@ -12,12 +12,11 @@ from typing import Any, ClassVar, Literal
 
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
-from odb_megatron.bridge.arguments import UnusableError, owner_of, recipe_errors
+from odb_megatron.bridge.arguments import UnusableError, owner_of, refuse_early
 from odb_megatron.bridge.hooks import install_entry
 from odb_megatron.bridge.run import BridgeRun
 from odb_megatron.bridge.settings import PATHS, OdbSettings, setting_in_bridge, unknown_setting
 from odb_megatron.errors import name_settings
-from odb_megatron.megatron.config import OdbConfig
 from odb_megatron.megatron.validation import RULES
 
 __all__ = ["OdbDatasetConfig", "enable", "require_active", "switch_on"]
@@ -91,24 +90,20 @@ def enable(cfg: Any, *, token_budget: int | None = None, **settings: Any) -> Non
         settings: other attributes of `OdbSettings`, such as `overlong="drop"` or `data_path=...`.
 
     Raises:
-        ValueError: a setting that is not known or has a wrong value, or data that ODB cannot read.
+        ValueError: a setting that is not known or has a wrong value, or data that ODB cannot read;
+            `cfg` is of no use then.
     """
     if isinstance(cfg.dataset, OdbDatasetConfig):
         raise ValueError("ODB is on in this configuration: change cfg.dataset.odb instead")
     unknown = sorted(set(settings) - {field.name for field in fields(OdbSettings)})
     if unknown:
         raise ValueError(unknown_setting(unknown[0]))
-    name_settings(setting_in_bridge)
-    odb = OdbSettings(token_budget=token_budget, **settings)
-    OdbConfig.from_args(argparse.Namespace(**odb.as_flags(), seq_length=cfg.model.seq_length))
-    errors = recipe_errors(cfg.dataset, odb)
-    if errors:
-        raise ValueError("\n".join(errors))
-    switch_on(cfg, odb)
+    switch_on(cfg, OdbSettings(token_budget=token_budget, **settings))
+    refuse_early(cfg)
 
 
 def switch_on(cfg: Any, odb: OdbSettings) -> None:
-    """Do what `enable` does, without a look at the settings and the recipe's data."""
+    """Do what `enable` does, without a look at settings and data."""
     name_settings(setting_in_bridge)
     recipe = cfg.dataset
     given = {name: getattr(recipe, name) for name in _LOADER_FIELDS if hasattr(recipe, name)}

@@ -17,6 +17,7 @@ from odb_megatron.megatron.validation import refuse_unsupported
 
 __all__ = ["BridgeArgs", "UnusableError", "owner_of", "recipe_errors", "refuse", "refuse_early"]
 
+_SPLITS = ("train_data_path", "valid_data_path", "test_data_path")
 _NO_SPLIT = "969, 30, 1"  # Megatron's own default (validate_args 654, 0.19.2)
 
 
@@ -112,17 +113,15 @@ def _value(cfg: Any, path: str) -> Any:
 
 def _of_data(cfg: Any, settings: OdbSettings) -> dict[str, Any]:
     recipe = cfg.dataset.recipe
-    blend, per_split = _blends(recipe, settings)
+    blend, splits = _blends(recipe, settings)
     seed = getattr(recipe, "random_seed", getattr(recipe, "seed", None))
-    splits = per_split or (None, None, None)
-    names = ("train_data_path", "valid_data_path", "test_data_path")
-    split = settings.split or getattr(recipe, "split", None)
+    split = settings.split or getattr(recipe, "split", None) or _NO_SPLIT
     return {
         "data_path": blend,
         "data_args_path": None,
         "per_split_data_args_path": None,
-        **dict(zip(names, splits, strict=True)),
-        "split": (split or _NO_SPLIT) if blend is not None else None,
+        **dict(zip(_SPLITS, splits, strict=True)),
+        "split": split if blend is not None else None,
         "seed": cfg.rng.seed if seed is None else seed,
         "dataloader_type": settings.order,
         "data_sharding": getattr(recipe, "data_sharding", True),
@@ -133,41 +132,30 @@ def _of_data(cfg: Any, settings: OdbSettings) -> dict[str, Any]:
     }
 
 
-def _blends(
-    recipe: Any, settings: OdbSettings
-) -> tuple[list[str] | None, list[list[str] | None] | None]:
-    """Return the files of one blend, or those of each split, as Megatron's flags have them."""
-    own = [settings.train_data_path, settings.valid_data_path, settings.test_data_path]
-    if settings.data_path is not None:
-        return _as_list(settings.data_path), None
+_Words = list[str] | None
+
+
+def _blends(recipe: Any, settings: OdbSettings) -> tuple[_Words, list[_Words]]:
+    """Return the files of one blend, and those of each split, as Megatron's flags have them.
+
+    A recipe has a blend as mcore does: (paths, weights or None).
+    """
+
+    def words(given: Any) -> _Words:
+        return None if given is None else [given] if isinstance(given, str) else [*map(str, given)]
+
+    def weighed(blend: Any) -> _Words:
+        if blend is None or blend[1] is None:
+            return words(blend and blend[0])
+        return [str(word) for pair in zip(blend[1], blend[0], strict=True) for word in pair]
+
     if settings.has_data:
-        return None, [None if path is None else _as_list(path) for path in own]
-    blend, per_split = getattr(recipe, "blend", None), getattr(recipe, "blend_per_split", None)
-    if blend is not None:
-        return _as_words(blend), None
-    if per_split is None:
-        return None, None
-    return None, [None if one is None else _as_words(one) for one in per_split]
+        return words(settings.data_path), [words(getattr(settings, name)) for name in _SPLITS]
+    per_split = getattr(recipe, "blend_per_split", None) or (None, None, None)
+    return weighed(getattr(recipe, "blend", None)), [weighed(one) for one in per_split]
 
 
-def _as_list(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else [str(one) for one in value]
-
-
-def _as_words(blend: Any) -> list[str]:
-    """Return WEIGHT PATH pairs, or paths, of a blend as mcore has it: (paths, weights or None)."""
-    paths, weights = blend
-    if weights is None:
-        return list(paths)
-    return [str(word) for pair in zip(weights, paths, strict=True) for word in pair]
-
-
-_PACKS = "both pack"
-_RECIPE_OFF = {
-    "enable_in_batch_packing": _PACKS,
-    "enable_offline_packing": _PACKS,
-    "offline_packing_specs": _PACKS,
-}
+_PACKS = ("enable_in_batch_packing", "enable_offline_packing", "offline_packing_specs")
 _OFF = {
     "model.num_moe_experts": "Bridge's forward step gives the routers of a mixture of experts no "
     "padding mask, so that padding and idle micro-batches would count in their losses; under "
@@ -191,11 +179,8 @@ def _off(path: str, why: str) -> str:
 
 def recipe_errors(recipe: Any, settings: OdbSettings) -> list[str]:
     """Return why a recipe's dataset configuration cannot be trained with ODB; empty if it can."""
-    errors = [
-        _off(f"dataset.{name}", why)
-        for name, why in _RECIPE_OFF.items()
-        if getattr(recipe, name, None)
-    ]
+    packs = (f"dataset.{name}" for name in _PACKS if getattr(recipe, name, None))
+    errors = [_off(path, "both pack") for path in packs]
     kinds = {cls.__name__ for cls in type(recipe).__mro__}
     if settings.has_data or "GPTSFTDatasetConfig" in kinds:
         return errors
@@ -243,7 +228,7 @@ def refuse_early(cfg: Any) -> None:
     settings, messages = cfg.dataset.odb, _configuration_errors(cfg)
     checks: list[tuple[Callable[[Any], object], Any]]
     blend, per_split = _blends(cfg.dataset.recipe, settings)
-    blends = filter(None, map(get_blend_from_list, (blend, *(per_split or ()))))
+    blends = filter(None, map(get_blend_from_list, (blend, *per_split)))
     paths = [path for paths, *_ in blends for path in paths]
     args = argparse.Namespace(**settings.as_flags(), seq_length=cfg.model.seq_length)
     checks = [(OdbConfig.from_args, args), *((require_data, path) for path in paths)]
@@ -264,8 +249,7 @@ def _configuration_errors(cfg: Any) -> list[str]:
         messages.append(_off("inprocess_restart", "groups and threads do not survive it"))
     if settings.order not in ("single", "cyclic"):
         messages.append(f"dataset.odb.order is {settings.order!r}: give single or cyclic")
-    names = ("train_data_path", "valid_data_path", "test_data_path")
-    per_split = [name for name in names if getattr(settings, name) is not None]
+    per_split = [name for name in _SPLITS if getattr(settings, name) is not None]
     if settings.data_path is not None and per_split:
         messages.append(
             f"dataset.odb.data_path is for all splits, and dataset.odb.{per_split[0]} for one: "

@@ -233,10 +233,8 @@ def _loaded(path: str) -> dict[str, Any]:
     yaml_error: type[Exception] = importlib.import_module("yaml").YAMLError  # comes without types
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(path))
-    except OSError as error:
+    except (OSError, yaml_error, OmegaConfBaseException) as error:
         raise ValueError(f"the overlay {path} cannot be read: {error}") from error
-    except (yaml_error, OmegaConfBaseException) as error:
-        raise ValueError(f"the overlay {path} is no YAML: {error}") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"the overlay {path} holds no mapping: its top level is KEY: VALUE")
     return loaded

@@ -38,6 +38,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from odb_megatron.errors import setting_name
+
 __all__ = ["ControlError", "Deadline", "Heartbeat", "PeerError", "numbered", "parent_of"]
 
 _c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
@@ -437,7 +439,7 @@ class Deadline:
         if waited_s > self._timeout_s:
             raise PeerError(
                 f"{self._what} {self._number}: the trainer has waited {waited_s:.0f} s "
-                f"(--odb-timeout-s {self._timeout_s:g}). {self._missing()}"
+                f"({setting_name('odb_timeout_s')} {self._timeout_s:g}). {self._missing()}"
             )
 
     def explain(self) -> str:

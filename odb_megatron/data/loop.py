@@ -34,6 +34,7 @@ from odb_megatron.data.wire import (
     wire_size,
 )
 from odb_megatron.data.workers import Reader
+from odb_megatron.errors import setting_name
 from odb_megatron.plan.blocks import blocks_of, even_blocks, offered
 from odb_megatron.plan.pipeline import in_best_order
 from odb_megatron.plan.record import (
@@ -401,8 +402,8 @@ class StepLoop:
             named = " | ".join(self._first_bad) or "none; other replicas name theirs"
             raise TooManyBadRecordsError(
                 f"{self._num_bad} of the {self._consumed} samples consumed so far are bad records, "
-                f"and --odb-max-bad-records {limit} are allowed. The first of this replica: "
-                f"{named}. Mend the data, or raise --odb-max-bad-records"
+                f"and {setting_name('odb_max_bad_records')} {limit} are allowed. The first of this "
+                f"replica: {named}. Mend the data, or raise it"
             )
 
     # --- plan ----------------------------------------------------------------------------------

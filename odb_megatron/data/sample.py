@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_megatron.data.images import SampleImages
+from odb_megatron.errors import flag_of, setting_name
 from odb_megatron.plan.padding import OverlongError, OverlongPolicy, judge_length
 from odb_megatron.plan.record import SkipReason
 
@@ -26,11 +27,8 @@ __all__ += ["WeightError", "apply_rules", "as_lines", "as_object", "count_scale"
 MAX_WEIGHT = 16.0
 """Of a token's loss; only ratios of weights count, so larger ones can be divided."""
 
-BAD_RECORD_HINT = (
-    ". Mend the record, or pass --odb-max-bad-records N to leave out up to N such records (counted "
-    "in the summary)"
-)
-"""End of a bad record's message, before the traceback."""
+BAD_RECORD_HINT = ". Mend the record, or give "
+"""What follows a bad record's reason in its message, before how and the traceback."""
 
 _MAX_IDS = 1 << 31  # what a step on its way to other ranks holds
 _MAX_COUNT = 1 << 30  # of a step, in int32
@@ -70,7 +68,8 @@ class BadRecordError(ValueError):
         if len(reason) > _MAX_REASON:
             reason = f"{reason[:_MAX_REASON]} ... ({len(reason)} characters)"
         original = f"\nOriginal traceback:\n{self.trace}" if self.trace else ""
-        return f"{self.path}:{self.line}: {reason}{BAD_RECORD_HINT}{original}"
+        how = f"{BAD_RECORD_HINT}{setting_name('odb_max_bad_records')} N to leave out up to N such"
+        return f"{self.path}:{self.line}: {reason}{how} records (counted in the summary){original}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +182,7 @@ class SampleRules:
         loss_per: what counts once; `SAMPLE` divides a sample's weights by their sum.
         count_scale: what weights are multiplied by, see `count_scale`.
         whole_weights: refuse weights that are no whole numbers.
+        name: what the run's host calls a setting; worker processes go by it.
     """
 
     context: int
@@ -194,6 +194,7 @@ class SampleRules:
     loss_per: LossPer = LossPer.TOKEN
     count_scale: int = 1
     whole_weights: bool = False
+    name: Callable[[str], str] = flag_of
 
 
 def count_scale(loss_per: LossPer, *, batch_size: int, context: int) -> int:
@@ -289,8 +290,8 @@ def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> 
     if rules.whole_weights and (fractional := np.mod(sample.loss_mask, 1) != 0).any():
         raise WeightError(
             f"{path}:{line}: a weight of {sample.loss_mask[fractional][0]:g}: Megatron counts "
-            "tokens in whole numbers, so say how such weights count, with --odb-loss-per token or "
-            "--odb-loss-per sample"
+            "tokens in whole numbers, so say how such weights count, with "
+            f"{rules.name('odb_loss_per')} token or {rules.name('odb_loss_per')} sample"
         )
     limits = {"context": rules.context, "token_budget": rules.token_budget}
     try:
@@ -298,7 +299,13 @@ def apply_rules(sample: Sample, rules: SampleRules, *, path: str, line: int) -> 
             len(sample), multiple=rules.multiple, policy=rules.overlong, **limits
         )
     except OverlongError as error:
-        raise OverlongError(f"{path}:{line}: {error}") from None
+        overlong, budget, context = map(
+            rules.name, ("odb_overlong", "odb_token_budget", "seq_length")
+        )
+        raise OverlongError(
+            f"{path}:{line}: {error}: use {overlong} truncate, drop or (up to {context}) solo, or "
+            f"raise {budget} / {context}"
+        ) from None
     images, num_patches = sample.images, sample.num_patches
     if 0 < keep < len(sample) and images is not None:
         message = (

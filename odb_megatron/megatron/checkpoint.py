@@ -36,11 +36,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 _ANEW = "restore it, or start the data anew ({finetune})"
 
 
-def gather_json(gather: Callable[[bytes], list[bytes]], value: Any) -> list[Any]:
+def gather_json(group: SourceGroup, value: Any) -> list[Any]:
     """Return the values of all members, by two gathers of records of one size."""
     data = json.dumps(value, sort_keys=True).encode()
-    most = max(int.from_bytes(size, "little") for size in gather(len(data).to_bytes(8, "little")))
-    return [json.loads(one) for one in gather(data.ljust(most))]
+    sizes = group.gather_all(len(data).to_bytes(8, "little"))
+    most = max(int.from_bytes(size, "little") for size in sizes)
+    return [json.loads(one) for one in group.gather_all(data.ljust(most))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +234,7 @@ class DataCheckpoint:
         if self._group is not None:
             state = self.state()
             if state.sources:
-                found = gather_json(self._group.gather_all, state.sources[0])
+                found = gather_json(self._group, state.sources[0])
                 state = replace(state, sources=found)
             text = state.to_text().encode()
         if self._channel is not None:
@@ -322,7 +323,7 @@ def _together(group: SourceGroup, function: Callable[[], T]) -> T:
         result = function()
     except ValueError as error:
         failure = error
-    texts = gather_json(group.gather_all, None if failure is None else str(failure))
+    texts = gather_json(group, None if failure is None else str(failure))
     if failure is not None:
         raise failure
     for replica, text in enumerate(texts):

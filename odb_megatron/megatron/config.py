@@ -24,7 +24,7 @@ from odb_megatron.data.sample import (
     SampleRules,
     count_scale,
 )
-from odb_megatron.errors import SettingError
+from odb_megatron.errors import SettingError, host_names
 from odb_megatron.megatron.topology import sync_of
 from odb_megatron.plan.cost import CostCoefficients, CostModel, ModelShape
 from odb_megatron.plan.padding import OverlongPolicy, SizeRule, budget_length, size_rule
@@ -278,6 +278,7 @@ class OdbConfig:
             loss_per=self.loss_per or LossPer.TOKEN,
             count_scale=self.count_scale,
             whole_weights=self.loss_per is None,
+            name=host_names(),
         )
 
     def cost_model(self, args: argparse.Namespace) -> CostModel:

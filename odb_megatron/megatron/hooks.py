@@ -59,12 +59,6 @@ REPLACED = {
             "LocalSpecProvider.core_attention",
             "local layers alone (--transformer-impl local): their attention refuses packed samples",
         ),
-        Name(_TRAINING, "pretrain", "python -m odb_megatron.run alone: data and forward step"),
-        Name(
-            "megatron.training.arguments",
-            "parse_and_validate_args",
-            "python -m odb_megatron.run alone: ODB's flags",
-        ),
     )
 }
 

@@ -25,9 +25,6 @@ _READ = (_DATA, _STEP, _MODEL, _CONFIG)
 _PASSED_ON = ("model_type", "store", "get_embedding_ranks", "get_position_embedding_ranks")
 """Arguments of `pretrain()` that ODB leaves to the script."""
 
-_RUN = "odb_megatron.megatron.run"
-"""Where the data sets come from that a script with ODB in it gives."""
-
 _GPT_CONFIG = "megatron.training.models.gpt.GPTModelConfig"
 _GPT_BUILDER = "gpt_builders.gpt_builder"
 _HINT = (
@@ -92,9 +89,8 @@ def wants_odb(flags: Sequence[str]) -> bool:
 def with_odb(pretrain: Function, parse_and_validate_args: Function) -> tuple[Function, Function]:
     """Return what a pretrain script calls in place of its two imports, as `sys.argv` asks for.
 
-    Both as they are without `--odb`, and where `odb_megatron.run` has replaced them already.
-    (`--help` never gets here: Megatron's in-process restart parses the command line first, and
-    prints the flags that it knows.)
+    Both as they are without `--odb`. (`--help` never gets here: Megatron's in-process restart
+    parses the command line first, and prints the flags that it knows.)
 
     Args:
         pretrain: `megatron.training.pretrain`.
@@ -107,7 +103,7 @@ def with_odb(pretrain: Function, parse_and_validate_args: Function) -> tuple[Fun
 
     with usage_errors():
         asked = wants_odb(sys.argv[1:])
-    if not asked or isinstance(getattr(pretrain, "__self__", None), HostScript):
+    if not asked:
         return pretrain, parse_and_validate_args
     script = HostScript(pretrain)
     return script.pretrain, script.parse_and_validate_args
@@ -122,13 +118,9 @@ class HostScript:
 
     Args:
         pretrain: Megatron's own.
-
-    Attributes:
-        has_trained: whether `pretrain` was called.
     """
 
     def __init__(self, pretrain: Function) -> None:
-        self.has_trained = False
         self._original = pretrain
         self._args: argparse.Namespace | None = None
 
@@ -158,18 +150,13 @@ class HostScript:
     def pretrain(self, *args: Any, **kwargs: Any) -> Any:
         """Call Megatron's `pretrain()` with ODB's data sets and forward step.
 
-        A script that gives those itself, as the package's own does, is left as it is.
-
         Raises:
             SystemExit: a call that ODB cannot stand in for, or flags that cannot be used (2).
         """
         from odb_megatron.errors import usage_errors
 
-        self.has_trained = True
         with usage_errors():
             call = _bind(self._original, args, kwargs)
-            if getattr(call.arguments[_DATA], "__module__", None) == _RUN:
-                return self._original(*args, **kwargs)
             _refuse_unknown(call.arguments)
             if self._args is None:
                 raise ValueError(

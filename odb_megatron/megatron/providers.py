@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core import parallel_state as mpu
 from megatron.core.datasets.utils import Split
 
-from odb_megatron.comm.groups import SourceGroup, ranks_of
+from odb_megatron.comm.groups import SourceGroup
 from odb_megatron.comm.heartbeat import Deadline
 from odb_megatron.data.chat import ChatRenderer
 from odb_megatron.data.iterable import ItemStream, as_shards, is_iterable
@@ -26,7 +26,7 @@ from odb_megatron.megatron.setup import dataset_config, total_samples
 from odb_megatron.megatron.topology import count_multiple, padding_multiple, pipeline_of
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig
 
-__all__ = ["ENDLESS", "build_loader", "build_padded", "build_streams", "source_group"]
+__all__ = ["ENDLESS", "build_loader", "build_padded", "build_streams"]
 
 _SHOWN_TOKENS = 200
 
@@ -165,24 +165,6 @@ def build_padded(
         else None
         for split, stream in zip(Split, streams, strict=True)
     ]
-
-
-def source_group(
-    args: argparse.Namespace, *, name: str, deadline: Deadline | None = None
-) -> SourceGroup:
-    """Create one loader's channel; every rank must call it, in the same order.
-
-    Args:
-        args: Megatron's arguments.
-        name: the loader's.
-        deadline: see `SourceGroup`.
-    """
-    return SourceGroup(
-        ranks_of(mpu.get_data_parallel_group()),
-        name=name,
-        timeout_s=60.0 * args.distributed_timeout_minutes,
-        deadline=deadline,
-    )
 
 
 def _renderer(

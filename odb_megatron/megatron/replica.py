@@ -148,7 +148,7 @@ def differences(values: Mapping[str, str], *, ranks: Sequence[int], timeout_s: f
         return []
     group = SourceGroup(ranks, name="arguments", timeout_s=timeout_s)
     try:
-        first, *others = gather_json(group.gather_all, dict(values))
+        first, *others = gather_json(group, dict(values))
     finally:
         group.close()
     return [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,223 +147,184 @@ def refuse_unsupported(args: argparse.Namespace, config: OdbConfig) -> None:
         "scale": config.count_scale,
         "folder": _given(args, "save"),
     }
-    texts = [*_flag_texts(args, enabled=config.enabled), *_weight_texts(args, config)]
+    found = _flag_texts(args, enabled=config.enabled) | _weight_texts(args, config)
     if config.enabled:
-        texts += [*_graph_texts(args, config, values), *_planning_texts(args, config, values)]
-    _raise(texts, values)
+        found |= _graph_texts(args, config, values) | _planning_texts(args, config, values)
+    _raise(found, values)
 
 
 def _raise(
-    texts: Iterable[str], values: Mapping[str, Any], first: ValueError | None = None
+    found: Mapping[str, Any], values: Mapping[str, Any], first: ValueError | None = None
 ) -> None:
-    messages = [str(SettingError(text, values)) for text in texts]
+    """Raise what applies of texts, each with whether it does."""
+    messages = [str(SettingError(text, values)) for text, applies in found.items() if applies]
     if messages:
         raise ValueError("\n".join([*([str(first)] if first else []), *messages]))
 
 
-def _flag_texts(args: argparse.Namespace, *, enabled: bool) -> Iterator[str]:
-    """Yield what is refused of single flags; layers and kernels are the baseline's, too."""
+def _flag_texts(args: argparse.Namespace, *, enabled: bool) -> dict[str, Any]:
+    """Return what is refused of single flags; layers and kernels are the baseline's, too."""
     layers = getattr(args, "transformer_impl", "local")
-    if layers not in ("local", "transformer_engine"):
-        yield (
-            "{odb} packs samples in Megatron's local layers and in Transformer Engine's: use "
-            "{transformer_impl} local or transformer_engine"
-        )
-    if _given(args, "spec") and layers == "local":
-        yield (
-            "local layers of {spec} may not take packed samples of {odb}: drop it, or use "
-            "{transformer_impl} transformer_engine"
-        )
-    predicts, stages = _given(args, "mtp_num_layers"), _given(args, "pipeline_model_parallel_size")
-    is_tied = not _given(args, "untie_embeddings_and_output_weights")
-    has_checkpoints = _given(args, "save") or _given(args, "load")
-    has_checkpoints = has_checkpoints and _given(args, "ckpt_format") != "torch"
-    if predicts and (stages or 1) > 1 and is_tied and has_checkpoints:
-        yield (
-            "multi-token prediction in pipeline stages has no checkpoints with tied embeddings "
-            "(language_module.py 497, 0.19.2): with {mtp_num_layers} add "
-            "{untie_embeddings_and_output_weights}, or drop {pipeline_model_parallel_size}"
-        )
+    is_other = layers not in ("local", "transformer_engine")
+    predicts = bool(_given(args, "mtp_num_layers"))
+    ties = not _given(args, "untie_embeddings_and_output_weights")
+    saves = bool(_given(args, "save") or _given(args, "load"))
+    ties &= saves and _given(args, "ckpt_format") != "torch"
+    ties &= (_given(args, "pipeline_model_parallel_size") or 1) > 1
+    found: dict[str, Any] = {
+        "{odb} packs samples in Megatron's local layers and in Transformer Engine's: use "
+        "{transformer_impl} local or transformer_engine": is_other,
+        "local layers of {spec} may not take packed samples of {odb}: drop it, or use "
+        "{transformer_impl} transformer_engine": _given(args, "spec") and layers == "local",
+        "multi-token prediction in pipeline stages has no checkpoints with tied embeddings "
+        "(language_module.py 497, 0.19.2): with {mtp_num_layers} add "
+        "{untie_embeddings_and_output_weights}, or drop {pipeline_model_parallel_size}": predicts
+        and ties,
+    }
     if not enabled:
-        return
+        return found
     for rule in RULES:
         value = _given(args, rule.name)
-        if not rule.values and value:
-            yield f"{{odb}} and {{{rule.name}}}: {rule.why}: drop {{{rule.name}}}"
-        elif rule.values and value not in (None, *rule.values) and rule.applies(args):
+        if not rule.values:
+            found[f"{{odb}} and {{{rule.name}}}: {rule.why}: drop {{{rule.name}}}"] = value
+        elif value not in (None, *rule.values) and rule.applies(args):
             wanted = "" if rule.values[0] is True else f" {' or '.join(map(str, rule.values))}"
-            yield f"{{odb}} needs {{{rule.name}}}{wanted}: {rule.why}"
-    has_experts = _given(args, "num_experts") is not None
-    if {"quantile_balancing", "sinkhorn"} & routers(args):
-        yield (
-            "{moe_router_load_balancing_type} quantile_balancing and sinkhorn take no padding "
-            "mask, which {odb} needs: use aux_loss, seq_aux_loss, global_aux_loss or none"
-        )
+            found[f"{{odb}} needs {{{rule.name}}}{wanted}: {rule.why}"] = True
+    has_experts, moves = _given(args, "num_experts") is not None, _moves_micro_batches(args)
     backend = ""
     if _given(args, "moe_token_dispatcher_type") == "flex":
         backend = getattr(args, "moe_flex_dispatcher_backend", "deepep")
     for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
         # NCCL's experts end the run where a rank's capacity is passed; the others drop tokens.
-        if _given(args, name) is not None and has_experts and backend != "ncclep":
-            yield (
-                f"{{{name}}} drops tokens by what else is in a micro-batch, so with {{odb}} the "
-                "loss would depend on how samples are packed: drop it"
-            )
-    if _moves_micro_batches(args):
-        evens_out = _given(args, "moe_hybridep_pad_uneven_dispatch_inputs")
-        if backend == "hybridep" and not evens_out:
-            yield (
-                "{moe_flex_dispatcher_backend} hybridep takes equal token counts "
-                "(token_dispatcher.py 1055, 0.19.2), and micro-batches differ in size: "
-                "add {moe_hybridep_pad_uneven_dispatch_inputs}, or {odb_pad_to} budget"
-            )
-        if backend == "ncclep":
-            yield (
-                "{moe_flex_dispatcher_backend} ncclep sizes its buffers by the first micro-batch "
-                "(token_dispatcher.py `_ensure_bootstrap`, 0.19.2): add {odb_pad_to} budget"
-            )
-    if predicts and (_given(args, "context_parallel_size") or 1) > 1:
-        yield (
-            "multi-token prediction of packed samples is not exact under context parallelism "
-            "(multi_token_prediction.py 270, 0.19.2): with {odb} drop {mtp_num_layers} or "
-            "{context_parallel_size}"
-        )
-    if predicts and has_experts:
-        yield (
-            "multi-token prediction shifts the routers' padding mask, so that padding counts in "
-            "their losses: with {odb} drop {mtp_num_layers} or {num_experts}"
-        )
-    if _given(args, "fp8") and layers == "local":
-        yield (
-            "{fp8} is of Transformer Engine's layers: use {transformer_impl} transformer_engine, "
-            "or {bf16} alone"
-        )
-    if _given(args, "fp8") and _given(args, "fp8_recipe") == "custom":
-        yield (
-            "{fp8_recipe} custom does not say which token counts it takes: use delayed, "
-            "tensorwise, blockwise or mxfp8"
-        )
+        drops = _given(args, name) is not None and has_experts and backend != "ncclep"
+        found[
+            f"{{{name}}} drops tokens by what else is in a micro-batch, so with {{odb}} the loss "
+            "would depend on how samples are packed: drop it"
+        ] = drops
+    is_even = _given(args, "moe_hybridep_pad_uneven_dispatch_inputs")
+    masks_none = {"quantile_balancing", "sinkhorn"} & routers(args)
+    has_context = (_given(args, "context_parallel_size") or 1) > 1
+    fp8, recipe = _given(args, "fp8"), _given(args, "fp8_recipe")
+    return found | {
+        "{moe_router_load_balancing_type} quantile_balancing and sinkhorn take no padding mask, "
+        "which {odb} needs: use aux_loss, seq_aux_loss, global_aux_loss or none": masks_none,
+        "{moe_flex_dispatcher_backend} hybridep takes equal token counts (token_dispatcher.py "
+        "1055, 0.19.2), and micro-batches differ in size: add "
+        "{moe_hybridep_pad_uneven_dispatch_inputs}, or {odb_pad_to} budget": moves
+        and backend == "hybridep"
+        and not is_even,
+        "{moe_flex_dispatcher_backend} ncclep sizes its buffers by the first micro-batch "
+        "(token_dispatcher.py `_ensure_bootstrap`, 0.19.2): add {odb_pad_to} budget": moves
+        and backend == "ncclep",
+        "multi-token prediction of packed samples is not exact under context parallelism "
+        "(multi_token_prediction.py 270, 0.19.2): with {odb} drop {mtp_num_layers} or "
+        "{context_parallel_size}": predicts and has_context,
+        "multi-token prediction shifts the routers' padding mask, so that padding counts in their "
+        "losses: with {odb} drop {mtp_num_layers} or {num_experts}": predicts and has_experts,
+        "{fp8} is of Transformer Engine's layers: use {transformer_impl} transformer_engine, or "
+        "{bf16} alone": fp8 and layers == "local",
+        "{fp8_recipe} custom does not say which token counts it takes: use delayed, tensorwise, "
+        "blockwise or mxfp8": fp8 and recipe == "custom",
+    }
 
 
-def _weight_texts(args: argparse.Namespace, config: OdbConfig) -> Iterator[str]:
-    """Yield what does not know that weights are scaled; see `data.sample.count_scale`."""
+def _weight_texts(args: argparse.Namespace, config: OdbConfig) -> dict[str, Any]:
+    """Return what does not know that weights are scaled; see `data.sample.count_scale`."""
     if config.loss_per is None:
-        return
-    if _given(args, "fp16"):
-        yield (
-            "{odb_loss_per} {loss_per} scales the loss by {scale} to count weights in whole "
-            "numbers, and {fp16} has no room for that: use {bf16}, or drop one of them"
-        )
-    if _given(args, "num_experts") is not None and not config.enabled:
-        yield (
-            "{odb_loss_per} {loss_per} weighs the routers' losses by what {odb} knows of a step: "
-            "add {odb}, or drop {num_experts}"
-        )
-    if _given(args, "experimental_attention_variant") is not None:
-        yield (
-            "{odb_loss_per} {loss_per} and {experimental_attention_variant}, whose own loss would "
-            "not be weighed: drop one of them"
-        )
+        return {}
+    has_experts = _given(args, "num_experts") is not None
+    return {
+        "{odb_loss_per} {loss_per} scales the loss by {scale} to count weights in whole numbers, "
+        "and {fp16} has no room for that: use {bf16}, or drop one of them": _given(args, "fp16"),
+        "{odb_loss_per} {loss_per} weighs the routers' losses by what {odb} knows of a step: add "
+        "{odb}, or drop {num_experts}": has_experts and not config.enabled,
+        "{odb_loss_per} {loss_per} and {experimental_attention_variant}, whose own loss would not "
+        "be weighed: drop one of them": _given(args, "experimental_attention_variant"),
+    }
 
 
 def _graph_texts(
     args: argparse.Namespace, config: OdbConfig, values: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yield which CUDA graphs and buffers do not fit packed micro-batches."""
-    has_length = config.pads_to_budget and values["captured"] == values["length"]
-    if _given(args, "tp_comm_overlap") and not has_length:
-        yield (
-            "{tp_comm_overlap} has buffers for {seq_length} {length} tokens (initialize.py 211, "
-            "0.19.2), and {odb} makes micro-batches of varying size: add {odb_pad_to} budget with "
-            "a budget of as many, or drop {tp_comm_overlap}"
-        )
+) -> dict[str, Any]:
+    """Return which CUDA graphs and buffers do not fit packed micro-batches."""
     kind = _given(args, "cuda_graph_impl") or "none"
     modules = _given(args, "cuda_graph_modules") or ()  # enums or names; none for whole layers
     modules = modules.split(",") if isinstance(modules, str) else modules
     parts = {getattr(one, "name", one) for one in modules} - {"full"}
     has_attention = not parts or "attn" in parts
-    if kind == "none":
-        return
+    fixed, same = config.pads_to_budget, values["captured"] == values["length"]
+    overlaps = _given(args, "tp_comm_overlap") and not (fixed and same)
+    found = {
+        "{tp_comm_overlap} has buffers for {seq_length} {length} tokens (initialize.py 211, "
+        "0.19.2), and {odb} makes micro-batches of varying size: add {odb_pad_to} budget with a "
+        "budget of as many, or drop {tp_comm_overlap}": overlaps
+    }
     if kind == "full_iteration" or any(one.startswith("full_iteration") for one in parts):
-        yield (
+        whole = kind != "none"
+        return found | {
             "{cuda_graph_impl} full_iteration replays a whole step, and {odb} makes steps of "
-            "varying micro-batch counts: use local or none"
-        )
-    elif not config.pads_to_budget:
-        yield (
+            "varying micro-batch counts: use local or none": whole
+        }
+    if kind == "none" or not fixed:
+        return found | {
             "{odb} makes micro-batches of varying size, which CUDA graphs cannot replay: add "
-            "{odb_pad_to} budget, or use {cuda_graph_impl} none"
-        )
-    elif kind == "local" and has_attention:
-        out = "leave attention out with {cuda_graph_modules} mlp"
-        rope = getattr(args, "position_embedding_type", "rope") in ("rope", "yarn")
-        if rope and not _given(args, "apply_rope_fusion"):
-            yield (
-                "{cuda_graph_impl} local captures attention with lengths of 0, by which rotary "
-                "embeddings without fusion find no positions (cuda_graphs.py 274, 0.19.2): drop "
-                f"{{no_rope_fusion}}, or {out}"
-            )
+            "{odb_pad_to} budget, or use {cuda_graph_impl} none": kind != "none"
+        }
+    out = "leave attention out with {cuda_graph_modules} mlp"
+    if kind == "local":
+        rotates = getattr(args, "position_embedding_type", "rope") in ("rope", "yarn")
         unfused = getattr(_given(args, "attention_backend"), "name", "") == "unfused"
-        if unfused and getattr(args, "transformer_impl", "local") == "local":
-            yield (
-                "{attention_backend} unfused reads lengths on the host, which {cuda_graph_impl} "
-                f"local cannot capture: use {{attention_backend}} flash, or {out}"
-            )
-    elif kind != "local":
-        use_local = "or use {cuda_graph_impl} local"
-        if has_attention:
-            yield (
-                "{cuda_graph_impl} transformer_engine takes tensors only, not the layout of packed "
-                "samples (transformer_layer.py `_te_cuda_graph_replay`, 0.18.2, 0.19.2): leave "
-                f"attention out with {{cuda_graph_modules}} mlp, {use_local}"
-            )
-        if values["captured"] != values["length"]:
-            yield (
-                "{cuda_graph_impl} transformer_engine captures {seq_length} {length} tokens, and "
-                "micro-batches are padded to {captured}: make them equal (multiples of "
-                f"{{multiple}}), {use_local}"
-            )
-        if values["stages"] > 1:
-            yield (
-                "{cuda_graph_impl} transformer_engine captures graphs for a fixed count of "
-                f"micro-batches under pipeline parallelism, and {{odb}} varies it: {use_local[3:]}"
-            )
+        unfused &= getattr(args, "transformer_impl", "local") == "local"
+        return found | {
+            "{cuda_graph_impl} local captures attention with lengths of 0, by which rotary "
+            "embeddings without fusion find no positions (cuda_graphs.py 274, 0.19.2): drop "
+            f"{{no_rope_fusion}}, or {out}": has_attention
+            and rotates
+            and not _given(args, "apply_rope_fusion"),
+            "{attention_backend} unfused reads lengths on the host, which {cuda_graph_impl} local "
+            f"cannot capture: use {{attention_backend}} flash, or {out}": has_attention and unfused,
+        }
+    local = "or use {cuda_graph_impl} local"
+    return found | {
+        "{cuda_graph_impl} transformer_engine takes tensors only, not the layout of packed samples "
+        "(transformer_layer.py `_te_cuda_graph_replay`, 0.18.2, 0.19.2): "
+        f"{out}, {local}": has_attention,
+        "{cuda_graph_impl} transformer_engine captures {seq_length} {length} tokens, and "
+        "micro-batches are padded to {captured}: make them equal (multiples of {multiple}), "
+        f"{local}": not same,
+        "{cuda_graph_impl} transformer_engine captures graphs for a fixed count of micro-batches "
+        f"under pipeline parallelism, and {{odb}} varies it: {local[3:]}": values["stages"] > 1,
+    }
 
 
 def _planning_texts(
     args: argparse.Namespace, config: OdbConfig, values: Mapping[str, Any]
-) -> Iterator[str]:
-    if min(config.token_budget, args.seq_length) < values["multiple"]:
-        yield (
-            "every sample is padded to a multiple of {multiple} (context parallelism, sequence "
-            "parallelism, FP8): {odb_token_budget} {budget} and {seq_length} {length} must not be "
-            "below it"
-        )
-    if config.token_budget < args.seq_length and config.overlong is OverlongPolicy.ERROR:
-        yield (
-            "{odb_token_budget} {budget} is below {seq_length} {length}: samples in between could "
-            "not be placed; raise the budget, or give {odb_overlong} truncate, drop or solo"
-        )
+) -> dict[str, Any]:
+    smallest, policy = min(config.token_budget, args.seq_length), config.overlong
+    has_gap = config.token_budget < args.seq_length and policy is OverlongPolicy.ERROR
+    has_chunks = _given(args, "virtual_pipeline_model_parallel_size")
+    cost_error, save_error = "", _save_error(args)
     if config.cost is not None:
         longest = np.array([max(config.context, config.token_budget)])
         try:
             config.cost.model().samples(longest, longest * 0)
         except ValueError as error:
-            yield f"{{odb_cost}} {config.cost}: {error}"
-    has_chunks = _given(args, "virtual_pipeline_model_parallel_size")
-    if has_chunks and values["group"] < values["stages"]:
-        yield (
-            "{odb} makes a multiple of {microbatch_group_size_per_vp_stage} micro-batches: {group} "
-            "is below the {stages} pipeline stages, which the interleaved schedule refuses; raise "
-            "it, or drop it"
-        )
-    if config.pad_to and config.overlong is OverlongPolicy.SOLO:
-        yield (
-            "{odb_overlong} solo makes micro-batches above the budget, which {odb_pad_to} cannot "
-            "pad to one of its shapes: use error, truncate or drop, or drop {odb_pad_to}"
-        )
-    if args_error := _save_error(args):
-        yield "{save} {folder}: " + args_error.replace("{", "{{").replace("}", "}}")
+            cost_error = f"{config.cost}: {error}"
+    return {
+        "every sample is padded to a multiple of {multiple} (context parallelism, sequence "
+        "parallelism, FP8): {odb_token_budget} {budget} and {seq_length} {length} must not be "
+        "below it": smallest < values["multiple"],
+        "{odb_token_budget} {budget} is below {seq_length} {length}: samples in between could not "
+        "be placed; raise the budget, or give {odb_overlong} truncate, drop or solo": has_gap,
+        f"{{odb_cost}} {cost_error}": cost_error,
+        "{odb} makes a multiple of {microbatch_group_size_per_vp_stage} micro-batches: {group} is "
+        "below the {stages} pipeline stages, which the interleaved schedule refuses; raise it, or "
+        "drop it": has_chunks and values["group"] < values["stages"],
+        "{odb_overlong} solo makes micro-batches above the budget, which {odb_pad_to} cannot pad "
+        "to one of its shapes: use error, truncate or drop, or drop {odb_pad_to}": config.pad_to
+        and policy is OverlongPolicy.SOLO,
+        "{save} {folder}: " + save_error.replace("{", "{{").replace("}", "}}"): save_error,
+    }
 
 
 def _save_error(args: argparse.Namespace) -> str:

@@ -172,7 +172,4 @@ def judge_length(
         return 0, message
     if policy is OverlongPolicy.TRUNCATE and limit >= multiple:
         return budget_length(limit, multiple), message
-    raise OverlongError(
-        f"{message}: use --odb-overlong truncate, drop or (up to --seq-length) solo, or raise "
-        "--odb-token-budget / --seq-length"
-    )
+    raise OverlongError(message)

@@ -13,8 +13,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -172,29 +171,16 @@ class _LoraFinder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _LoraLoader(spec.loader)
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                made = _made(_TRANSFORMER_ENGINE)
+                sys.modules.update(made)
+                try:
+                    load(module)
+                finally:
+                    for name in made:
+                        sys.modules.pop(name, None)
+
+            setattr(spec.loader, "exec_module", exec_module)  # noqa: B010
         return spec
-
-
-class _LoraLoader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._loader.create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        with _transformer_engine():
-            self._loader.exec_module(module)
-
-
-@contextmanager
-def _transformer_engine() -> Iterator[None]:
-    made = _made(_TRANSFORMER_ENGINE)
-    sys.modules.update(made)
-    try:
-        yield
-    finally:
-        for name in made:
-            sys.modules.pop(name, None)

@@ -61,41 +61,29 @@ def refuse_unsupported(args: argparse.Namespace, *, is_taught: bool = False) -> 
             "nvidia-modelopt is not installed: pip install '.[megatron,modelopt]' in a checkout of "
             "this repository (or make venv-modelopt there)"
         )
-    refusals = [
-        (
-            args.virtual_pipeline_model_parallel_size is not None,
-            "ModelOpt's state does not know virtual pipeline stages: drop "
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank",
+    refusals = {
+        "ModelOpt's state does not know virtual pipeline stages: drop "
+        "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank": (
+            args.virtual_pipeline_model_parallel_size is not None
         ),
-        (
-            args.ckpt_format != "torch_dist",
-            f"--ckpt-format {args.ckpt_format} does not keep ModelOpt's state here: use torch_dist",
+        f"--ckpt-format {args.ckpt_format} does not keep ModelOpt's state here: use torch_dist": (
+            args.ckpt_format != "torch_dist"
         ),
-        (
-            getattr(args, "num_experts", None) is not None,
-            "ModelOpt with mixtures of experts is not in this version: idle micro-batches would "
-            "count in the experts' ranges: drop --num-experts",
+        "ModelOpt with mixtures of experts is not in this version: idle micro-batches would count "
+        "in the experts' ranges: drop --num-experts": getattr(args, "num_experts", None),
+        "ModelOpt with multi-token prediction is not in this version: drop --mtp-num-layers": (
+            getattr(args, "mtp_num_layers", None)
         ),
-        (
-            bool(getattr(args, "mtp_num_layers", None)),
-            "ModelOpt with multi-token prediction is not in this version: drop --mtp-num-layers",
+        "--modelopt-kd-cfg would do nothing without a teacher: name one, or drop this": (
+            not is_taught and getattr(args, "modelopt_kd_cfg", None)
         ),
-        (
-            not is_taught and getattr(args, "modelopt_kd_cfg", None) is not None,
-            "--modelopt-kd-cfg would do nothing without a teacher: name one, or drop this",
+        "a teacher and --manual-gc run out of memory (megatron/post_training/model_builder.py, "
+        "core_v0.19.0): drop --manual-gc": is_taught and getattr(args, "manual_gc", False),
+        "ModelOpt's distillation does not work with --tp-comm-overlap: drop it": (
+            is_taught and getattr(args, "tp_comm_overlap", False)
         ),
-        (
-            is_taught and bool(getattr(args, "manual_gc", False)),
-            "a teacher and --manual-gc run out of memory (megatron/post_training/"
-            "model_builder.py, core_v0.19.0): drop --manual-gc",
-        ),
-        (
-            is_taught and bool(getattr(args, "tp_comm_overlap", False)),
-            "ModelOpt's distillation does not work with --tp-comm-overlap: drop it",
-        ),
-    ]
-    messages = [text for applies, text in refusals if applies]
-    if messages:
+    }
+    if messages := [text for text, applies in refusals.items() if applies]:
         raise ValueError("\n".join(messages))
 
 
