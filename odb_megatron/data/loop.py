@@ -36,7 +36,6 @@ from odb_megatron.data.wire import (
 from odb_megatron.data.workers import Reader
 from odb_megatron.errors import setting_name
 from odb_megatron.plan.blocks import blocks_of, even_blocks, offered
-from odb_megatron.plan.padding import shared_length
 from odb_megatron.plan.pipeline import in_best_order
 from odb_megatron.plan.record import (
     HEADER,
@@ -458,7 +457,7 @@ class StepLoop:
             min_micro_batches=least,
             max_share=config.max_share,
             owner=np.maximum(rows["owner"], 0),
-            solo=padded > shared_length(budget, config.multiple, config.max_share),
+            solo=padded > budget,
         )
 
     def _plan(self, rows: Array) -> Requests[StepPlan | None]:

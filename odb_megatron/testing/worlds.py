@@ -20,6 +20,7 @@ from odb_megatron.data.sample import Sample, Skipped, SkipReason
 from odb_megatron.data.stream import own_positions
 from odb_megatron.data.wire import StepHeader, decode_step
 from odb_megatron.data.workers import Reader
+from odb_megatron.plan.blocks import blocks_of
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig, Sync
@@ -175,7 +176,7 @@ class Tally(Counter[str]):
     - `misaligned`: steps in which replicas differ in M or in the totals, whose M is no multiple of
       what it should be, that idle where a replica has enough samples, that hold other samples than
       Megatron's order gives, or fewer than a global batch before the end.
-    - `idle` micro-batches, `moved` samples, `skipped` samples, runs of `several_blocks`, runs in
+    - `idle` micro-batches, `moved`, `shared` and `skipped` samples, runs of `several_blocks`, in
       which an iterator ends before others (`drained_early`) or that end within an epoch (`quota`),
       runs that a replica closed before their end (`closed_early`) or in which one `failed`.
     """
@@ -184,6 +185,7 @@ class Tally(Counter[str]):
     CASES: tuple[str, ...] = (
         "idle",
         "moved",
+        "shared",
         "skipped",
         "several_blocks",
         "drained_early",
@@ -216,7 +218,7 @@ def check_run(world: World, steps: Sequence[Sequence[PackedStep]], *, is_whole: 
     for number, packed in enumerate(steps):
         found = [decoded(one) for one in packed]
         totals = found[0].totals
-        ids = [at for one in found for row in one.positions for at in row]
+        ids = [at for one in found for row in one.own_positions for at in row]
         trained.update(ids)
         is_last = is_whole and number == len(steps) - 1
         wanted = min(config.global_batch_size, config.total - consumed)
@@ -232,19 +234,20 @@ def check_run(world: World, steps: Sequence[Sequence[PackedStep]], *, is_whole: 
                 totals.num_consumed == totals.num_samples + totals.num_left_out,
                 totals.num_consumed == wanted or (is_last and config.has_unknown_end),
                 totals.num_idle == sum(not row for one in found for row in one.positions),
-                totals.num_tokens == sum(sum(row) for one in found for row in one.lengths),
+                totals.num_tokens == sum(world.lengths[at] for at in ids),
                 all(
                     all(one.positions)
                     for one in found
-                    if sum(map(len, one.positions)) >= totals.num_micro_batches
+                    if _num_whole(one) >= totals.num_micro_batches
                 ),
+                all(_meet(block, found) for block in blocks_of(config.num_replicas, config.block)),
                 world.shards or sorted(ids) == [at for at in of_step if world.lengths[at]],
                 all(map(_has_own_tokens, found, packed)),
             )
         )
         consumed += totals.num_consumed
         tally["over_budget"] += sum(_over_budget(config, one) for one in found)
-        counts = {"idle": totals.num_idle, "moved": totals.num_moved}
+        counts = {"idle": totals.num_idle, "moved": totals.num_moved, "shared": totals.num_shared}
         tally.update(counts, skipped=totals.num_left_out)
     tally["duplicated"] = trained.total() - len(trained)
     if is_whole and not world.starts_again:
@@ -260,12 +263,30 @@ def check_run(world: World, steps: Sequence[Sequence[PackedStep]], *, is_whole: 
     return tally
 
 
+def _num_whole(step: StepHeader) -> int:
+    """Return how many samples, or shared micro-batches, a replica has."""
+    pairs = zip(step.positions, step.shares, strict=True)
+    return sum(len(row) if width == 1 else 1 for row, (width, _) in pairs)
+
+
+def _meet(block: range, steps: Sequence[StepHeader]) -> bool:
+    """Whether replicas that share a micro-batch have the same one, and are aligned in the block."""
+    for at, replica in enumerate(block):
+        for m, (width, place) in enumerate(steps[replica].shares):
+            first = steps[block[at - place]]
+            same = first.positions[m] == steps[replica].positions[m]
+            if at % width != place or first.shares[m] != (width, 0) or not same:
+                return False
+    return True
+
+
 def _over_budget(config: PlanConfig, step: StepHeader) -> int:
     found = 0
-    for lengths, patches in zip(step.lengths, step.patches, strict=True):
-        size = sum(map(config.size_rule.padded, lengths))
+    rows = zip(step.lengths, step.patches, step.shares, strict=True)
+    for lengths, patches, (width, _) in rows:
+        size = sum(map(config.size_rule.shared(width).padded, lengths)) // width
         over = size > config.token_budget or patches > config.max_patches > 0
-        found += over and len(lengths) > 1
+        found += over and (len(lengths) > 1 or width > 1)
     return found
 
 
@@ -290,12 +311,14 @@ def random_world(rng: random.Random) -> tuple[World, Fault | None]:
         shards, starts_again, total = tuple(sizes), True, rng.randint(0, sum(sizes))
     batch = rng.randint(1, 8) * num
     budget = rng.choice([16, 64, 512])
-    longest = rng.choice([budget // 8, budget // 2, budget, budget * 3 // 2])
-    share = rng.choice([0.0, 0.0, 0.1, 0.9])
+    longest = rng.choice([budget // 8, budget // 2, budget, budget * 3 // 2, budget * 4])
+    skipped = rng.choice([0.0, 0.0, 0.1, 0.9])
     count = (max(sizes) + batch + sum(sizes)) * num + 1
-    lengths = {at: 0 if rng.random() < share else _length(rng, longest) for at in range(count)}
+    lengths = {at: 0 if rng.random() < skipped else _length(rng, longest) for at in range(count)}
     patches = {at: rng.randint(0, 12) for at in range(count)} if rng.random() < 0.2 else {}
     multiple, stages = rng.choice([1, 1, 2, 4, 16]), rng.choice([1, 1, 2, 4])
+    block = rng.choice([64, 64, 2, 3])
+    share = min(rng.choice([1, 1, 2, 4, 16]), *map(len, blocks_of(num, block)))
     config = PlanConfig(
         total=total,
         global_batch_size=batch,
@@ -311,8 +334,9 @@ def random_world(rng: random.Random) -> tuple[World, Fault | None]:
         ),
         sync=rng.choice(list(Sync)),
         max_patches=10 if patches else 0,
+        max_share=1 << share.bit_length() - 1,
         has_iterators=bool(shards),
-        block=rng.choice([64, 64, 2, 3]),
+        block=block,
     )
     fault = None
     if rng.random() < 0.3:
