@@ -72,8 +72,6 @@ class StepLoader:
         num_workers: int = 0,
         consumed: int = 0,
     ) -> None:
-        if config.num_replicas != channel.num_replicas:
-            raise ValueError(f"{config.num_replicas} replicas, {channel.num_replicas} connected")
         self.stream, self.config = stream, config
         self.replica = channel.replica
         self.progress = self._start = Progress(consumed=consumed)
