@@ -10,40 +10,22 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from odb_megatron import __version__
+from odb_megatron.elastic import USAGE_ERROR
 
 __all__ = ["main"]
 
 _COMMANDS = {
-    "pretrain": (
-        "train a GPT with megatron-core alone, in processes of this machine, also without a GPU",
-        "odb_megatron.elastic:pretrain",
-    ),
-    "inspect": (
-        "look at a data set before training on it: padding, balance, speed, memory, advice",
-        "odb_megatron.report.inspect:main",
-    ),
-    "doctor": (
-        "check this machine before a run",
-        "odb_megatron.doctor:main",
-    ),
-    "simulate": (
-        "compare ways to form steps on the lengths of samples alone",
-        "odb_megatron.report.simulate:main",
-    ),
-    "trace": (
-        "show a run from its step logs (--odb-log-dir)",
-        "odb_megatron.report.trace:trace",
-    ),
-    "compare": (
-        "lay two runs over each other, from their step logs",
-        "odb_megatron.report.trace:compare",
-    ),
+    "pretrain": ("elastic:pretrain", "train a GPT in processes of this machine, a CPU will do"),
+    "inspect": ("report.inspect:main", "look at a data set before training on it, with advice"),
+    "doctor": ("doctor:main", "check this machine before a run"),
+    "simulate": ("report.simulate:main", "compare ways to form steps on sample lengths alone"),
+    "trace": ("report.trace:trace", "show a run from its step logs (--odb-log-dir)"),
+    "compare": ("report.trace:compare", "lay two runs over each other, from their step logs"),
 }
-"""What each command says of itself, and the function that runs it: arguments in, exit code out."""
-
+"""The function that runs each command, arguments in and exit code out; and what it is for."""
 
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 
@@ -56,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         try:
-            return _run(argv)
+            return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -66,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _BROKEN_PIPE
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="odb-megatron",
         description="Online dynamic batching for NVIDIA Megatron.",
@@ -76,18 +57,12 @@ def _run(argv: Sequence[str] | None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"odb-megatron {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for name, (text, _) in _COMMANDS.items():
+    for name, (_, text) in _COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
-    known, rest = parser.parse_known_args(arguments[:1])
+    known, rest = parser.parse_known_args(argv[:1])
     if known.command is None:
-        if arguments:
-            parser.error(f"unrecognized arguments: {' '.join(arguments)}")
         parser.print_help()
-        return 0
-    module, _, function = _COMMANDS[known.command][1].partition(":")
-    run: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
-    return run(rest + arguments[1:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return USAGE_ERROR * bool(argv)
+    module, _, function = _COMMANDS[known.command][0].partition(":")
+    run = getattr(importlib.import_module(f"odb_megatron.{module}"), function)
+    return int(run(rest + argv[1:]))

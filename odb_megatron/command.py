@@ -10,14 +10,15 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Report", "check_output", "need_pages", "new_parser", "run_command", "whole"]
+from odb_megatron.elastic import USAGE_ERROR
 
-USAGE_ERROR = 2
+__all__ = ["Column", "Report", "aligned", "check_output", "need_pages", "new_parser", "rows_of"]
+__all__ += ["run_command", "whole"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,3 +152,34 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+# --- tables ----------------------------------------------------------------------------------
+
+Column = tuple[str, str, str]
+"""Its head, the key of a figure, and the format."""
+
+
+def rows_of(
+    columns: Sequence[Column], named: Iterable[tuple[str, Mapping[str, Any]]], head: str
+) -> list[list[str]]:
+    """Return a table's head, and a row for each of the named figures; - where one is not known."""
+    rows = [[head, *(title for title, _, _ in columns)]]
+    for name, figures in named:
+        values = [(figures.get(key), spec) for _, key, spec in columns]
+        rows.append(
+            [name, *("-" if value is None else f"{value:{spec}}" for value, spec in values)]
+        )
+    return rows
+
+
+def aligned(rows: Sequence[Sequence[str]], *, names: int = 1) -> str:
+    """Return a table as text: the first columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            f"{cell:{'<' if at < names else '>'}{width}}"
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

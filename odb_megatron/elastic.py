@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,25 +35,6 @@ _FILE = "TORCHELASTIC_ERROR_FILE"
 _KEY = "odb_megatron"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reason:
-    """Why a rank failed.
-
-    Attributes:
-        rank: global rank.
-        text: what was seen, expected, and the hint.
-        is_told: the rank only heard of another's failure, and `text` may be cut.
-        time_ns: when; torch's own times are whole seconds.
-        code: exit code that the rank is about to end with.
-    """
-
-    rank: int
-    text: str
-    is_told: bool
-    time_ns: int
-    code: int = 1
-
-
 def leave_reason(text: str, *, is_told: bool = False, code: int = 1) -> bool:
     """Leave the reason of this rank's failure to the launcher; the first one left stays.
 
@@ -69,9 +49,9 @@ def leave_reason(text: str, *, is_told: bool = False, code: int = 1) -> bool:
     path = os.environ.get(_FILE)
     if not path or path == os.devnull:
         return False
-    rank, now = int(os.environ.get("RANK", "0")), time.time_ns()
-    reason = _Reason(rank=rank, text=text, is_told=is_told, time_ns=now, code=code)
-    about = {"py_callstack": text, "timestamp": str(now // 10**9), _KEY: asdict(reason)}
+    rank, now = int(os.environ.get("RANK", "0")), time.time_ns()  # torch's times are whole seconds
+    reason = {"rank": rank, "text": text, "is_told": is_told, "time_ns": now, "code": code}
+    about = {"py_callstack": text, "timestamp": str(now // 10**9), _KEY: reason}
     try:
         with open(path, "x", encoding="utf-8") as file:
             json.dump({"message": {"message": text, "extraInfo": about}}, file)
@@ -120,7 +100,13 @@ def pretrain(argv: Sequence[str]) -> int:
     if options.nproc_per_node < 1:
         parser.error(f"--nproc-per-node {options.nproc_per_node} is no number of at least 1")
     sys.path.insert(0, os.getcwd())  # where the processes look first
-    missing = [name for name in ("torch", "megatron.training") if not _is_there(name)]
+    missing = []
+    for name in ("torch", "megatron.training"):
+        try:
+            is_there = importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:  # not even its parent
+            is_there = False
+        missing += [name] * (not is_there)
     if missing:
         print(
             f"odb-megatron: {' and '.join(missing)} not found by {sys.executable}: "
@@ -131,13 +117,6 @@ def pretrain(argv: Sequence[str]) -> int:
         return MISSING
     script = ["-m", "odb_megatron.megatron.pretrain", *flags, *argv[end + 1 :]]
     return launch(script, num_processes=options.nproc_per_node, device=options.device)
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even its parent
-        return False
 
 
 def launch(script: Sequence[str], *, num_processes: int, device: str) -> int:
@@ -182,27 +161,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ChildFailedError as failed:
         first, reason = _first_to_fail(failed)
         code = failed.failures[first].exitcode
-        if code < 0 and reason is not None and (code == -signal.SIGTERM or reason.rank == first):
-            code = reason.code  # it was ended by the launcher before it had ended itself
+        if code < 0 and reason and (code == -signal.SIGTERM or reason["rank"] == first):
+            code = reason["code"]  # it was ended by the launcher before it had ended itself
         print(f"\nodb: {_described(reason, rank=first, code=code)}", file=sys.stderr)
         return code if code > 0 else 128 - code
     return 0
 
 
-def _first_to_fail(failed: ChildFailedError) -> tuple[int, _Reason | None]:
+def _first_to_fail(failed: ChildFailedError) -> tuple[int, dict[str, Any] | None]:
     """The rank that failed first, and the reason that came first; one that was told comes last.
 
     A rank that left nothing before the errors of the others is the one that they name.
     """
     first, failure = failed.get_first_failure()
-    reason = None
+    reasons = []
     files = [one.error_file for one in failed.failures.values() if os.path.isfile(one.error_file)]
-    if files:
-        # ATTEMPT/LOCAL_RANK/error.json; a rank that is still ending has left its reason beside.
-        beside = sorted(Path(files[0]).parent.parent.glob("*/error.json"))
-        reasons = [found for found in map(_read, beside) if found is not None]
-        reason = min(reasons, key=lambda found: (found.is_told, found.time_ns), default=None)
-    if reason is None or reason.is_told:
+    # ATTEMPT/LOCAL_RANK/error.json; a rank that is still ending has left its reason beside.
+    for path in Path(files[0]).parent.parent.glob("*/error.json") if files else ():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            # Else it is half written, or written by another than `leave_reason`.
+            found = json.loads(path.read_text(encoding="utf-8"))
+            reasons.append(found["message"]["extraInfo"][_KEY])
+    reason = min(reasons, key=lambda one: (one["is_told"], one["time_ns"]), default=None)
+    if reason is None or reason["is_told"]:
         for rank, one in failed.failures.items():
             late = failure.timestamp + _CLOSE_S
             by_launcher = one.exitcode == -signal.SIGTERM or one.timestamp >= late
@@ -211,15 +192,7 @@ def _first_to_fail(failed: ChildFailedError) -> tuple[int, _Reason | None]:
     return first, reason
 
 
-def _read(path: Path) -> _Reason | None:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return _Reason(**found["message"]["extraInfo"][_KEY])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # half written, or written by another than `leave_reason`
-
-
-def _described(reason: _Reason | None, *, rank: int, code: int) -> str:
+def _described(reason: dict[str, Any] | None, *, rank: int, code: int) -> str:
     silent = "and left no reason: see what it printed above"
     if code < 0:  # what others left is a consequence
         name = signal.Signals(-code).name
@@ -228,8 +201,8 @@ def _described(reason: _Reason | None, *, rank: int, code: int) -> str:
     if reason is None:
         return f"rank {rank} ended with exit code {code} {silent}"
     if code == USAGE_ERROR:
-        return f"error: {reason.text}"
-    return f"rank {reason.rank} failed, its traceback is above: {reason.text}"
+        return f"error: {reason['text']}"
+    return f"rank {reason['rank']} failed, its traceback is above: {reason['text']}"
 
 
 if __name__ == "__main__":

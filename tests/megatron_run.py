@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from host_reads import host_reads
 
 from odb_megatron.testing.runs_again import forget_run, keep_imports
 
@@ -67,6 +68,7 @@ class Case:
             micro-batch is NaN, in the first attempt or in every one.
         stage: script of examples/modelopt to run instead of `pretrain()`.
         has_images: samples may have images.
+        counts_reads: whether reads of tensors on the host are counted.
         compared_with: what counts once, `token` or `sample`, in a plain loop over all the training
             items that every step is compared with; empty for none.
     """
@@ -81,6 +83,7 @@ class Case:
     nan_in: tuple[str, int] | None = None
     stage: str = ""
     has_images: bool = False
+    counts_reads: bool = False
     compared_with: str = ""
 
 
@@ -100,6 +103,8 @@ class Outcome:
         eval_ids: stream positions of each evaluation step, in order.
         final: some of Megatron's arguments after the run.
         restored: whether every name that ODB replaces is the original again.
+        reads: where this package has read tensors on the host, or waited for the device, in the
+            trainer's thread.
         seconds: wall clock.
         usage: (threads, file descriptors, child processes) of this process at the end of each
             training iteration.
@@ -121,6 +126,7 @@ class Outcome:
     final: dict[str, Any] = field(default_factory=dict)
     restored: bool = True
     usage: list[tuple[int, int, int]] = field(default_factory=list)
+    reads: list[str] = field(default_factory=list)
     seconds: float = 0.0
     threads: int = 0
     threads_in_all: int = 0
@@ -222,7 +228,12 @@ def _pretrain(case: Case, outcome: Outcome) -> None:
     with _observed(training, outcome), _compared(training, outcome, case):
         before = _replaced_names()
         try:
-            with kind(args, datasets=datasets) as run:
+            reads = (
+                host_reads(within="odb_megatron/")
+                if case.counts_reads
+                else contextlib.nullcontext([])
+            )
+            with kind(args, datasets=datasets) as run, reads as outcome.reads:
                 step = _counted(run.forward_step, outcome, args, case)
                 run.pretrain(forward_step=step, model_class=model_class)
         finally:

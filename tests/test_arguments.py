@@ -104,7 +104,7 @@ def test_micro_batches_of_one_length_and_of_a_few() -> None:
         ("--odb --odb-pad-to 0 64", "--odb-pad-to 0 64: each must be a token count of at least 1"),
         ("--odb --odb-pad-to large", "--odb-pad-to large: each must be a token count"),
         ("--odb --odb-pad-to 129", "--odb-pad-to 129 must not be above the token budget 128"),
-        ("--odb --odb-template-args '[1]'", "--odb-template-args '.1.': .*expected a JSON object"),
+        ("--odb --odb-template-args '[1]'", "--odb-template-args '.1.': .*expected an object"),
         ("--odb --odb-cost linear=0", "--odb-cost 'linear=0': linear must be above 0"),
         ("--odb --odb-cost ''", "--odb-cost '' gives ; expected KEY=NUMBER"),
         ("--odb --odb-loss-per turn", "--odb-loss-per is 'turn': expected sample, token"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
-import inspect
 import json
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -12,19 +14,26 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from host_reads import host_reads
 
 pytest.importorskip("megatron.core")
 
 from odb_megatron.data.thd import layout
 from odb_megatron.megatron import attention
-from odb_megatron.megatron.attention import absent, select
+from odb_megatron.megatron.attention import select
+from odb_megatron.megatron.forward_step import packed_seq_params
+from odb_megatron.megatron.topology import padding_multiple
 from odb_megatron.plan.padding import SizeRule
 from odb_megatron.testing import backends
 from odb_megatron.testing.backends import CASES, Case, attend, build, differences
 
 BF16 = torch.bfloat16
+FIELDS = ("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded")
+FIELDS += ("cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "pad_between_seqs")
+"""Of PackedSeqParams, that attention is told."""
 ALL = ("te", "flash3", "flash")
 
 
@@ -128,15 +137,61 @@ def test_against_the_reference(flash: Any, case: str) -> None:
         assert max(differences(flash[name], CASES[case], device="cpu", dtype=BF16)) < 3e-2
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [("flash", "flash_attn"), ("flash3", "flash_attn_interface")]
-)
-def test_the_installed_function_takes_what_it_is_given(name: str, module: str) -> None:
-    if absent()[name]:
-        pytest.skip(absent()[name])
-    from odb_megatron.megatron.packed_attention import CLASSES
+FORWARD = "transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py"
+CALLED = {  # where, by which names in which order
+    "flash": ("flash_attn/flash_attn_interface.py", "flash_attn_varlen_func", ["q", "k", "v"]),
+    "flash3": ("hopper/flash_attn_interface.py", "flash_attn_varlen_func", ["q", "k", "v"]),
+    "te": (FORWARD, "forward", ["self", "query_layer", "key_layer", "value_layer"]),
+}
 
-    build(CLASSES[name], CASES["window"])  # looks at the signature
+
+def _source(path: str) -> Path:
+    """Find a file of an installed package, or of unpacked ones in the folders of `ODB_SOURCES`."""
+    roots = filter(None, [*sys.path, *os.environ.get("ODB_SOURCES", "").split(os.pathsep)])
+    paths = [path, path.removeprefix("hopper/")]  # as flash-attn 3 is installed
+    found = [Path(root, inner) for root in roots for inner in paths]
+    file = next((one for one in found if one.is_file()), None)
+    return file or pytest.skip(f"no {path}: neither installed nor in ODB_SOURCES")
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_what_is_called_takes_what_it_is_given(flash: Any, name: str) -> None:
+    """Stock `TEDotProductAttention` passes the fields of PackedSeqParams on by their names."""
+    path, function, first = CALLED[name]
+    tree = ast.parse(_source(path).read_text(encoding="utf-8"))
+    defined = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
+    names = [one.arg for one in [d for d in defined if d.name == function][-1].args.args]
+    assert names[: len(first)] == first
+    given = set(FIELDS)
+    if name != "te":
+        kernel = flash[name]
+        given = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale"}
+        given |= {"causal", "window_size", "deterministic"}
+        given |= {"dropout_p"} if kernel.has_dropout else set()
+    assert given <= set(names)
+
+
+def test_lengths_of_zero(flash: Any) -> None:
+    """With these Megatron runs a layer to capture it (cuda_graphs.py 274, 0.19.2): no check may
+    fail, nor wait for the device.
+    """
+
+    @functools.wraps(_flash_attn_varlen_func)
+    def kernel(q: Any, k: Any, v: Any, **given: Any) -> torch.Tensor:
+        assert given["cu_seqlens_q"].dtype is torch.int32
+        return torch.zeros_like(q)
+
+    sys.modules["flash_attn"].flash_attn_varlen_func = kernel  # type: ignore[attr-defined]
+    zeros = torch.zeros(4, dtype=torch.int32)
+    tensors = [torch.zeros(33, heads, 16, dtype=BF16) for heads in (4, 2, 2)]
+    module = build(flash["flash"], CASES["several samples"])
+    packed = packed_seq_params(
+        qkv_format="thd", cu_seqlens_q=zeros, cu_seqlens_kv=zeros, max_seqlen_q=64, max_seqlen_kv=64
+    )
+    with host_reads(within="odb_megatron") as reads:
+        out = module(*tensors, None, packed_seq_params=packed)
+    assert out.shape == (33, 64)
+    assert reads == []
 
 
 def test_a_function_of_other_arguments_is_refused(flash: Any) -> None:
@@ -154,16 +209,6 @@ def test_on_the_gpu(name: str) -> None:
     if found["checked"] == "skipped":
         pytest.skip(found["why"])
     assert found["ok"], found
-
-
-def test_transformer_engine_takes_what_megatron_passes_on() -> None:
-    """Stock `TEDotProductAttention` passes fields of PackedSeqParams on by their names."""
-    if absent()["te"]:
-        pytest.skip(absent()["te"])
-    from transformer_engine.pytorch import DotProductAttention
-
-    known = inspect.signature(DotProductAttention.forward).parameters
-    assert {"cu_seqlens_q", "cu_seqlens_q_padded", "max_seqlen_q", "pad_between_seqs"} <= set(known)
 
 
 # --- what Megatron is told ---------------------------------------------------------------------
@@ -187,6 +232,21 @@ def test_the_layout_of_a_pack(monkeypatch: pytest.MonkeyPatch, context_size: int
     assert padded == ((offsets, offsets) if context_size > 1 else (None, None))
     assert given["max_seqlen_q"] == given["max_seqlen_kv"] == 16
     assert given.get("pad_between_seqs") in (False, None)
+
+
+@pytest.mark.parametrize(("recipe", "multiple"), [("tensorwise", 16), ("mxfp8", 32)])
+def test_token_counts_that_fp8_takes(recipe: str, multiple: int) -> None:
+    """TransformerEngine#2892: no last offset is stretched; padding is of the sample before it."""
+    flags = {"fp8": "hybrid", "fp8_recipe": recipe, "tensor_model_parallel_size": 2}
+    args = Namespace(**flags, sequence_parallel=True, context_parallel_size=2)
+    rule = SizeRule(multiple=padding_multiple(args))
+    lengths = [7, 64, 1, 129]
+    where = layout(lengths, positions=range(4), rule=rule)
+    offsets = where.cu_seqlens_padded.numpy()
+    padding = np.diff(offsets) - lengths
+    assert offsets[-1] // 4 % multiple == 0  # of each rank
+    assert (padding >= 0).all()
+    assert padding.max() < 4 * multiple
 
 
 def _run(case: Case, packed: dict[str, Any] | None = None, **given: Any) -> None:

@@ -584,6 +584,16 @@ DROPPED = {"messages": [USER, {**ANSWER, "content": "<think>R</think>Ho."}]}
             "[Hm.]a<|im_end|>",
         ),
         (ASKING.replace("SAID", "m.content | upper"), {"messages": [USER, ANSWER]}, "A<|im_end|>"),
+        (  # a tag before the token by which the model stops
+            ASKING.replace("SAID", "'<answer>' + m.content + '</answer>\n'"),
+            {"messages": [USER, ANSWER, USER]},
+            "<answer>a</answer>\n<|im_end|>",
+        ),
+        (  # a turn of two parts, of which one is empty
+            ASKING.replace("SAID", "(m.thinking or '') + '<|im_end|>' + m.content"),
+            {"messages": [USER, {"role": "assistant", "content": "", "thinking": "Hm"}, USER]},
+            "Hm<|im_end|><|im_end|>",
+        ),
         (  # reasoning of which a word stands in the question
             ASKING.replace("SAID", "(m.reasoning_content or '') + m.content"),
             THOUGHT,
@@ -606,6 +616,11 @@ UNSAID = "does not print the content of a message of the role"
         (EVERY.replace("SAID", "{{ m.content | length }}{{ m.content }}"), None, "!depending on i"),
         (ASKING.replace("SAID", "m.content + m.content"), None, "prints message 3 in several pla"),
         (EVERY.replace("SAID", "{{ m.role }}"), None, "!does not print the content"),
+        (
+            ASKING.replace("SAID", "m.content").replace("messages", "messages | reverse"),
+            None,
+            "in another order",
+        ),
         (
             "{{ raise_exception('one turn') if messages | length == 4 }}" + PLAIN_CHATML,
             None,

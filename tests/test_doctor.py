@@ -17,6 +17,7 @@ from odb_megatron.doctor import FAILURE, NOT_APPLICABLE, OK, WARNING, Finding, L
 from odb_megatron.megatron.attention import absent
 
 GIB, MIB = 1 << 30, 1 << 20
+ABSENT = {**dict.fromkeys(absent(), "absent"), "torch": ""}
 TWO = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "ib0": "10.1.0.7"}
 
 
@@ -61,23 +62,13 @@ def network(nodes: int | None = 2, resolved: str = "10.0.0.7", **names: str) -> 
         (megatron(error="ModuleNotFoundError", foreign=""), FAILURE, "megatron-core", "NotFound"),
         (megatron(error="x", foreign="/x.py"), FAILURE, "megatron-core", "pip uninstall megatron"),
         (megatron(has_training=False), FAILURE, "megatron.training", "checkout on PYTHONPATH"),
-        (
-            doctor.check_torch({"error": "libcudart"}, driver="", visible=None),
-            FAILURE,
-            "torch",
-            "lib",
-        ),
+        (torch(error="libcudart"), FAILURE, "torch", "libcudart"),
         (torch(devices=[]), FAILURE, "CUDA", "nvidia-smi"),
         (torch(devices=[], visible=""), WARNING, "CUDA", "unset CUDA_VISIBLE_DEVICES"),
         (torch(devices=[], driver=""), NOT_APPLICABLE, "CUDA", "no NVIDIA driver"),
         (torch(has_nccl=False), FAILURE, "NCCL", "CUDA build"),
         (torch(gloo_error="no device"), FAILURE, "gloo", "no device"),
-        (
-            torch(attention={**dict.fromkeys(absent(), "absent"), "torch": ""}),
-            FAILURE,
-            "attention",
-            "on cuda",
-        ),
+        (torch(attention=ABSENT), FAILURE, "attention", "on cuda"),
         (host(shared_free=64 * MIB), FAILURE, "shared memory", "--shm-size=1g"),
         (host(shared_free=GIB), WARNING, "shared memory", "NCCL of 8 ranks"),
         (host(None, shared_free=64 * MIB), WARNING, "shared memory", "64 MiB free"),
@@ -138,16 +129,8 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert all(len(line) <= 100 or "/" in line for line in printed.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--", "torchrun", "a.py"], "unrecognized arguments: "),
-        (["--json", "no/such/folder/x.json"], "cannot be written (No such file or directory)"),
-        (["--json", "/proc/foo"], "--json /proc/foo cannot be written ("),
-    ],
-)
-def test_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_takes_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        doctor.main(arguments)
+        doctor.main(["--", "torchrun", "a.py"])
     assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    assert "unrecognized arguments: " in capsys.readouterr().err

@@ -6,6 +6,8 @@ Every topology starts from one checkpoint and is compared with two replicas of o
 
 from __future__ import annotations
 
+import math
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -285,3 +287,27 @@ def test_micro_batches_padded_to_the_budget(
     assert [one.record["lengths"] for one in padded.steps] == [
         one.record["lengths"] for one in plain.steps
     ]
+
+
+ON_THE_CPU = "/testing/|packed_attention"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [(1, ""), (2, f"{TP} {SP}"), (2, PP), (2, CP), (2, f"{EXPERTS} {EP} --moe-z-loss-coeff 0.01")],
+)
+def test_nothing_of_ours_waits_for_the_device(
+    megatron: Megatron, data_flags: tuple[str, ...], num_ranks: int, flags: str
+) -> None:
+    """No tensor is read on the host, in no step: a loss is copied, and shown with the next step.
+
+    Attention is torch's here, which reads where samples begin; `select` says so.
+    """
+    run = megatron.train(
+        *(*MODEL, *LENGTH, *data_flags, *shlex.split(flags)),
+        replicas=num_ranks,
+        counts_reads=True,
+    )
+    assert all(math.isfinite(loss) for loss in run.losses)
+    for replica in run.replicas:
+        assert [read for read in replica.reads if not re.search(ON_THE_CPU, read)] == []

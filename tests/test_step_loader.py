@@ -332,7 +332,7 @@ def test_a_stopped_process_is_warned_of_and_ends_in_time(
     for one in [process] if whom == "loop" else process.children():
         one.suspend()
     started = time.monotonic()
-    text = f"waiting for the step loop's process {process.pid}, or its .*: the trainer has waited 6"
+    text = f"waiting for the step loop's process {process.pid}, or its .*trainer has waited \\d+ s"
     with pytest.raises(WorkerError, match=text), deadline.waiting():
         steps_of(loader)
     assert time.monotonic() - started < 30
@@ -355,7 +355,7 @@ def test_a_stopped_process_that_is_sent_much_ends_in_time() -> None:
         return original(record)
 
     channel.gather = gather  # type: ignore[method-assign]
-    with pytest.raises(WorkerError, match="the trainer has waited 3 s"), deadline.waiting():
+    with pytest.raises(WorkerError, match=r"the trainer has waited \d+ s"), deadline.waiting():
         loader.make_step()
 
 

@@ -30,7 +30,6 @@ from odb_megatron.data.stream import (
     own_positions,
 )
 from odb_megatron.data.thd import PAD_TOKEN
-from odb_megatron.data.workers import Workers
 from odb_megatron.plan.padding import OverlongError
 from odb_megatron.plan.record import PlanConfig
 
@@ -188,7 +187,7 @@ def _reader(
         num_replicas=num_replicas,
         token_budget=64,
     )
-    return StreamReader(stream, config, replica=replica, workers=Workers(num=num_workers))
+    return StreamReader(stream, config, replica=replica, num_workers=num_workers)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

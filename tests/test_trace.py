@@ -22,54 +22,39 @@ from tests.browser import Browser, browser, page_problems
 __all__ = ["browser"]
 
 
-def _write(folder: Path, *, steps: int, replicas: int, seed: int = 0, **how: Any) -> None:
+def _write(folder: Path, *, steps: int, replicas: int, batches: str = "odb", **how: Any) -> None:
     """A log of random lengths whose totals fit each other; `how` goes into every record."""
-    generator = np.random.default_rng(seed)
-    batches = how.pop("batches", "odb")
-    logs = [
-        StepLog(
-            str(folder),
-            header=replace(HEADER, replica=at, num_replicas=replicas, batches=batches, run=seed),
-        )
-        for at in range(replicas)
-    ]
-    consumed = 0
+    random, consumed = np.random.default_rng(steps), 0
+    head = replace(HEADER, num_replicas=replicas, batches=batches, run=steps)
+    logs = [StepLog(str(folder), header=replace(head, replica=at)) for at in range(replicas)]
     for iteration in range(1, steps + 1):
-        count = int(generator.integers(1, 5))
+        count = int(random.integers(1, 5))
         lengths = [
-            [generator.lognormal(5, 1, generator.integers(1, 6)).astype(int) + 1] * count
-            for _ in range(replicas)
+            [(random.lognormal(5, 1, 3).astype(int) + 1).tolist() for _ in range(count)]
+            for _ in logs
         ]
-        lengths[-1][-1] = np.zeros(0, dtype=int)  # idle
-        costs = [[float(round(batch.sum() * 1.2 + 20, 1)) for batch in own] for own in lengths]
-        loads = [sum(own) for own in costs]
-        num_samples = sum(len(batch) for own in lengths for batch in own)
-        tokens = int(sum(batch.sum() for own in lengths for batch in own))
-        consumed += num_samples
+        lengths[-1][-1] = []  # idle
+        costs = [[sum(batch) * 1.2 + 20 for batch in own] for own in lengths]
+        loads, tokens = list(map(sum, costs)), sum(sum(map(sum, own)) for own in lengths)
+        consumed += 3 * count * replicas
         for at, log in enumerate(logs):
             record = replace(
                 RECORD,
                 iteration=iteration,
-                loss=2 + 3 * math.exp(-iteration / 50) + 0.1 * float(generator.normal()),
+                loss=2 + 3 * math.exp(-iteration / 50),
                 consumed_samples=consumed,
-                samples=num_samples,
-                left_out=0,
                 tokens=tokens,
                 computed_tokens=tokens + 50,
                 num_micro_batches=count,
                 fill=tokens / (count * replicas * 2048),
                 balance=sum(loads) / len(loads) / max(loads),
-                lengths=tuple(tuple(map(int, batch)) for batch in lengths[at]),
-                ids=(),
-                widths=tuple(int(batch.sum()) + 1 for batch in lengths[at]),
+                lengths=tuple(map(tuple, lengths[at])),
+                widths=tuple(sum(batch) + 1 for batch in lengths[at]),
                 costs=tuple(costs[at]),
                 micro_batch_s=tuple(cost * 1e-3 for cost in costs[at]),
                 step_s=max(loads) * 1e-3 + 0.05,
                 wait_s=0.01 * at,
-                plan_s=0.1,
                 queue_steps=iteration % 3,
-                moved=at,
-                queue_bytes=500_000,
             )
             log.write(replace(record, **how))
     for log in logs:
@@ -79,13 +64,11 @@ def _write(folder: Path, *, steps: int, replicas: int, seed: int = 0, **how: Any
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("logs")
-    _write(folder / "cost run", steps=40, replicas=4, seed=1)
-    _write(folder / "samples", steps=55, replicas=2, seed=2)
-    _write(
-        folder / "padded", steps=3, replicas=1, seed=3, batches="padded", fill=None, balance=None,
-        costs=(), micro_batch_s=(), loss=None,
-    )  # fmt: skip
-    _write(folder / "long", steps=250, replicas=14, seed=4)
+    _write(folder / "cost run", steps=40, replicas=4)
+    _write(folder / "samples", steps=55, replicas=2)
+    none = {"fill": None, "balance": None, "costs": (), "micro_batch_s": (), "loss": None}
+    _write(folder / "padded", steps=3, replicas=1, batches="padded", **none)
+    _write(folder / "long", steps=250, replicas=14)
     return folder
 
 

@@ -204,6 +204,28 @@ MUTATIONS = (
         new="",
         tests=_LOOP,
     ),
+    # between ranks
+    Mutation(
+        what="samples of another step are taken",
+        path="comm/groups.py",
+        old="if one != (step, size) and peer != self.replica:",
+        new="if one[1] != size and peer != self.replica:",
+        tests=("tests/test_comm.py",),
+    ),
+    Mutation(
+        what="news of a rank are not passed on",
+        path="comm/heartbeat.py",
+        old="            self._pass_on(message, source)\n",
+        new="            pass\n",
+        tests=("tests/test_heartbeat.py",),
+    ),
+    Mutation(
+        what="a deadline runs while the trainer computes",
+        path="comm/heartbeat.py",
+        old="waited_s = now - max(trainer, self._since)",
+        new="waited_s = now - self._since",
+        tests=("tests/test_deadline.py",),
+    ),
     # packing, and the loss
     Mutation(
         what="labels are not shifted",

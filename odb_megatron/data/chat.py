@@ -187,10 +187,10 @@ class ChatRenderer:
             asks_tool = "tool_calls" in conversation.messages[-1]
             return _found_turns(rendering, weights, frame, asks_tool=asks_tool)
         marks = rendering.marks
-        owners = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if len({weights[i] for i in owners}) == 1:
-            return rendering.text, [(*mark, weights[owners[0]]) for mark in marks]
-        owners = _owners(rendering, owners)
+        speaking = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if len({weights[i] for i in speaking}) == 1:
+            return rendering.text, [(*mark, weights[speaking[0]]) for mark in marks]
+        owners = _owners(rendering, speaking)
         return rendering.text, [(*m, weights[i]) for m, i in zip(marks, owners, strict=True)]
 
     def _frame(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> _Frame:
@@ -752,12 +752,12 @@ def _probe(
     own = middle[: len(middle) - _alike(middle[::-1], first_head[::-1])]  # the turn's own end
     common = middle[: _alike(middle, last)]
     if found := control.search(common):
-        at = found.end()
-        while (found := control.match(common, at)) and (
-            found.end() <= len(own) or common[found.end() :].strip() == last[len(common) :] == ""
+        end = common[: found.end()]
+        while (longer := _stop(common, len(end), control)) != end and (
+            len(longer) <= len(own) or common[len(longer) :].strip() == last[len(common) :] == ""
         ):
-            at = found.end()
-        return _Frame(prompt, common[:at], common[:at], control)
+            end = longer
+        return _Frame(prompt, end, end, control)
     if last.strip() and heads[1].rstrip().endswith(last.strip()):
         raise ValueError("the chat template asks for an answer at the end of every conversation")
     ends = [control.search(one) for one in (middle, last)]
@@ -808,6 +808,12 @@ def _found_turns(
         if not after.startswith(ending):
             text = text[:end] + ending
         spans.append((start, end + len(ending), weights[number]))
+    order = [run.message for run in runs if messages[run.message]["role"] != "system"]
+    if order != sorted(order):
+        raise ValueError(
+            "the chat template prints messages in another order than that of the record, so what "
+            f"ends a turn is not certain; {_MARK_IT}"
+        )
     return text, spans
 
 
@@ -817,13 +823,15 @@ def _ending(
     """Return what of the text between a message's last string and the next one ends its turn."""
     messages = rendering.messages
     is_last, is_call = number == len(messages) - 1, "tool_calls" in messages[number]
-    alone = after  # as if nothing came behind it
+    is_alone, alone = is_last, after  # as if nothing came behind it
     is_next_empty = not is_last and not messages[number + 1].get("content")
-    if is_call and not is_last and (is_next_empty or not (frame.last_end and frame.end in after)):
+    is_unusual = is_call and (is_next_empty or not (frame.last_end and frame.end in after))
+    if not is_last and (is_unusual or not (is_call or messages[number].get("content"))):
         alone = after[: _alike(after, _around(rendering, messages[: number + 1], number)[1])]
+        is_alone = True
     if frame.last_end:
         end = frame.last_end if is_last else frame.end
-        place = alone.find(end)
+        place = alone.rfind(end) if is_alone else alone.find(end)
         return alone[: place + len(end)] if place >= 0 else alone.rstrip() if is_call else ""
     # The model stops with the next role's token.
     if not is_last:

@@ -72,14 +72,14 @@ class Conversation:
     def __post_init__(self) -> None:
         pairs = zip(self.messages, self.weights, strict=True)
         said = [weight for message, weight in pairs if _is_answer(message)]
-        if not any(said):
-            roles = ", ".join(str(m["role"]) for m in self.messages[:8]) or "none"
+        roles = ", ".join(str(message["role"]) for message in self.messages[:8])
+        if not said:
             raise ValueError(
-                "every assistant message with content has the weight 0, so nothing is learnt"
-                if said
-                else f"no assistant message with content to learn from; roles seen: {roles}. Add "
-                "the answer, or leave the record out"
+                f"no assistant message with content to learn from; roles seen: {roles}. Add the "
+                "answer, or leave the record out"
             )
+        if not any(said):
+            raise ValueError("every assistant message with content has the weight 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,35 +120,36 @@ def parse_record(record: _Row, *, images: TakeImage | None = None) -> ChatRecord
     """
     row = {name: value for name, value in record.items() if value is not None}
     _check_columns(row, images)
-    for layout in ("text", "prompt"):
-        if _is_plain(row, layout):
-            return PlainText(text=_typed(row[layout], str, layout), weight=_weights(row, [{}])[0])
+    has_chat = "messages" in row or "conversations" in row
+    has_pair = row.keys() & {*_PROMPTS, "instruction"} and row.keys() & {*_RESPONSES, "instances"}
+    if "text" in row and not has_chat and not has_pair:
+        return PlainText(text=_typed(row["text"], str, "text"), weight=_weights(row, [{}])[0])
+    others = (value for key, value in row.items() if key not in ("prompt", *_LOSS_KEYS))
+    if isinstance(row.get("prompt"), str) and not any(map(_may_be_text, others)):
+        return PlainText(text=row["prompt"], weight=_weights(row, [{}])[0])
     messages = _turns(row, images)
     if not messages:
         raise ValueError("the conversation is empty; expected at least one assistant message")
-    weights = [
-        message.pop("weight") * factor if message["role"] == "assistant" else 0.0
-        for message, factor in zip(messages, _weights(row, messages), strict=True)
-    ]
-    for name in ("system", "system_prompt"):
-        if row.get(name):
-            if messages[0]["role"] in ("system", "developer"):
-                raise ValueError(
-                    "the record has a system column and its first message is a system message "
-                    "too; keep one of them"
-                )
-            messages.insert(0, {"role": "system", "content": _typed(row[name], str, name)})
-            weights.insert(0, 0.0)
-            break
-    for message in messages:
-        message.pop("weight", None)
-    value, path = row.get("chat_template_kwargs", {}), "chat_template_kwargs"
-    arguments = _typed(_json(value, path) if isinstance(value, str) else value, dict, path)
+    factors = _weights(row, messages)
+    system = next((name for name in ("system", "system_prompt") if row.get(name)), "")
+    if system and messages[0]["role"] in ("system", "developer"):
+        raise ValueError(
+            "the record has a system column and its first message is a system message too; keep "
+            "one of them"
+        )
+    if system:
+        messages.insert(0, {"role": "system", "content": _typed(row[system], str, system)})
+        factors.insert(0, 0.0)
+    pairs = [(one, one.pop("weight", 0.0) * by) for one, by in zip(messages, factors, strict=True)]
+    arguments = row.get("chat_template_kwargs", {})
+    if isinstance(arguments, str):
+        arguments = _json(arguments, "chat_template_kwargs")
+    arguments = _typed(arguments, dict, "chat_template_kwargs")
     if row.get("documents"):
         arguments = {**arguments, "documents": row["documents"]}
     return Conversation(
         messages=tuple(messages),
-        weights=tuple(weights),
+        weights=tuple(weight if one["role"] == "assistant" else 0.0 for one, weight in pairs),
         tools=_tools(row),
         template_arguments=arguments,
     )
@@ -160,13 +161,7 @@ def template_arguments(text: str) -> dict[str, Any]:
     Raises:
         ValueError: it is none.
     """
-    found = _json(text, "the value")
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"the value is {_kind(found)}; expected a JSON object, such as "
-            "'{\"enable_thinking\": false}'"
-        )
-    return found
+    return _typed(_json(text, "the value"), dict, "the value")
 
 
 # --- layouts ------------------------------------------------------------------------------------
@@ -210,18 +205,9 @@ def _is_unknown_loss(key: str) -> bool:
     return key not in _LOSS_KEYS and _sounds_like(_SOUNDS_LIKE_LOSS, key)
 
 
-def _is_plain(row: _Row, name: str) -> bool:
-    if name == "text":
-        chats = {"messages", "conversations"} & row.keys()
-        pair = row.keys() & {*_PROMPTS, "instruction"} and row.keys() & {*_RESPONSES, "instances"}
-        return "text" in row and not chats and not pair
-    others = (value for key, value in row.items() if key not in ("prompt", *_LOSS_KEYS))
-    return isinstance(row.get("prompt"), str) and not any(map(_may_be_text, others))
-
-
 def _turns(row: _Row, images: TakeImage | None) -> list[_Message]:
     chats = [name for name in ("messages", "conversations") if name in row]
-    for name in sorted(chats, key=lambda one: not row[one]):
+    if name := next((one for one in chats if row[one]), next(iter(chats), "")):
         value = row[name]
         is_json = isinstance(value, str) and value.lstrip()[:1] == "["
         return _messages(_json(value, name) if is_json else value, name, images)
@@ -238,9 +224,7 @@ def _turns(row: _Row, images: TakeImage | None) -> list[_Message]:
             )
         if not isinstance(row[prompt], list):
             return _pair(_typed(row[prompt], str, prompt), _typed(row[response], str, response))
-        before = _messages(row[prompt], prompt, images)  # TRL's
-        for message in before:
-            message["weight"] = 0.0
+        before = [one | {"weight": 0.0} for one in _messages(row[prompt], prompt, images)]  # TRL's
         if isinstance(row[response], list):
             return before + _messages(row[response], response, images)
         return before + _pair("", _typed(row[response], str, response))[1:]
@@ -257,8 +241,10 @@ def _turns(row: _Row, images: TakeImage | None) -> list[_Message]:
 
 
 def _pair(user: str, assistant: str) -> list[_Message]:
-    turns = (("user", user), ("assistant", assistant))
-    return [{"role": role, "content": text, "weight": 1.0} for role, text in turns]
+    return [
+        {"role": "user", "content": user, "weight": 1.0},
+        {"role": "assistant", "content": assistant, "weight": 1.0},
+    ]
 
 
 def _instruction(row: _Row, response: str | None) -> list[_Message]:
@@ -270,17 +256,15 @@ def _instruction(row: _Row, response: str | None) -> list[_Message]:
         path, response = "instances[0].", "output"
         item = _typed(row["instances"][0], dict, "instances[0]")
     for i, pair in enumerate(_typed(row.get("history", []), list, "history")):
-        if len(_typed(pair, list, f"history[{i}]")) != 2:
-            raise ValueError(
-                f"history[{i}] has {len(pair)} items; expected [user text, assistant text]"
-            )
-        turns += _pair(*(_typed(text, str, f"history[{i}][{k}]") for k, text in enumerate(pair)))
+        at = f"history[{i}]"
+        if len(_typed(pair, list, at)) != 2:
+            raise ValueError(f"{at} has {len(pair)} items; expected [user text, assistant text]")
+        turns += _pair(*(_typed(text, str, f"{at}[{k}]") for k, text in enumerate(pair)))
     assert response is not None, "one of the two is there"
     context = next((name for name in ("input", "context") if item.get(name)), "input")
-    texts = [_typed(row["instruction"], str, "instruction")]
-    texts.append(_typed(item.get(context) or "", str, path + context))
+    texts = (_typed(row["instruction"], str, "instruction"), item.get(context) or "")
     # Joined by one newline, as LLaMA-Factory does for its alpaca format.
-    question = "\n".join(filter(None, texts))
+    question = "\n".join(filter(None, [texts[0], _typed(texts[1], str, path + context)]))
     return turns + _pair(question, _typed(item.get(response), str, path + response))
 
 
@@ -303,11 +287,9 @@ def _message(value: Any, path: str, images: TakeImage | None) -> _Message:
             "expected role and content, or from and value"
         )
     given = _typed(item.pop(role_key), str, f"{path}.{role_key}")
-    role = _ROLES.get(given)
-    if role is None:
-        raise ValueError(
-            f"{path}.{role_key} is {given!r}; known roles: {', '.join(sorted(_ROLES))}"
-        )
+    if (role := _ROLES.get(given)) is None:
+        known = ", ".join(sorted(_ROLES))
+        raise ValueError(f"{path}.{role_key} is {given!r}; known roles: {known}")
     _check_keys(item, path)
     weights = {key: _number(item.pop(key), f"{path}.{key}") for key in _LOSS_KEYS if key in item}
     if len(set(weights.values())) > 1:
@@ -325,10 +307,9 @@ def _message(value: Any, path: str, images: TakeImage | None) -> _Message:
             raise ValueError(f"{path} has function_call and tool_calls; keep one of them")
         message["tool_calls"] = [message.pop("function_call")]
     if role == "assistant":
-        calls = _typed(message.pop("tool_calls", []), list, f"{path}.tool_calls")
-        if calls:
-            named = enumerate(calls)
-            message["tool_calls"] = [_call(one, f"{path}.tool_calls[{i}]") for i, one in named]
+        calls = enumerate(_typed(message.pop("tool_calls", []), list, f"{path}.tool_calls"))
+        if calls := [_call(one, f"{path}.tool_calls[{i}]") for i, one in calls]:
+            message["tool_calls"] = calls
     thoughts: list[str] = []
     if content is not None or "tool_calls" not in message:
         message["content"] = _content(content, where, images, thoughts)
@@ -337,7 +318,7 @@ def _message(value: Any, path: str, images: TakeImage | None) -> _Message:
     if role == "assistant":
         keys = [key for key in REASONING_KEYS if key in message]
         texts = {_typed(message[key], str, f"{path}.{key}") for key in keys}
-        texts |= {"".join(thoughts)} if thoughts else set()
+        texts |= {"".join(thoughts)} - {""}
         if len(texts) > 1:
             raise ValueError(
                 f"{path} has different texts of reasoning; keep one of {', '.join(REASONING_KEYS)}"
@@ -358,9 +339,7 @@ def _content(value: Any, path: str, images: TakeImage | None, thoughts: list[str
         where = f"{path}[{i}]"
         kind = _typed(part, dict, where).get("type")
         if said := [key for key in part if key in _LOSS_KEYS or _is_unknown_loss(str(key))]:
-            raise ValueError(
-                f"{where} has {said[0]}; weights are of whole messages: split the message"
-            )
+            raise ValueError(f"{where} has {said[0]}; weights are of whole messages: split it")
         if kind == "text":
             texts.append(_typed(part.get("text"), str, f"{where}.text"))
         elif kind == "thinking" and not texts:
@@ -377,30 +356,28 @@ def _call(value: Any, path: str) -> dict[str, Any]:
     function = _typed(item.get("function", item), dict, f"{path}.function")
     name = _typed(function.get("name"), str, f"{path}.name")
     names = [key for key in ("arguments", "parameters", "args") if function.get(key) is not None]
-    arguments = function[names[0]] if names else {}
+    given = function[names[0]] if names else {}
     if len(names) > 1:
         raise ValueError(f"{path} has {' and '.join(names)}; expected arguments alone")
-    if not isinstance(arguments, (Mapping, str)):
-        raise ValueError(
-            f"{path}.arguments is {_kind(arguments)}; expected an object or its JSON text"
-        )
+    if not isinstance(given, (Mapping, str)):
+        raise ValueError(f"{path}.arguments is {_kind(given)}; expected an object or its JSON text")
     own_id = {} if item.get("id") is None else {"id": _typed(item["id"], str, f"{path}.id")}
-    return {"type": "function", "function": {"name": name, "arguments": arguments}, **own_id}
+    return {"type": "function", "function": {"name": name, "arguments": given}, **own_id}
 
 
 def _tools(row: _Row) -> tuple[dict[str, Any], ...]:
     names = [name for name in ("tools", "functions") if row.get(name)]
     if len(names) > 1:
         raise ValueError("the record has tools and functions; keep one of them")
+    path = "".join(names)
+    listed = _json(row[path], path) if isinstance(row.get(path), str) else row.get(path, [])
     tools = []
-    for path in names:
-        listed = _json(row[path], path) if isinstance(row[path], str) else row[path]
-        for i, tool in enumerate(_typed(listed, list, path)):
-            item = dict(_typed(tool, dict, f"{path}[{i}]"))
-            wrapped = item if "function" in item else {"type": "function", "function": item}
-            function = _typed(wrapped["function"], dict, f"{path}[{i}].function")
-            _typed(function.get("name"), str, f"{path}[{i}].name")
-            tools.append(wrapped)
+    for i, tool in enumerate(_typed(listed, list, path)):
+        item = dict(_typed(tool, dict, f"{path}[{i}]"))
+        wrapped = item if "function" in item else {"type": "function", "function": item}
+        function = _typed(wrapped["function"], dict, f"{path}[{i}].function")
+        _typed(function.get("name"), str, f"{path}[{i}].name")
+        tools.append(wrapped)
     return tuple(tools)
 
 
@@ -419,18 +396,19 @@ def _weights(row: _Row, messages: Sequence[_Row]) -> list[float]:
         return [_number(value, path)] * len(messages)
     given = [_number(one, f"{path}[{i}]") for i, one in enumerate(value)]
     roles = [str(message.get("role")) for message in messages]
-    if len(given) == len(roles):
-        for i, (role, weight) in enumerate(zip(roles, given, strict=True)):
-            if weight and role != "assistant":
-                _refuse_learning(role, f"{path}[{i}]")
-        return given
-    if len(given) == roles.count("assistant"):
+    num = roles.count("assistant")
+    if len(given) == num < len(roles):
         rest = iter(given)
         return [next(rest) if role == "assistant" else 1.0 for role in roles]
-    raise ValueError(
-        f"{path} has {len(given)} entries for {len(roles)} messages, {roles.count('assistant')} of "
-        "the assistant; expected one for each, or one for each of the assistant's"
-    )
+    if len(given) != len(roles):
+        raise ValueError(
+            f"{path} has {len(given)} entries for {len(roles)} messages, {num} of the assistant; "
+            "expected one for each, or one for each of the assistant's"
+        )
+    for i, (role, weight) in enumerate(zip(roles, given, strict=True)):
+        if weight and role != "assistant":
+            _refuse_learning(role, f"{path}[{i}]")
+    return given
 
 
 def _number(value: Any, path: str) -> float:

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -120,6 +120,7 @@ class OdbRun:
         self._padded: Sequence[SampleStream | ItemStream | None] = ()
         self._peers: PeerWatch | None = None
         self._checkpoint: DataCheckpoint | None = None
+        self._last_step: Any = None  # what shows it, its loss, memory
         self._unfit = ""  # what of this machine fails, in a dry run
         self._attention = self._choose_attention()
         lines = self._start_lines()
@@ -300,6 +301,8 @@ class OdbRun:
             self._tell_failure(error)
         self._hooks.undo()
         self._undo_attention()
+        with nullcontext() if clean else suppress(Exception):
+            self._show_last_step(together=clean)
         ended = True
         if self._replica is not None:  # stop the threads that make steps, here and everywhere
             ended = self._replica.close(timeout_s=_CLEAN_CLOSE_S if clean else _CLOSE_S)
@@ -361,31 +364,41 @@ class OdbRun:
             self._args.train_iters = done + 1
 
     def on_trained(self) -> None:
+        """The work of a schedule is launched; the loss of the step before it has come meanwhile."""
         self._report.mark()
+        self._show_last_step()
 
     def on_logged(self, values: dict[str, Any]) -> None:
-        """Record the step and show it.
-
-        Loss and memory are the last pipeline stage's as well: the first one holds the most
-        activations, the last one the logits.
-        """
-        memory, reports = memory_use(), 0
-        if self._replica is not None and self._args.pipeline_model_parallel_size > 1:
-            loss = logged_loss(values["loss_dict"])
-            own = [math.nan if loss is None else float(loss), *memory]
-            found, *last = self._replica.report(own)
-            memory = (max(memory[0], int(last[0])), max(memory[1], int(last[1])))
-            if not math.isnan(found) and loss is None:
-                values = {**values, "loss_dict": {"lm loss": found}}
-            reports = self._replica.num_reported()
+        """Record the step; it is shown with the next one, or at a save or the end."""
+        show = None
         if self._report.records:
-            feed = self._train_feed
-            delivered = None if feed is None else feed.delivered
-            self._report.end_step(values, memory=memory, delivered=delivered, reports=reports)
+            delivered = None if self._train_feed is None else self._train_feed.delivered
+            show = self._report.end_step(values, delivered=delivered)
+        self._show_last_step()  # without --odb
+        self._last_step = (show, logged_loss(values["loss_dict"]), memory_use())
+
+    def _show_last_step(self, *, together: bool = True) -> None:
+        """Show the last step; on the source rank with what the last pipeline stage knows.
+
+        The first stage holds the most activations, the last one the logits.
+        """
+        if self._last_step is None:
+            return
+        (show, read, memory), self._last_step = self._last_step, None
+        loss, reports = read(), 0
+        if together and self._replica is not None and self._args.pipeline_model_parallel_size > 1:
+            known = math.nan if loss is None else loss
+            found, peak, reserved = self._replica.report([known, *memory])
+            loss = None if math.isnan(found) and loss is None else found
+            memory = (max(memory[0], int(peak)), max(memory[1], int(reserved)))
+            reports = self._replica.num_reported()
+        if show is not None:
+            show(loss, memory, reports)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Save the data's state as well; no watchdog ends the process within."""
+        self._show_last_step()
         with nullcontext() if self._peers is None else self._peers.saving():
             if self._checkpoint is not None:
                 self._checkpoint.save()
@@ -532,9 +545,7 @@ class OdbRun:
                 values = {"iteration": args.iteration + number + 1, "loss_dict": {}}
                 values |= {"grad_norm": None, "learning_rate": None}
                 delivered = replica.train.delivered if replica.train else None
-                record = self._report.end_step(
-                    values, memory=memory_use(), delivered=delivered, reports=0
-                )
+                record = self._report.end_step(values, delivered=delivered)(None, memory_use(), 0)
                 longest = max(longest, *(n for lengths in record.lengths for n in lengths), 0)
         if self._groups:
             longest = max(gather_json(self._groups[-1], longest))

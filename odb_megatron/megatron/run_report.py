@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -82,12 +83,25 @@ def megatron_writers(args: argparse.Namespace) -> Writers:
     return get_tensorboard_writer(), get_wandb_writer(), args.tensorboard_log_interval
 
 
-def logged_loss(losses: Mapping[str, Any]) -> Any:
-    """Return the loss of what Megatron logs; None on ranks that do not have it.
+def logged_loss(losses: Mapping[str, Any]) -> Callable[[], float | None]:
+    """Begin to copy the loss that Megatron logs to the host; return what waits for it.
 
-    Where a student is trained by its teacher alone, that is the distillation's.
+    It gives None on ranks that have no loss. Where a student is trained by its teacher alone, the
+    loss is the distillation's.
     """
-    return losses.get("lm loss", losses.get("total loss"))
+    loss = losses.get("lm loss", losses.get("total loss"))
+    if not isinstance(loss, torch.Tensor):
+        return lambda: loss
+    copy = torch.empty(1, dtype=torch.float32, pin_memory=loss.is_cuda)
+    copy.copy_(loss.detach().reshape(1), non_blocking=True)
+    copied = CudaClock().mark() if loss.is_cuda else None
+
+    def value() -> float:
+        if copied is not None:
+            copied.synchronize()
+        return float(copy.numpy()[0])
+
+    return value
 
 
 def memory_use() -> tuple[int, int]:
@@ -208,8 +222,8 @@ class RunReport:
         patches = 0
         if isinstance(item, MicroBatchLayout):
             positions = item.positions
-            lengths = tuple(item.cu_seqlens.diff().tolist()[: len(positions)])
-            rows, width = 1, int(item.cu_seqlens_padded[-1])
+            lengths = tuple(np.diff(item.cu_seqlens.numpy())[: len(positions)].tolist())
+            rows, width = 1, int(item.cu_seqlens_padded.numpy()[-1])
             patches = item.num_patches
         else:
             kept = item["length"] > 0
@@ -232,27 +246,24 @@ class RunReport:
             self._marks.append(self._clock.mark())
 
     def end_step(
-        self,
-        values: Mapping[str, Any],
-        *,
-        memory: tuple[int, int],
-        delivered: Mapping[str, Any] | None,
-        reports: int,
-    ) -> StepRecord:
-        """Record a step that Megatron has logged, show and return it.
+        self, values: Mapping[str, Any], *, delivered: Mapping[str, Any] | None
+    ) -> Callable[[float | None, tuple[int, int], int], StepRecord]:
+        """Record a step that Megatron has logged.
 
         Args:
             values: `training_log`'s arguments.
-            memory: `memory_use` of the replica's first and last pipeline stage, the larger one.
             delivered: how a packed step came to the trainer.
-            reports: see `ReplicaData.num_reported`.
+
+        Returns:
+            What completes the record, shows and returns it, given what comes later: the loss,
+            `memory_use` of the replica's first and last pipeline stage (the larger one), and
+            `ReplicaData.num_reported`.
         """
-        self._memory = memory
-        loss, grad_norm = logged_loss(values["loss_dict"]), values["grad_norm"]
+        grad_norm = values["grad_norm"]
         totals = self._padded_totals() if self._header is None else self._packed_totals()
-        record = StepRecord(
+        build = partial(
+            StepRecord,
             iteration=int(values["iteration"]),
-            loss=None if loss is None else float(loss),
             grad_norm=None if grad_norm is None else float(grad_norm),
             learning_rate=values["learning_rate"],
             consumed_samples=int(self._args.consumed_train_samples),
@@ -263,23 +274,32 @@ class RunReport:
             widths=tuple(self._widths),
             patches=tuple(self._patches) if any(self._patches) else (),
             costs=self._costs(),
-            micro_batch_s=self._times(),
             **{"wait_s": 0.0, **(delivered or {})},
-            reports=reports,
-            peak_memory_bytes=memory[0],
-            reserved_memory_bytes=memory[1],
             num_shapes=len(self._shapes),
             **totals,
         )
+        marks = self._marks if len(self._marks) == len(self._lengths) + 1 else []
         self._started = None
         self._clear()
-        if self._log is not None:
-            self._log.write(record)
-        if self._live is not None:
-            self._live.step(record)
-        self._take_writers()
-        self._write_series(record)
-        return record
+
+        def show(loss: float | None, memory: tuple[int, int], reports: int) -> StepRecord:
+            self._memory = memory
+            record = build(
+                loss=loss,
+                micro_batch_s=self._times(marks),
+                reports=reports,
+                peak_memory_bytes=memory[0],
+                reserved_memory_bytes=memory[1],
+            )
+            if self._log is not None:
+                self._log.write(record)
+            if self._live is not None:
+                self._live.step(record)
+            self._take_writers()
+            self._write_series(record)
+            return record
+
+        return show
 
     def _clear(self) -> None:
         self._ids: list[tuple[str, ...]] = []
@@ -337,11 +357,11 @@ class RunReport:
         ]
         return tuple(round(one / COST_UNIT, 3) for one in sums)
 
-    def _times(self) -> tuple[float, ...]:
-        """Return the seconds of each micro-batch; nothing where not all are known."""
-        if self._clock is None or len(self._marks) != len(self._lengths) + 1:
+    def _times(self, marks: Sequence[Any]) -> tuple[float, ...]:
+        """Return the seconds of each micro-batch, of which not all may be known."""
+        if self._clock is None:
             return ()
-        return tuple(self._clock.elapsed_s(start, end) for start, end in pairwise(self._marks))
+        return tuple(self._clock.elapsed_s(start, end) for start, end in pairwise(marks))
 
     def _packed_totals(self) -> dict[str, Any]:
         assert self._header is not None

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from odb_megatron.command import aligned, rows_of
 from odb_megatron.report.inspect import BASE, ODB, RIVALS, Inspection, Run
 from odb_megatron.report.page import (
     Axis,
@@ -20,7 +21,6 @@ from odb_megatron.report.page import (
     row_bars,
     write_page,
 )
-from odb_megatron.report.simulate import aligned
 
 __all__ = ["as_text", "balance_chart", "lengths_chart", "micro_batch_chart", "sections_of"]
 __all__ += ["speed_chart", "tokens_chart", "write_inspection"]
@@ -28,12 +28,23 @@ __all__ += ["speed_chart", "tokens_chart", "write_inspection"]
 Section = tuple[list[str], list[list[str]]]
 """Lines, and a table whose first row is its head."""
 
+_METHOD = (
+    ("budget", "token_budget", ""), ("speed", "speed", ".2f"),
+    ("padding", "padding_fraction", ".1%"), ("fill", "fill", ".3f"),
+    ("over budget", "over_budget", ""), ("balance", "balance", ".3f"), ("M", "mean_M", ".2f"),
+    ("least", "min_M", ""), ("most", "max_M", ""), ("samples/step", "samples_per_step", ".1f"),
+)  # fmt: skip
+_TRIAL = (
+    ("logits peak, GiB", "logits_peak_gib", ".2f"), ("rate", "rate", ".3f"), ("M", "mean_M", ".2f"),
+    ("balance", "balance", ".3f"),
+)  # fmt: skip
+
 # --- words -----------------------------------------------------------------------------------
 
 
 def sections_of(found: Inspection) -> dict[str, Section]:
     """Return what text and page have in common, by heading."""
-    values, is_run = found.values, found.is_run
+    values = found.values
     data, lengths, overlong, advice = (
         values[name] for name in ("data", "lengths", "overlong", "advice")
     )
@@ -41,7 +52,7 @@ def sections_of(found: Inspection) -> dict[str, Section]:
     part = "a random sample"
     if data["num_read"] == data["num_records"]:
         part = "all"
-    elif is_run and data["num_read"] == prediction["epoch_samples"]:
+    elif found.is_run and data["num_read"] == prediction["epoch_samples"]:
         part = "those that the run takes"
     read = f"{data['name']}: {data['num_read']} of {data['num_records']} records read ({part})"
     if data["read_s"] is not None:
@@ -54,34 +65,10 @@ def sections_of(found: Inspection) -> dict[str, Section]:
             "The first of the files:"
         )
     cuts = lengths["cut_offs"]
-    counts = ", ".join(
-        f"{overlong[name]} {what}"
-        for name, what in (
-            ("num_truncated", "samples cut"),
-            ("num_cut_tokens", "tokens lost"),
-            ("num_dropped", "samples left out"),
-            ("num_solo", "samples alone, over the budget"),
-        )
+    counts = (
+        f"{overlong['num_truncated']} samples cut, {overlong['num_cut_tokens']} tokens lost, "
+        f"{overlong['num_dropped']} samples left out, {overlong['num_solo']} alone over the budget"
     )
-    methods = prediction["methods"]
-    head = ["method", "budget", "speed", "padding", "fill", "balance", "M", "M range"]
-    rows = [[*head, "samples/step", "steps" if is_run else "steps/epoch"]]
-    for name, one in methods.items():
-        over = f" ({one['over_budget']} over)" if one["over_budget"] else ""
-        rows.append(
-            [
-                name,
-                str(one["token_budget"]),
-                f"{one['rate'] / methods[BASE]['rate']:.2f}",
-                f"{one['padding_fraction']:.1%}",
-                f"{one['fill']:.3f}{over}",
-                f"{one['balance']:.3f}",
-                f"{one['mean_M']:.2f}",
-                f"{one['min_M']}-{one['max_M']}",
-                f"{one['samples_per_step']:.1f}",
-                str(one["steps_per_epoch"]),
-            ]
-        )
     sections: dict[str, Section] = {
         "Lengths and bad records": (
             [
@@ -109,25 +96,28 @@ def sections_of(found: Inspection) -> dict[str, Section]:
                 f"padding; ODB avoids {padding['avoided']:.1%}",
                 *_speed_notes(found),
             ],
-            rows,
+            rows_of([*_METHOD, ("steps", "steps_per_epoch", "")], _methods(found), "method"),
         ),
         "Memory of the logits": ([_memory(found)], []),
     }
     if advice is not None:
-        trials = [["token budget", "logits peak, GiB", "rate", "M", "balance"]]
-        for one in advice["trials"]:
-            peak = one["logits_peak_gib"]
-            own = [f"{one['rate']:.3f}", f"{one['mean_M']:.2f}", f"{one['balance']:.3f}"]
-            trials.append([str(one["token_budget"]), "-" if peak is None else f"{peak:.2f}", *own])
+        trials = [(str(one["token_budget"]), one) for one in advice["trials"]]
         sections["Advice"] = (
             [
                 f"{advice['flags']}: {advice['reason']}",
                 *(f"warning: {warning}" for warning in advice["warnings"]),
                 f"planned on {advice['num_samples']} samples; rates are work per time, 1 is ideal",
             ],
-            trials,
+            rows_of(_TRIAL, trials, "token budget"),
         )
     return sections
+
+
+def _methods(found: Inspection) -> list[tuple[str, dict[str, Any]]]:
+    """Return the figures of each method, with its speed over the fixed batch's."""
+    methods = found.values["prediction"]["methods"]
+    base = methods[BASE]["rate"]
+    return [(name, {"speed": one["rate"] / base, **one}) for name, one in methods.items()]
 
 
 def _speed_notes(found: Inspection) -> list[str]:
@@ -322,22 +312,18 @@ def _some_micro_batches(run: Run, *, most: int) -> tuple[int, list[list[int]]]:
 
 def speed_chart(found: Inspection) -> Chart:
     """Return the predicted rate of each method over that of the fixed batch."""
-    methods = found.values["prediction"]["methods"]
-    bars, rows = [], []
-    for row, (name, one) in enumerate(methods.items()):
-        speed = one["rate"] / methods[BASE]["rate"]
-        look = "rival" if name in RIVALS else "blue"
-        bars.append(row_bar(row, 0, speed, look, f"{name}: {speed:.2f}", f"{speed:.2f}"))
-        shares = [f"{one['padding_fraction']:.1%}", f"{one['fill']:.1%}"]
-        cells = [name, str(one["token_budget"]), f"{speed:.2f}", *shares]
-        rows.append([*cells, f"{one['samples_per_step']:.1f}"])
+    bars, methods = [], _methods(found)
+    for row, (name, one) in enumerate(methods):
+        look, speed = "rival" if name in RIVALS else "blue", f"{one['speed']:.2f}"
+        bars.append(row_bar(row, 0, one["speed"], look, f"{name}: {speed}", speed))
+    columns, *rows = rows_of(_METHOD, methods, "method")
     ends = (0, 1.15 * max(bar.width for bar in bars))
     x = Axis(label=f"times as fast as {BASE}", ends=ends, has_grid=True)
-    y = replica_axis(list(methods), "")
+    y = replica_axis([name for name, _ in methods], "")
     return Chart(
         title="Predicted speed",
         panels=[Panel(bars=bars, dividers=[1.0], x=x, y=y)],
-        columns=["method", "budget", "speed", "padding", "fill", "samples/step"],
+        columns=columns,
         rows=rows,
         height=270,
     )

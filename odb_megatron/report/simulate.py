@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from odb_megatron import __version__
-from odb_megatron.command import Report, new_parser, run_command, whole
+from odb_megatron.command import Report, aligned, new_parser, rows_of, run_command, whole
 from odb_megatron.plan.blocks import BLOCK
 from odb_megatron.plan.pipeline import Pipeline
 from odb_megatron.report.lengths import (
@@ -39,7 +39,7 @@ from odb_megatron.report.schedules import (
     shares_model,
 )
 
-__all__ = ["POLICY_NAMES", "aligned", "compare", "main", "parse", "select_names", "simulate"]
+__all__ = ["POLICY_NAMES", "compare", "main", "parse", "select_names", "simulate"]
 
 Figures = dict[str, Any]
 
@@ -245,46 +245,32 @@ def _lengths(options: argparse.Namespace) -> tuple[Any, dict[str, float | int]]:
 
 
 _COLUMNS = (
-    ("fraction_of_bound", "bound", 4),
-    ("samples_per_s_rel", "speed", 3),
-    ("pipeline_efficiency", "pipe", 4),
-    ("pipeline_efficiency_unordered", "unordered", 4),
-    ("pipeline_samples_per_s_rel", "pipe speed", 3),
-    ("samples_per_step", "smp/step", 1),
-    ("mean_M", "M", 2),
-    ("balance_step", "bal step", 4),
-    ("balance_microbatch", "bal mb", 4),
-    ("fill", "fill", 3),
-    ("padding_fraction", "pad", 3),
-    ("over_budget", "over", 0),
-    ("shared_per_step", "shared", 2),
-    ("bytes_moved_per_step", "moved B", 0),
+    ("part", "part", ""),
+    ("bound", "fraction_of_bound", ".4f"),
+    ("speed", "samples_per_s_rel", ".3f"),
+    ("pipe", "pipeline_efficiency", ".4f"),
+    ("unordered", "pipeline_efficiency_unordered", ".4f"),
+    ("pipe speed", "pipeline_samples_per_s_rel", ".3f"),
+    ("smp/step", "samples_per_step", ".1f"),
+    ("M", "mean_M", ".2f"),
+    ("bal step", "balance_step", ".4f"),
+    ("bal mb", "balance_microbatch", ".4f"),
+    ("fill", "fill", ".3f"),
+    ("pad", "padding_fraction", ".3f"),
+    ("over", "over_budget", ".0f"),
+    ("shared", "shared_per_step", ".2f"),
+    ("moved B", "bytes_moved_per_step", ".0f"),
 )
 
 
 def _table(policies: Mapping[str, Figures]) -> str:
     """Return one row per policy for the whole run, then one for its steady part."""
-    shown = [column for column in _COLUMNS if any(column[0] in p for p in policies.values())]
-    rows = [["policy", "part", *(title for _, title, _ in shown)]]
-    for part in ("whole", "steady"):
-        for name, figures in policies.items():
-            found = figures if part == "whole" else figures["steady"]
-            if found is not None:
-                cells = [(found.get(key), decimals) for key, _, decimals in shown]
-                rows.append([name, part, *("-" if v is None else f"{v:.{n}f}" for v, n in cells)])
-    return aligned(rows, names=2)
-
-
-def aligned(rows: Sequence[Sequence[str]], *, names: int = 1) -> str:
-    """Return a table as text: the first columns to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            f"{cell:{'<' if at < names else '>'}{width}}"
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    named = [(name, {"part": "whole", **own}) for name, own in policies.items()]
+    steady = [(name, own["steady"]) for name, own in policies.items() if own["steady"]]
+    named += [(name, {"part": "steady", **own}) for name, own in steady]
+    known = {key for _, own in named for key in own}
+    columns = [column for column in _COLUMNS if column[1] in known]
+    return aligned(rows_of(columns, named, "policy"), names=2)
 
 
 def _parser() -> argparse.ArgumentParser:
