@@ -782,8 +782,7 @@ def _found_turns(
     runs, _, repeated = rendering.with_marks
     places = Counter(run.message for run in runs)
     for number, message in enumerate(messages):
-        is_said = "tool_calls" in message or str(message.get("content") or "").strip()
-        if weights[number] and is_said and not places[number]:
+        if weights[number] and not places[number] and _says(message):
             raise ValueError(
                 f"what message {number + 1} says was not found in the rendered text; {_MARK_IT}"
             )
@@ -817,21 +816,27 @@ def _found_turns(
     return text, spans
 
 
+def _says(message: Mapping[str, Any]) -> bool:
+    return "tool_calls" in message or bool(str(message.get("content") or "").strip())
+
+
 def _ending(
     rendering: _Rendering, number: int, after: str, frame: _Frame, *, asks_tool: bool
 ) -> str:
     """Return what of the text between a message's last string and the next one ends its turn."""
-    messages = rendering.messages
-    is_last, is_call = number == len(messages) - 1, "tool_calls" in messages[number]
-    is_alone, alone = is_last, after  # as if nothing came behind it
-    is_next_empty = not is_last and not messages[number + 1].get("content")
-    is_unusual = is_call and (is_next_empty or not (frame.last_end and frame.end in after))
-    if not is_last and (is_unusual or not (is_call or messages[number].get("content"))):
+    messages, message = rendering.messages, rendering.messages[number]
+    is_last, is_call = number == len(messages) - 1, "tool_calls" in message
+    is_plain = not is_call and bool(message.get("content"))
+    # The end is there, and behind it another message's text: so the first one is its own.
+    is_clear = is_plain or (
+        is_call and not is_last and frame.end in after and _says(messages[number + 1])
+    )
+    alone = after  # as if nothing came behind it
+    if not (is_last or is_plain or (is_clear and frame.last_end)):
         alone = after[: _alike(after, _around(rendering, messages[: number + 1], number)[1])]
-        is_alone = True
     if frame.last_end:
         end = frame.last_end if is_last else frame.end
-        place = alone.rfind(end) if is_alone else alone.find(end)
+        place = alone.find(end) if is_clear else alone.rfind(end)
         return alone[: place + len(end)] if place >= 0 else alone.rstrip() if is_call else ""
     # The model stops with the next role's token.
     if not is_last:
