@@ -81,6 +81,11 @@ class ChatTemplate:
         return _GENERATION.search(_COMMENT.sub("", self.source)) is not None
 
     @cached_property
+    def has_thinking_parts(self) -> bool:
+        """Whether it may want reasoning as a part of a content, as Mistral's do."""
+        return re.search(r"== ['\"]thinking['\"]", self.source) is not None
+
+    @cached_property
     def words(self) -> frozenset[str]:
         """The names it may read."""
         return frozenset(re.findall(r"\w+", self.source))
@@ -301,8 +306,8 @@ class _Rendering:
     marks: list[tuple[int, int]]
 
     def of(self, messages: _Messages, *, prompt: bool = False) -> _Rendering:
-        """Render other messages so."""
-        return _render(self.template, self.arguments, messages, prompt=prompt)
+        """Render other messages so, without the template's marks."""
+        return _render(self.template, self.arguments, messages, prompt=prompt, marks=False)
 
     @cached_property
     def with_marks(self) -> _Marked:
@@ -316,8 +321,9 @@ def _render(
     messages: _Messages,
     *,
     prompt: bool = False,
+    marks: bool = True,
 ) -> _Rendering:
-    """Render messages in the form that they have.
+    """Render messages in the form that they have, and note what a template marks.
 
     Raises:
         ValueError: the template refuses them.
@@ -329,12 +335,12 @@ def _render(
     given = {"tools": None, "documents": None, "strftime_now": _TEMPLATE_DATE.strftime, **arguments}
     given |= {"messages": messages, "add_generation_prompt": prompt}
     hopeless = (SecurityError, TemplateSyntaxError, MemoryError, OverflowError, RecursionError)
-    marks: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     try:
         # Not `render_jinja_template`, which turns functions among the variables into text (5.24).
         compiled = chat_template_utils._compile_jinja_template(template.source)
-        if template.is_marked:
-            text, marks = chat_template_utils._render_with_assistant_indices(compiled, **given)
+        if marks and template.is_marked:
+            text, spans = chat_template_utils._render_with_assistant_indices(compiled, **given)
         else:
             text = compiled.render(given)
     except hopeless as error:
@@ -348,7 +354,7 @@ def _render(
             f"the chat template cannot render this conversation ({error}); its roles are {roles}: "
             "mend the record, or the tokenizer's chat_template"
         ) from error
-    return _Rendering(template, arguments, messages, text, marks)
+    return _Rendering(template, arguments, messages, text, spans)
 
 
 def _rendered(
@@ -395,7 +401,7 @@ def _forms(messages: _Messages, template: ChatTemplate) -> Iterator[_Messages]:
         pairs = product((..., "", None), (False, True))
         options = [{"nothing": nothing, "as_text": as_text} for nothing, as_text in pairs]
     options += [{"parts": ("text",)}]
-    if re.search(r"== ['\"]thinking['\"]", template.source):  # Mistral's have such parts
+    if template.has_thinking_parts:
         options += [{"parts": ("thinking", "text")}]
     return ([_form(message, **chosen) for message in messages] for chosen in options)
 
