@@ -70,10 +70,8 @@ class SyntheticPeers:
     ) -> dict[int, bytes]:
         """Answer with as many samples as are expected."""
         del step, sends
-        found = {}
-        for peer, size in receives.items():
-            found[peer] = self._samples[peer] * (size // len(self._samples[peer]))
-        return found
+        own = self._samples
+        return {peer: own[peer] * (size // len(own[peer])) for peer, size in receives.items()}
 
     def close(self) -> None:
         """Nothing is open."""
@@ -179,9 +177,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each turn")
     parser.add_argument("--pairs", type=int, default=9)
     args = parser.parse_args()
-    found = measure(
-        prepare(args.data), workers=args.workers, seconds=args.seconds, pairs=args.pairs
-    )
+    data, options = prepare(args.data), {"seconds": args.seconds, "pairs": args.pairs}
+    found = measure(data, workers=args.workers, **options)
     print(
         f"slowdown {found['slowdown']:.2%} at {found['steps_per_s']:.1f} steps/s "
         f"({found['samples_planned_per_s']:.0f} samples planned per second)"

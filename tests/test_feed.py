@@ -111,6 +111,18 @@ def test_steps_and_progress_do_not_depend_on_timing() -> None:
         assert all(other == first for other in others)
 
 
+def test_making_steps_touches_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page-locking, in any thread, ends a capture of CUDA graphs."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for owner, name in ((torch.Tensor, "pin_memory"), (torch.cuda, "current_device")):
+        monkeypatch.setattr(owner, name, lambda *_args, own=name: calls.append(own))
+    feed = feed_of(thread_channels(1)[0], plan_ahead=2)
+    assert len(read(feed)) == 10
+    assert feed.close(timeout_s=WAIT_S)
+    assert calls == []
+
+
 def test_several_loaders_at_once_in_turns() -> None:
     """Train, valid and test; each reports how its steps came."""
     groups = [thread_channels(2) for _ in range(3)]

@@ -289,7 +289,7 @@ def test_router_losses_are_weighed_as_what_they_are_divided_by(
 def test_rotation_as_megatrons_without_waiting_for_the_device(
     size: int, is_of_the_pack: bool
 ) -> None:
-    """By itself Megatron reads the lengths on the host, in every layer (cases.md, D12)."""
+    """By itself Megatron reads the lengths on the host, in every layer."""
     from megatron.core.models.common.embeddings import rope_utils
 
     lengths = torch.tensor([0, *(2 * size * length for length in (3, 1, 7))])
@@ -302,7 +302,9 @@ def test_rotation_as_megatrons_without_waiting_for_the_device(
         t = torch.randn(total // size, 2, 12)
         group = SimpleNamespace(size=lambda: size, rank=lambda own=rank: own)
         for options in ({}, {"mscale": 0.5}, {"rotary_interleaved": True}):
-            expected = original(t, offsets, freqs, cp_group=group, **options)
+            with host_reads() as reads:
+                expected = original(t, offsets, freqs, cp_group=group, **options)
+            assert reads  # guard: they are seen
             with host_reads() as reads:
                 found = rotate(t, offsets, freqs, cp_group=group, **options)
             assert torch.equal(found, expected)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -47,17 +48,22 @@ def _launch(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("argv", "text"),
+    ("run", "argv", "text"),
     [
-        (["--nproc-per-node", "0"], "--nproc-per-node 0 is no number of at least 1"),
-        (["--device", "gpu"], "invalid choice: 'gpu'"),
+        (
+            elastic.pretrain,
+            ["--nproc-per-node", "0"],
+            "--nproc-per-node 0 is no number",
+        ),
+        (elastic.pretrain, ["--device", "gpu"], "invalid choice: 'gpu'"),
+        (cpu.main, [], "usage: python -m"),
+        (cpu.main, ["/nowhere/script.py"], "no such script: /nowhere/script.py"),
     ],
 )
-def test_wrong_arguments(capsys: pytest.CaptureFixture[str], argv: list[str], text: str) -> None:
+def test_wrong_arguments(capsys: Any, run: Any, argv: list[str], text: str) -> None:
     with pytest.raises(SystemExit) as caught:
-        elastic.pretrain(argv)
-    assert caught.value.code == 2
-    assert text in capsys.readouterr().err
+        run(argv)
+    assert text in f"{caught.value.code} {capsys.readouterr().err}"
 
 
 def test_two_processes_all_reduce_on_the_cpu(tmp_path: Path) -> None:
@@ -104,30 +110,20 @@ raise RuntimeError("replica 1 failed")
 """
 
 
+SILENT = "and left no reason: see what it printed above"
+
+
 @pytest.mark.parametrize(
     ("how", "code", "last"),
     [
-        (
-            "code",
-            3,
-            r"rank \d ended with exit code 3 and left no reason: see what it printed above",
-        ),
-        (
-            "signal",
-            128 + signal.SIGKILL,
-            r"rank 0 was ended by SIGKILL and left no reason: see what it printed above, and "
-            "whether the machine ran out of memory",
-        ),
-        (
-            "silent",
-            3,
-            "rank 0 ended with exit code 3 and left no reason: see what it printed above",
-        ),
-        ("usage", 2, r"error: --odb-token-budget 2 is too small: raise it"),
+        ("code", 3, rf"rank \d ended with exit code 3 {SILENT}"),
+        ("signal", 137, f"rank 0 was ended by SIGKILL {SILENT}, and whether the machine .*"),
+        ("silent", 3, f"rank 0 ended with exit code 3 {SILENT}"),
+        ("usage", 2, "error: --odb-token-budget 2 is too small: raise it"),
         (
             "told",
             1,
-            r"rank 1 failed, its traceback is above: BadRecordError: chats\.jsonl:7: not JSON",
+            "rank 1 failed, its traceback is above: BadRecordError: chats.*: not JSON",
         ),
     ],
 )
@@ -184,15 +180,6 @@ def test_a_signal_ends_all_processes(tmp_path: Path, number: signal.Signals) -> 
         assert process.wait(timeout=40) != 0
     _, alive = psutil.wait_procs(family, timeout=40)
     assert alive == []
-
-
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [([], "usage: python -m"), (["/nowhere/script.py"], "no such script: /nowhere/script.py")],
-)
-def test_the_cpu_runner_refuses(argv: list[str], text: str) -> None:
-    with pytest.raises(SystemExit, match=text):
-        cpu.main(argv)
 
 
 def test_pretrain_is_the_packages_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,16 +39,9 @@ def data_parallel(
 ) -> tuple[RunLog, Scalars]:
     """Two replicas, the second of which has the writers: log and series."""
     folder = tmp_path_factory.mktemp("metrics")
+    odb = ("--odb", "--odb-cost", "linear=1,overhead=9", "--odb-token-budget", 96)
     megatron.train(
-        *(
-            "--odb",
-            "--odb-cost",
-            "linear=1,overhead=9",
-            "--odb-token-budget",
-            96,
-            "--train-samples",
-            24,
-        ),
+        *(*odb, "--train-samples", 24),
         *(*data_flags, "--tensorboard-dir", folder / "events", "--tensorboard-log-interval", 2),
     )
     return _log(megatron), _scalars(folder / "events")

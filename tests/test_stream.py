@@ -30,7 +30,6 @@ from odb_megatron.data.stream import (
     own_positions,
 )
 from odb_megatron.data.thd import PAD_TOKEN
-from odb_megatron.data.workers import Workers
 from odb_megatron.plan.padding import OverlongError
 from odb_megatron.plan.record import PlanConfig
 
@@ -70,20 +69,6 @@ def test_every_epoch_of_a_source_visits_each_record_once(size: int, seed: int, e
         assert [(where.epoch, where.place) for where in located] == [
             (epoch, place) for place in range(size)
         ]
-
-
-@given(sizes=st.lists(st.integers(1, 12), min_size=2, max_size=4), data=st.data())
-def test_an_exhaustive_blend_visits_each_record_once_per_epoch(
-    sizes: list[int], data: st.DataObject
-) -> None:
-    mixed = [source for source, size in enumerate(sizes) for _ in range(size)]
-    order = data.draw(st.permutations(mixed))
-    stream = SampleStream(_parts(sizes), blend=_blend(order, num_sources=len(sizes)))
-    everything = sorted((source, record) for source, n in enumerate(sizes) for record in range(n))
-    for epoch in range(3):
-        places = range(epoch * len(order), (epoch + 1) * len(order))
-        assert sorted(_drawn(stream, places)) == everything
-        assert [stream.locate(position).source for position in places] == order
 
 
 @given(
@@ -188,7 +173,7 @@ def _reader(
         num_replicas=num_replicas,
         token_budget=64,
     )
-    return StreamReader(stream, config, replica=replica, workers=Workers(num=num_workers))
+    return StreamReader(stream, config, replica=replica, num_workers=num_workers)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -28,8 +28,8 @@ import torch
 from odb_megatron.data.sample import Sample, SampleRules, Skipped
 from odb_megatron.data.sources import DATA_ERRORS, MapSource
 from odb_megatron.data.stream import Location
-from odb_megatron.data.workers import Reader, Workers, limited
-from odb_megatron.plan.record import OPEN_TOTAL
+from odb_megatron.data.workers import Reader, limited
+from odb_megatron.plan.record import OPEN_TOTAL, PlanConfig
 
 __all__ = ["HEAD_ITEMS", "ItemReader", "ItemStream", "IterableShards", "SourceError", "as_shards"]
 __all__ += ["is_iterable"]
@@ -406,9 +406,10 @@ class ItemReader(Reader):
 
     Args:
         stream: what is read.
-        replica: which replica this is.
-        num_replicas: how many there are.
-        workers: worker processes; at most one for each part.
+        config: how many replicas there are.
+        replica: which one this is.
+        num_workers: worker processes; at most one for each part.
+        limit_s: seconds that an item may take in one; 0 for any time.
         state: where to go on, see `ItemReader.state`; it comes from a file and is not trusted.
 
     Raises:
@@ -418,12 +419,14 @@ class ItemReader(Reader):
     def __init__(
         self,
         stream: ItemStream,
+        config: PlanConfig,
         *,
         replica: int,
-        num_replicas: int,
-        workers: Workers = Workers(),  # noqa: B008
+        num_workers: int = 0,
+        limit_s: float = 0.0,
         state: Any = None,
     ) -> None:
+        num_replicas = config.num_replicas
         self._stream, self._replica, self._num_replicas = stream, replica, num_replicas
         self._pass = self._next = 0
         self._places = [_Place() for _ in stream.shards.numbers(replica, num_replicas)]
@@ -431,14 +434,14 @@ class ItemReader(Reader):
             who = {"replica": replica, "num_replicas": num_replicas}
             self._places = _checked_places(stream, state, **who)
             self._pass, self._next = state["pass"], state["next"]
-        num = 0 if stream.shards.has_own_workers else min(workers.num, len(self._places))
+        num = min(num_workers, len(self._places))
         turns = _Turns(
             stream,
             self._places,
             replica=replica,
             num_replicas=num_replicas,
             pass_index=self._pass,
-            limit_s=workers.timeout_s if num else 0.0,
+            limit_s=limit_s if num else 0.0,
         )
         super().__init__(turns, num, batch_size=None, persistent_workers=num > 0)
         self._pending: list[deque[_Turn]] = [deque() for _ in self._places]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -107,11 +107,6 @@ class SourceCounts:
         self.overlong += reason is SkipReason.OVERLONG
         self.bad_records += reason is not SkipReason.OVERLONG
         self.first_message = self.first_message or message
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Names of the integer fields, in order."""
-        return tuple(field.name for field in fields(cls) if field.name != "first_message")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import multiprocessing
 import os
 import pickle
@@ -29,7 +30,7 @@ from odb_megatron.comm.heartbeat import Deadline
 from odb_megatron.data.iterable import ItemReader, ItemStream
 from odb_megatron.data.loop import Ask, Failure, PackedStep, Progress, Request, StepLoop
 from odb_megatron.data.stream import SampleStream, StreamReader
-from odb_megatron.data.workers import WorkerError, Workers, fresh_context, pickled
+from odb_megatron.data.workers import Reader, WorkerError, fresh_context, pickled
 from odb_megatron.plan.record import HEADER, LoaderClosedError, PlanConfig
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class StepLoader:
 
     Attributes:
         stream, config: see above.
+        replica: this one.
+        progress: where the loader stands after the last step made.
         fetch_limit_s: seconds that a sample may take in a worker; 0 for any time. Set before the
             first step, like `deadline`.
         deadline: ends the wait for the loop's process; None to wait for ever.
@@ -72,8 +75,9 @@ class StepLoader:
         if config.num_replicas != channel.num_replicas:
             raise ValueError(f"{config.num_replicas} replicas, {channel.num_replicas} connected")
         self.stream, self.config = stream, config
+        self.replica = channel.replica
+        self.progress = self._start = Progress(consumed=consumed)
         self._channel, self._num_workers = channel, num_workers
-        self._start = self._progress = Progress(consumed=consumed)
         self._loop: StepLoop | _LoopProcess | None = None
         self._steps: Generator[Request, Any, None] | None = None
         self._is_closing = False
@@ -86,16 +90,6 @@ class StepLoader:
         left = 0 if self.is_over else max(0, self.config.total - self._start.consumed)
         return -(-left // self.config.global_batch_size)
 
-    @property
-    def replica(self) -> int:
-        """This replica."""
-        return self._channel.replica
-
-    @property
-    def progress(self) -> Progress:
-        """Where the loader stands after the last step made."""
-        return self._progress
-
     def restore(self, progress: Progress) -> None:
         """Go on from a saved run's progress, before the first step.
 
@@ -103,17 +97,15 @@ class StepLoader:
             ValueError: the state of an iterable source is damaged or does not fit.
         """
         assert self._steps is None, "a state is loaded before the first step"
-        self._start = self._progress = progress
+        self.progress = self._start = progress
         if progress.source is not None:
             self._open()  # reads up to where the saved run was
 
     def restarted(self) -> StepLoader:
         """Return a loader that starts where this one did (Megatron's full validation)."""
-        again = type(self)(
-            self.stream, self.config, channel=self._channel, num_workers=self._num_workers
-        )
-        again._start = again._progress = self._start
-        again.fetch_limit_s, again.deadline = self.fetch_limit_s, self.deadline
+        again = copy.copy(self)
+        again._loop = again._steps = None
+        again.progress, again.is_over, again._is_closing = self._start, False, False
         return again
 
     def close(self) -> None:
@@ -159,7 +151,7 @@ class StepLoader:
             raise
         if isinstance(request, Failure):
             raise request.error
-        self._progress = request.progress
+        self.progress = request.progress
         return request
 
     def end(self) -> None:
@@ -177,8 +169,7 @@ class StepLoader:
             num = 0 if self._is_closing else self._num_workers  # one that closes reads nothing
             if isinstance(self.stream, ItemStream) and self.stream.shards.has_own_workers:
                 num = 0
-            workers = Workers(num=num, timeout_s=self.fetch_limit_s)
-            parts = (self.stream, self.config, self.replica, self._start, workers)
+            parts = (self.stream, self.config, self.replica, self._start, num, self.fetch_limit_s)
             self._loop = _LoopProcess(parts, self.deadline) if num else _make_loop(*parts)
             if self._is_closing:
                 self._loop.close()
@@ -186,27 +177,19 @@ class StepLoader:
 
 
 def _make_loop(
-    stream: SampleStream | ItemStream,
-    config: PlanConfig,
-    replica: int,
-    start: Progress,
-    workers: Workers,
+    stream: Any, config: PlanConfig, replica: int, start: Progress, num_workers: int, limit_s: float
 ) -> StepLoop:
     """Return a step loop.
 
     Raises:
         ValueError: the saved state of an iterable source does not fit.
     """
-    reader: ItemReader | StreamReader
+    reader: Reader
+    who: Any = {"replica": replica, "num_workers": num_workers, "limit_s": limit_s}
     if isinstance(stream, ItemStream):
-        num = config.num_replicas
-        reader = ItemReader(
-            stream, replica=replica, num_replicas=num, workers=workers, state=start.source
-        )
+        reader = ItemReader(stream, config, state=start.source, **who)
     else:
-        reader = StreamReader(
-            stream, config, replica=replica, consumed=start.consumed, workers=workers
-        )
+        reader = StreamReader(stream, config, consumed=start.consumed, **who)
     num_sources = len(stream.source_names)
     return StepLoop(reader, config, replica=replica, num_sources=num_sources, start=start)
 

@@ -21,7 +21,7 @@ from odb_megatron.data.order import CyclicOrder, PassOrder
 from odb_megatron.data.sample import Sample, Skipped
 from odb_megatron.data.sources import DATA_ERRORS, SampleSource
 from odb_megatron.data.thd import PAD_TOKEN
-from odb_megatron.data.workers import PREFETCH, Reader, Workers, limited
+from odb_megatron.data.workers import PREFETCH, Reader, limited
 from odb_megatron.errors import SettingError
 from odb_megatron.plan.record import PlanConfig
 
@@ -230,7 +230,8 @@ class StreamReader(Reader):
         config: how positions come to replicas.
         replica: which one this is.
         consumed: samples consumed before the first.
-        workers: worker processes.
+        num_workers: worker processes; 0 fetches in the calling thread.
+        limit_s: seconds that a sample may take in one; 0 for any time.
     """
 
     def __init__(
@@ -240,17 +241,18 @@ class StreamReader(Reader):
         *,
         replica: int,
         consumed: int = 0,
-        workers: Workers = Workers(),  # noqa: B008
+        num_workers: int = 0,
+        limit_s: float = 0.0,
     ) -> None:
         self._stream = stream
         self._asked: deque[int] = deque()  # given to workers, and not yet come
         self._items: deque[tuple[int, Sample | Skipped | Exception]] = deque()
         share, size = -(-config.global_batch_size // config.num_replicas), 1
-        if workers.num:
-            size = max(1, min(_MAX_IN_GROUP, share // (workers.num * PREFETCH)))
+        if num_workers:
+            size = max(1, min(_MAX_IN_GROUP, share // (num_workers * PREFETCH)))
         super().__init__(
-            _Fetcher(stream, limit_s=workers.timeout_s if workers.num else 0.0),
-            workers.num,
+            _Fetcher(stream, limit_s=limit_s if num_workers else 0.0),
+            num_workers,
             batch_size=size,
             sampler=self._places(own_positions(config, replica=replica, consumed=consumed)),
         )

@@ -17,7 +17,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from types import FrameType
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 
 from odb_megatron.data.sample import Sample, Skipped
 
-__all__ = ["FetchTimeoutError", "Reader", "WorkerError", "Workers", "fresh_context", "limited"]
+__all__ = ["FetchTimeoutError", "Reader", "WorkerError", "fresh_context", "limited"]
 __all__ += ["pickled", "starting"]
 
 PREFETCH = 2
@@ -44,19 +43,6 @@ class WorkerError(RuntimeError):
 
 class FetchTimeoutError(Exception):
     """A sample took too long; raised inside the code that makes it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workers:
-    """Worker processes of one loader.
-
-    Attributes:
-        num: how many; 0 fetches in the calling thread.
-        timeout_s: seconds that a sample may take; 0 for any time.
-    """
-
-    num: int = 0
-    timeout_s: float = 0.0
 
 
 class Reader:

@@ -65,14 +65,9 @@ def sections_of(found: Inspection) -> dict[str, Section]:
             "The first of the files:"
         )
     cuts = lengths["cut_offs"]
-    counts = ", ".join(
-        f"{overlong[name]} {what}"
-        for name, what in (
-            ("num_truncated", "samples cut"),
-            ("num_cut_tokens", "tokens lost"),
-            ("num_dropped", "samples left out"),
-            ("num_solo", "samples alone, over the budget"),
-        )
+    counts = (
+        f"{overlong['num_truncated']} samples cut, {overlong['num_cut_tokens']} tokens lost, "
+        f"{overlong['num_dropped']} samples left out, {overlong['num_solo']} alone over the budget"
     )
     sections: dict[str, Section] = {
         "Lengths and bad records": (

@@ -83,14 +83,9 @@ class Setting:
             raise ValueError(f"--share-long {self.max_share} is not a power of two")
 
     @property
-    def count_multiple(self) -> int:
-        """M is a multiple of this."""
-        return self.pipeline.count_multiple
-
-    @property
     def samples_per_row(self) -> int:
-        """Most samples of a micro-batch of which `count_multiple` per replica make a step."""
-        return max(1, self.global_batch_size // (self.num_replicas * self.count_multiple))
+        """Most samples of a micro-batch where a step has the fewest per replica."""
+        return max(1, self.global_batch_size // (self.num_replicas * self.pipeline.count_multiple))
 
 
 def shares_model(
@@ -335,7 +330,7 @@ def odb(stream: Stream, setting: Setting, *, is_ordered: bool = True) -> Schedul
             token_budget=setting.token_budget,
             sync=setting.sync,
             cost=setting.cost,
-            count_multiple=setting.count_multiple,
+            count_multiple=setting.pipeline.count_multiple,
             min_micro_batches=least,
             max_share=setting.max_share,
             owner=np.where((owner < 0) | (owner >= len(block)), 0, owner),
@@ -385,7 +380,7 @@ def _packed(
     the replicas (times the group size under virtual pipelining).
     """
     num, steps = setting.num_replicas, list[Step]()
-    multiple = num * setting.count_multiple
+    multiple = num * setting.pipeline.count_multiple
     for start in range(0, len(stream), setting.global_batch_size):
         batch = stream.lengths[start : start + setting.global_batch_size]
         filled = np.flatnonzero(batch)
@@ -443,7 +438,7 @@ def standard_safe(stream: Stream, setting: Setting) -> Schedule:
 
     Of the sizes that fit the fastest is taken; a step is no larger than the global batch size.
     """
-    share, multiple = setting.samples_per_row, setting.count_multiple
+    share, multiple = setting.samples_per_row, setting.pipeline.count_multiple
     most = min(share, max(1, setting.token_budget // int(stream.lengths.max())))
     found = []
     for size in (most, *(1 << bits for bits in range(most.bit_length()))):
@@ -465,7 +460,7 @@ def sorted_buckets(stream: Stream, setting: Setting) -> Schedule:
     batch size where that comes nearer to it than what the budget holds.
     """
     num, num_samples = setting.num_replicas, int(np.count_nonzero(stream.lengths))
-    share, multiple = setting.samples_per_row, setting.count_multiple
+    share, multiple = setting.samples_per_row, setting.pipeline.count_multiple
     whole = _bucketed(stream, setting, most=num_samples)
     parts = max(1, math.ceil(share * len(whole) / num_samples))
 
@@ -521,7 +516,7 @@ def odb_reference(stream: Stream, setting: Setting) -> Schedule:
         modules: list[Any] = [importlib.import_module(f"odb.{n}") for n in ("collate", "grouping")]
     except ImportError as error:
         raise ImportError(f"not importable ({error}): pip install {REFERENCE}==0.1.2") from error
-    num, multiple = setting.num_replicas, setting.count_multiple
+    num, multiple = setting.num_replicas, setting.pipeline.count_multiple
     groups: list[list[list[int]]] = [[] for _ in range(num)]
     slots: list[Any] = [None] * num
     barrier, own = threading.Barrier(num), threading.local()
