@@ -473,7 +473,10 @@ def _found() -> Iterator[tuple[str, str, int]]:
 
 
 def test_nothing_is_unpickled_or_evaluated() -> None:
-    """But the data set, steps and errors on their way between a rank and its own processes."""
+    """But what goes between a rank and its own processes, and the script that is to be run."""
     bad = {*FORBIDDEN, *LOADERS, *YAML, "trust_remote_code"}
     found = {(name, what) for name, what, _ in _found() if what in bad}
-    assert found == {("data/workers.py", "pickle"), ("data/step_loader.py", "pickle")}
+    assert found == {
+        *(("data/workers.py", "pickle"), ("data/step_loader.py", "pickle")),
+        *(("run.py", "compile"), ("run.py", "exec")),
+    }
