@@ -152,9 +152,10 @@ def run_part(
 def machine() -> dict[str, Any]:
     """Return what the figures depend on: commit, processor, memory, versions."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        versions[name] = next((one.version for one in metadata.distributions(name=name)), "-")
+    versions = {
+        name: next((one.version for one in metadata.distributions(name=name)), "-")
+        for name in PACKAGES
+    }
     processor = platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -166,9 +167,8 @@ def machine() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "processor": processor,
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": f"{platform.system()} {platform.release()}",
-        "versions": versions,
+        "system": platform.platform(),
+        "versions": versions | {"python": platform.python_version()},
     }
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import runpy
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,9 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from odb_megatron.command import whole
 from odb_megatron.report.steps import StepRecord, read_run
 
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ROOT", "ChatData", "MissingDataError", "ModelSize", "Steps", "TrainingRun"]
 __all__ += ["chat_stream", "data_flags", "data_name", "mean_length", "output_file", "parser_of"]
-__all__ += ["prepare", "rate_ratio_interval", "ratio_interval", "read_steps", "run_batch"]
+__all__ += ["prepare", "ratio_interval", "read_steps", "run_batch"]
 __all__ += ["run_training", "sample_ids", "whole", "write_json"]
 
 Steps = Sequence[Sequence[StepRecord]]
@@ -179,6 +177,8 @@ def mean_length(data: ChatData, *, seq_length: int) -> float:
 
 def chat_stream(data: ChatData, *, context: int, budget: int, num_samples: int) -> SampleStream:
     """Return a stream over the file; what does not fit is cut, bad records are skipped."""
+    import numpy as np
+
     from odb_megatron.data.chat import ChatRenderer
     from odb_megatron.data.order import PassOrder
     from odb_megatron.data.sample import SampleRules
@@ -371,18 +371,6 @@ class Interval:
         return f"{self.mean:.3f} (95 % interval {self.low:.3f} to {self.high:.3f})"
 
 
-def _of_logs(logs: Sequence[float], center: float | None = None) -> Interval:
-    """Return the mean of logarithms, or another center, with Student's interval; as ratios."""
-    count, mean = len(logs), sum(logs) / len(logs)
-    center = mean if center is None else center
-    if count == 1:
-        return Interval(mean=math.exp(center))
-    variance = sum((value - mean) ** 2 for value in logs) / (count - 1)
-    half = _T_975[min(count - 1, len(_T_975)) - 1] * math.sqrt(variance / count)
-    low, high = math.exp(center - half), math.exp(center + half)
-    return Interval(mean=math.exp(center), low=low, high=high)
-
-
 def ratio_interval(ratios: Sequence[float]) -> Interval:
     """Return the geometric mean of paired ratios and its 95 % interval, from their logarithms.
 
@@ -391,39 +379,10 @@ def ratio_interval(ratios: Sequence[float]) -> Interval:
     """
     if not ratios or min(ratios) <= 0:
         raise ValueError(f"ratios must be positive and at least one; got {list(ratios)}")
-    return _of_logs([math.log(ratio) for ratio in ratios])
-
-
-def rate_ratio_interval(
-    over: Sequence[tuple[float, float]], under: Sequence[tuple[float, float]]
-) -> Interval:
-    """Return the ratio of two rates, each total work over total time, and its 95 % interval.
-
-    The interval is the jackknife's: each round is left out in turn, of both, and Student's t is
-    taken of the logarithms' pseudo-values. A round's own ratio is not used, because rounds whose
-    work differs do not count alike.
-
-    Args:
-        over: (work, time) of each round.
-        under: (work, time) of the same rounds.
-
-    Raises:
-        ValueError: rounds that do not pair, none, or work or time that is not positive.
-    """
-    if not over or len(over) != len(under) or np.min([over, under]) <= 0:
-        raise ValueError(
-            "work and time must be positive, of the same rounds and at least one; got "
-            f"{list(over)} and {list(under)}"
-        )
-    table = np.column_stack((over, under))
-    total, count = table.sum(axis=0), len(over)
-    whole_run = float(_log_ratio(total))
+    logs = [math.log(ratio) for ratio in ratios]
+    count, mean = len(logs), statistics.mean(logs)
     if count == 1:
-        return Interval(mean=math.exp(whole_run))
-    pseudo = count * whole_run - (count - 1) * _log_ratio(total - table)
-    return _of_logs(pseudo.tolist(), whole_run)
-
-
-def _log_ratio(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    found: npt.NDArray[np.float64] = np.log(sums) @ (1.0, -1.0, -1.0, 1.0)
-    return found
+        return Interval(mean=math.exp(mean))
+    half = _T_975[min(count - 1, len(_T_975)) - 1] * statistics.stdev(logs) / math.sqrt(count)
+    low, high = math.exp(mean - half), math.exp(mean + half)
+    return Interval(mean=math.exp(mean), low=low, high=high)

@@ -172,8 +172,6 @@ def _session(leader: int) -> Iterator[psutil.Process]:
 # --- the cases ---------------------------------------------------------------------------------
 
 VICTIM = 1
-PAUSE_S = 20.0
-DEADLINE_S = 40.0
 MOST_S = 15.0
 """Seconds after which no rank of a run that has lost one may be left."""
 
@@ -181,16 +179,24 @@ _LIMIT_S = 180.0
 _BAD_RECORD = r"train dataset:\d+: "
 
 
-def _all_name(pattern: str, run: FaultRun) -> bool:
-    """Whether every rank but the victim says so."""
-    return all(re.search(pattern, text) for rank, text in enumerate(run.outputs) if rank != VICTIM)
+Judge = Callable[[FaultRun], bool]
 
 
-def _one_names(pattern: str, run: FaultRun) -> bool:
+def _others(pattern: str) -> Judge:
+    """Whether every rank but the victim says so, `V` being the victim's rank."""
+    regex = re.compile(pattern.replace("V", str(VICTIM)))
+    return lambda run: all(
+        regex.search(text) for rank, text in enumerate(run.outputs) if rank != VICTIM
+    )
+
+
+def _one(pattern: str) -> Judge:
     """Whether one rank says so, with the place, and the others which replica it was."""
-    named = [bool(re.search(pattern, text, re.DOTALL)) for text in run.outputs]
-    told = [bool(re.search(r"replica \d failed: ", text)) for text in run.outputs]
-    return any(named) and all(map(bool.__or__, named, told))
+    regex, told = re.compile(pattern, re.DOTALL), re.compile(r"replica \d failed: ")
+    return lambda run: (
+        any(regex.search(text) for text in run.outputs)
+        and all(regex.search(text) or told.search(text) for text in run.outputs)
+    )
 
 
 def _saves(run: FaultRun) -> bool:
@@ -198,27 +204,13 @@ def _saves(run: FaultRun) -> bool:
     return any("metadata.json" in name for name in run.files)
 
 
-def _stopped(run: FaultRun) -> bool:
-    """Whether the wait is named while it lasts, and as the error that ends it."""
-    found = re.search(
-        r"warning: .*the trainer waits for the step loop's process .*"
-        r"the trainer has waited \d+ s \(--odb-timeout-s 20\)",
-        run.outputs[0],
-        re.DOTALL,
-    )
-    return found is not None
-
-
-def _gone(run: FaultRun) -> bool:
-    return _all_name(rf"rank {VICTIM} \(replica {VICTIM}, .*\) is gone", run)
-
-
-def _left(run: FaultRun) -> bool:
-    return _all_name(rf"rank {VICTIM} \(replica {VICTIM}, .*\) has left the run early", run)
-
-
-def _paused(run: FaultRun) -> bool:
-    return _all_name(rf"warning: rank {VICTIM} \(.*\) has not answered since", run)
+_GONE = _others(r"rank V \(replica V, .*\) is gone")
+_LEFT = _others(r"rank V \(replica V, .*\) has left the run early")
+_STOPPED = _one(
+    r"warning: .*the trainer waits for the step loop's process .*"
+    r"the trainer has waited \d+ s \(--odb-timeout-s 20\)"
+)
+"""While the wait lasts, and as the error that ends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +229,7 @@ class Case:
     """
 
     kind: str
-    names: Callable[[FaultRun], bool]
+    names: Judge
     flags: tuple[str, ...] = ()
     send: tuple[tuple[int, float], ...] = ()
     is_survived: bool = False
@@ -246,48 +238,35 @@ class Case:
     num_ranks: int = 2
 
 
-_SLOW = (
-    *("--odb-timeout-s", "9"),
-    *("--eval-interval", "6", "--eval-iters", "1", "--save", "SAVE", "--save-interval", "6"),
-)
-
+_SLOW = "--odb-timeout-s 9 --eval-interval 6 --eval-iters 1 --save SAVE --save-interval 6"
 _SHORT = ("--odb-timeout-s", "20")
 
 CASES = {
-    "killed_in_step": Case("killed_in_step", _gone, is_dead_peer=True),
-    "killed_while_planning": Case("killed_planning", _gone, is_dead_peer=True),
-    "killed_in_device_call": Case("device_call", _gone, is_dead_peer=True),
-    "leaves_in_step": Case("leaves_in_step", _left, is_dead_peer=True),
-    "leaves_between": Case("leaves_between", _left, is_dead_peer=True),
+    "killed_in_step": Case("killed_in_step", _GONE, is_dead_peer=True),
+    "killed_while_planning": Case("killed_planning", _GONE, is_dead_peer=True),
+    "killed_in_device_call": Case("device_call", _GONE, is_dead_peer=True),
+    "leaves_in_step": Case("leaves_in_step", _LEFT, is_dead_peer=True),
+    "leaves_between": Case("leaves_between", _LEFT, is_dead_peer=True),
     "paused": Case(
         "waits",
-        _paused,
-        flags=("--odb-timeout-s", f"{DEADLINE_S:g}"),
-        send=((signal.SIGSTOP, PAUSE_S), (signal.SIGCONT, 0.0)),
+        _others(r"warning: rank V \(.*\) has not answered since"),
+        flags=("--odb-timeout-s", "40"),
+        send=((signal.SIGSTOP, 20.0), (signal.SIGCONT, 0.0)),
         is_survived=True,
     ),
     "worker_raises": Case(
         "worker_raises",
-        lambda run: _one_names(
-            _BAD_RECORD + r"record 45 raised KeyError.*Original traceback.*fault_script\.py", run
-        ),
+        _one(_BAD_RECORD + r"record 45 raised KeyError.*Original traceback.*fault_script\.py"),
     ),
-    "worker_killed": Case(
-        "worker_killed",
-        lambda run: _one_names(r"worker has ended .*record 45 of train dataset", run),
-    ),
+    "worker_killed": Case("worker_killed", _one(r"worker has ended .*record 45 of train dataset")),
     "worker_hangs": Case(
         "worker_hangs",
-        lambda run: _one_names(
-            _BAD_RECORD + r".*record 45 of train dataset\) took longer.*time\.sleep", run
-        ),
+        _one(_BAD_RECORD + r".*record 45 of train dataset\) took longer.*time\.sleep"),
         flags=_SHORT,
     ),
-    "worker_stopped": Case("worker_stopped", _stopped, flags=_SHORT, num_ranks=1),
+    "worker_stopped": Case("worker_stopped", _STOPPED, flags=_SHORT, num_ranks=1),
     "armed_faulthandler": Case("armed", lambda _: True, is_survived=True),
-    "dataset_returns_none": Case(
-        "worker_none", lambda run: _one_names(_BAD_RECORD + "item is a NoneType", run)
-    ),
+    "dataset_returns_none": Case("worker_none", _one(_BAD_RECORD + "item is a NoneType")),
     "sigterm": Case(
         "waits",
         _saves,
@@ -298,22 +277,20 @@ CASES = {
     "slow_evaluation_and_save": Case(
         "slow",
         lambda run: _saves(run) and "validation loss at iteration 6" in "".join(run.outputs),
-        flags=_SLOW,
+        flags=tuple(_SLOW.split()),
         is_survived=True,
         slow_s=12.0,
     ),
 }
-QUICK = ("killed_in_device_call", "worker_raises")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the cases; 1 if one did not end as it has to."""
     parser = parser_of(__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"only {' and '.join(QUICK)}")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE")
     options = parser.parse_args(argv)
     results: dict[str, dict[str, object]] = {}
-    for name in options.only or (QUICK if options.quick else CASES):
+    for name in options.only or CASES:
         results[name] = measure(name)
         write_json(options.json, {"faults": results})
     failed = [name for name, found in results.items() if not found["passed"]]

@@ -518,6 +518,7 @@ class Hour:
         env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         env.setdefault("NCCL_GRAPH_REGISTER", "0")
+        env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as launch/job.sh
         if self._options.device == "cpu":
             env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         file, output = self._folder / f"jobs{RANK}.json", self._folder / f"output{RANK}.txt"

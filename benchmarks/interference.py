@@ -9,6 +9,7 @@ replicas, samples received from the others, packed and handed over. The trainer 
 soon as it is ready; the time it takes steps in is left out, and reported as `take_share`. Trainer
 and data side each have a core, so that only the lock and memory are shared; `slowdown` is the
 median over pairs of turns of the loop's rate alone over its rate beside the data side, minus 1.
+`thread_s` is the CPU time of the data side's thread for a step, which bounds what it can take.
 The other replicas' records and samples are synthetic here, since their loops run elsewhere.
 """
 
@@ -70,10 +71,8 @@ class SyntheticPeers:
     ) -> dict[int, bytes]:
         """Answer with as many samples as are expected."""
         del step, sends
-        found = {}
-        for peer, size in receives.items():
-            found[peer] = self._samples[peer] * (size // len(self._samples[peer]))
-        return found
+        own = self._samples
+        return {peer: own[peer] * (size // len(own[peer])) for peer, size in receives.items()}
 
     def close(self) -> None:
         """Nothing is open."""
@@ -143,6 +142,7 @@ def measure(data: ChatData, *, workers: int, seconds: float, pairs: int) -> dict
         if thread.native_id is not None:
             os.sched_setaffinity(thread.native_id, {cores[0]})
     ratios, rates, wall = [], [], 0.0
+    before_s = _thread_s()
     for _ in range(pairs):
         single = alone.rate(seconds)  # the data side waits for room
         started = time.perf_counter()
@@ -151,7 +151,7 @@ def measure(data: ChatData, *, workers: int, seconds: float, pairs: int) -> dict
         ratios.append(single / both - 1.0)
         rates.append(single)
         _wait_until_full(feed)
-    steps = beside.steps
+    steps, thread_s = beside.steps, _thread_s() - before_s
     feed.close(timeout_s=30.0)
     return {
         "slowdown": statistics.median(ratios),
@@ -160,9 +160,16 @@ def measure(data: ChatData, *, workers: int, seconds: float, pairs: int) -> dict
         "steps_per_s": steps / wall,
         "samples_planned_per_s": steps * REPLICAS * SHARE / wall,
         "take_share": beside.take_s / wall,
+        "thread_s": thread_s / steps,
         "workers": workers,
         "cores": len(cores),
     }
+
+
+def _thread_s() -> float:
+    """CPU seconds of the thread that makes steps: all that it can take from the trainer's."""
+    found = [one.ident for one in threading.enumerate() if one.name == "the step queue"]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(one)) for one in found if one)
 
 
 def _wait_until_full(feed: StepFeed) -> None:
@@ -179,9 +186,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each turn")
     parser.add_argument("--pairs", type=int, default=9)
     args = parser.parse_args()
-    found = measure(
-        prepare(args.data), workers=args.workers, seconds=args.seconds, pairs=args.pairs
-    )
+    data, options = prepare(args.data), {"seconds": args.seconds, "pairs": args.pairs}
+    found = measure(data, workers=args.workers, **options)
     print(
         f"slowdown {found['slowdown']:.2%} at {found['steps_per_s']:.1f} steps/s "
         f"({found['samples_planned_per_s']:.0f} samples planned per second)"

@@ -8,7 +8,6 @@ padded baseline, then ODB at two token budgets. Nothing is averaged over steps.
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from common import (
     ROOT,
     MissingDataError,
@@ -95,45 +95,33 @@ def compare(runs: Mapping[str, Steps]) -> dict[str, Any]:
     Args:
         runs: step records, `[replica][step]`, by name.
     """
-    firsts = {name: steps[0] for name, steps in runs.items()}
-    columns = {
-        name: [[getattr(step, name) for step in steps] for steps in firsts.values()]
-        for name in ("loss", "grad_norm", "consumed_samples", "learning_rate")
+    num = min(len(steps[0]) for steps in runs.values())
+    firsts = {name: steps[0][:num] for name, steps in runs.items()}
+    names = ("loss", "grad_norm", "consumed_samples", "learning_rate")
+    columns = {  # [run, step]; NaN where a value is missing
+        name: np.array([[getattr(step, name) for step in one] for one in firsts.values()], float)
+        for name in names
     }
-
-    def largest(name: str) -> float:
-        """Return the largest difference from the first run; NaN where a value is missing or NaN."""
-        base, *others = columns[name]
-        found = [
-            math.nan if one is None or other is None else abs(one - other)
-            for values in others
-            for one, other in zip(values, base, strict=False)
-        ]
-        return math.nan if not found or any(map(math.isnan, found)) else max(found)
-
-    ids = [sample_ids(steps) for steps in runs.values()]
-    values = [value for name in ("loss", "grad_norm") for own in columns[name] for value in own]
     counts = ("idle", "moved", "tokens", "computed_tokens")
     details: list[dict[str, Any]] = [
         {
             "name": name,
             "m": [step.num_micro_batches for step in steps],
-            **{key: own[at] for key, own in columns.items()},
+            **{key: values[at].tolist() for key, values in columns.items()},
             **{key: sum(getattr(step, key) for step in steps) for key in counts},
         }
         for at, (name, steps) in enumerate(firsts.items())
     ]
     base, *packed = details
+    ids = [sample_ids(steps) for steps in runs.values()]
+    found = {key: columns[key] for key in ("loss", "grad_norm")}
+    equal = {f"{key}_equal": bool((columns[key] == columns[key][0]).all()) for key in names[2:]}
     return {
-        "steps": min(map(len, firsts.values())),
-        "max_abs_loss_diff": largest("loss"),
-        "max_abs_grad_norm_diff": largest("grad_norm"),
-        "all_finite": all(value is not None and math.isfinite(value) for value in values),
+        "steps": num,
+        **{f"max_abs_{key}_diff": float(abs(own - own[0]).max()) for key, own in found.items()},
+        "all_finite": bool(np.isfinite([*found.values()]).all()),
         "same_samples": all(own == ids[0] for own in ids),
-        **{
-            f"{name}_equal": all(own == columns[name][0] for own in columns[name])
-            for name in ("consumed_samples", "learning_rate")
-        },
+        **equal,
         "m_values": sorted({m for one in packed for m in one["m"]}),
         "idle_microbatches": sum(one["idle"] for one in packed),
         "samples_left_out": sum(step.left_out for step in next(iter(firsts.values()))),
@@ -145,19 +133,18 @@ def compare(runs: Mapping[str, Steps]) -> dict[str, Any]:
 
 def find_problems(result: dict[str, Any], *, num_steps: int) -> list[str]:
     """What makes the comparison fail, in words."""
-    problems = []
-    difference = result["max_abs_loss_diff"]
-    if not difference < MAX_LOSS_DIFF:
-        problems.append(f"losses differ by up to {difference:.3g}; the limit is {MAX_LOSS_DIFF:g}")
-    if result["steps"] != num_steps:
-        problems.append(f"a run logged {result['steps']} steps; {num_steps} were asked for")
-    messages = {
-        "all_finite": "a loss or gradient norm is missing, infinite or NaN",
-        "same_samples": "the runs trained different samples in some step",
-        "consumed_samples_equal": "consumed samples differ in some step",
-        "learning_rate_equal": "learning rates differ in some step",
+    difference, steps = result["max_abs_loss_diff"], result["steps"]
+    checks = {
+        f"losses differ by up to {difference:.3g}; the limit is {MAX_LOSS_DIFF:g}": (
+            difference < MAX_LOSS_DIFF
+        ),
+        f"a run logged {steps} steps; {num_steps} were asked for": steps == num_steps,
+        "a loss or gradient norm is missing, infinite or NaN": result["all_finite"],
+        "the runs trained different samples in some step": result["same_samples"],
+        "consumed samples differ in some step": result["consumed_samples_equal"],
+        "learning rates differ in some step": result["learning_rate_equal"],
     }
-    return problems + [message for name, message in messages.items() if not result[name]]
+    return [text for text, holds in checks.items() if not holds]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from odb_megatron.plan.blocks import MAX_OFFERS, blocks_of, even_blocks, offered
 from odb_megatron.plan.cost import CostModel
 from odb_megatron.plan.record import HEADER, ROW, Sync
 from odb_megatron.plan.step_planner import plan_step
+from odb_megatron.report.lengths import read_lengths
 
 BUDGET = 8192
 SHARE = 131
@@ -53,13 +54,13 @@ def main() -> None:
 
 def measure(*, replicas: int, sync: Sync, cv: float, steps: int) -> dict[str, Any]:
     """Time `steps` steps; return a row of medians."""
-    random, blocks = np.random.default_rng(0), blocks_of(replicas)
+    blocks = blocks_of(replicas)
     cost = CostModel.from_ratios(quadratic=0.3 / 0.7 / 500, fixed_tokens=0.05 * BUDGET)
     block = blocks[0]
     num = SHARE * len(block)
     spent = []
     for step in range(WARM_UP + steps):
-        lengths = _lengths(random, num, cv)
+        lengths = read_lengths(f"lognormal:mean=500,cv={cv},max={BUDGET},n={num},seed={step}")
         sums = [int(cost.samples(own, own * 0).sum()) for own in (lengths,) * len(blocks)]
         records = [_record(part) for part in np.split(lengths, len(block))]
         started = time.thread_time()
@@ -95,14 +96,6 @@ def _record(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> bytes:
     rows = np.zeros(len(lengths), dtype=ROW)
     rows["tokens"] = lengths
     return np.zeros((), dtype=HEADER).tobytes() + rows.tobytes()
-
-
-def _lengths(
-    random: np.random.Generator, num: int, cv: float
-) -> np.ndarray[Any, np.dtype[np.int64]]:
-    sigma2 = np.log(1 + cv**2)
-    drawn = random.lognormal(np.log(500) - sigma2 / 2, np.sqrt(sigma2), size=num)
-    return np.clip(np.round(drawn), 1, BUDGET).astype(np.int64)
 
 
 if __name__ == "__main__":

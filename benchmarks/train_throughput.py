@@ -15,8 +15,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from common import (
@@ -44,57 +43,32 @@ QUICK_MODEL = ModelSize(num_layers=1, hidden=32, num_heads=2, ffn_hidden=64, seq
 TRAIN_FLAGS = shlex.split("--odb-overlong truncate --lr 1e-3 --lr-decay-style constant --seed 1234")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batching:
-    """Batch sizes of one benchmark.
+def batching_of(options: argparse.Namespace, *, seq_length: int, mean: float) -> dict[str, Any]:
+    """Fit batch sizes to the budget; the global batch size is rounded to both of them.
 
-    Attributes:
-        token_budget: most tokens of a micro-batch; what the padded variants exceed is said there.
-        mean_length: mean tokens of a sample, cut to the context.
-        standard: micro-batch size whose worst case fits the budget.
-        standard_mean: micro-batch size of which the mean fits.
-        global_batch_size: samples per step.
-        num_samples: samples of a run, a multiple of it.
+    Returns:
+        `token_budget`: most tokens of a micro-batch; what the padded variants exceed is said there.
+        `mean_length`: of a sample cut to the context. `standard`: micro-batch size whose worst case
+        fits the budget; `standard_mean`: of which the mean fits. `global_batch_size`: samples per
+        step; `num_samples`: of a run, a multiple of it.
     """
-
-    token_budget: int
-    mean_length: float
-    standard: int
-    standard_mean: int
-    global_batch_size: int
-    num_samples: int
-
-    @classmethod
-    def choose(cls, options: argparse.Namespace, *, seq_length: int, mean: float) -> Batching:
-        """Fit batch sizes to the budget; the global batch size is rounded to both of them."""
-        budget = options.token_budget or 2 * seq_length
-        if budget < seq_length:
-            raise ValueError(
-                f"--token-budget {budget} is below the context of {seq_length} tokens: raise it"
-            )
-        standard = budget // seq_length
-        standard_mean = max(standard, int(budget // mean))
-        unit = math.lcm(standard, standard_mean) * options.dp
-        batch = unit * max(1, round(options.global_batch_size / unit))
-        steps = max(NUM_WARM_UP_STEPS + 2, -(-options.samples // batch))
-        return cls(
-            token_budget=budget,
-            mean_length=mean,
-            standard=standard,
-            standard_mean=standard_mean,
-            global_batch_size=batch,
-            num_samples=steps * batch,
+    budget = options.token_budget or 2 * seq_length
+    if budget < seq_length:
+        raise ValueError(
+            f"--token-budget {budget} is below the context of {seq_length} tokens: raise it"
         )
-
-    def variants(self) -> dict[str, tuple[tuple[str, ...], Path]]:
-        """Return flags and script by name; speed-ups are relative to `standard`."""
-        budget, size = str(self.token_budget), "--micro-batch-size"
-        return {
-            "standard": ((size, str(self.standard)), EXAMPLE_SCRIPT),
-            "standard_mean": ((size, str(self.standard_mean)), EXAMPLE_SCRIPT),
-            "sorted": ((size, "1", "--sorted-token-budget", budget), SORTED_SCRIPT),
-            "odb": (("--odb", "--odb-token-budget", budget, size, "1"), EXAMPLE_SCRIPT),
-        }
+    standard = budget // seq_length
+    standard_mean = max(standard, int(budget // mean))
+    unit = math.lcm(standard, standard_mean) * options.dp
+    batch = unit * max(1, round(options.global_batch_size / unit))
+    return {
+        "token_budget": budget,
+        "mean_length": mean,
+        "standard": standard,
+        "standard_mean": standard_mean,
+        "global_batch_size": batch,
+        "num_samples": batch * max(NUM_WARM_UP_STEPS + 2, -(-options.samples // batch)),
+    }
 
 
 def main() -> int:
@@ -108,12 +82,18 @@ def main() -> int:
         write_json(options.json, {"skipped": str(error)})
         return 0
     mean = mean_length(data, seq_length=model.seq_length)
-    batching = Batching.choose(options, seq_length=model.seq_length, mean=mean)
+    batching = batching_of(options, seq_length=model.seq_length, mean=mean)
     print(f"{model}\n{batching}", flush=True)
     shared = [*model.flags(), *data_flags(data.path, data.tokenizer), *TRAIN_FLAGS]
-    shared += ["--global-batch-size", str(batching.global_batch_size)]
-    shared += ["--train-samples", str(batching.num_samples)]
-    variants = batching.variants()
+    shared += ["--global-batch-size", str(batching["global_batch_size"])]
+    shared += ["--train-samples", str(batching["num_samples"])]
+    budget, size = str(batching["token_budget"]), "--micro-batch-size"
+    variants = {  # speed-ups are relative to the first
+        "standard": ([size, str(batching["standard"])], EXAMPLE_SCRIPT),
+        "standard_mean": ([size, str(batching["standard_mean"])], EXAMPLE_SCRIPT),
+        "sorted": ([size, "1", "--sorted-token-budget", budget], SORTED_SCRIPT),
+        "odb": (["--odb", "--odb-token-budget", budget, size, "1"], EXAMPLE_SCRIPT),
+    }
     runs: dict[str, list[TrainingRun]] = {name: [] for name in variants}
     names = list(variants)
     for repeat in range(options.repeats):
@@ -131,11 +111,9 @@ def main() -> int:
         "threads_per_replica": 1,
         "num_warm_up_steps": NUM_WARM_UP_STEPS,
         "model": asdict(model),
-        "batching": asdict(batching),
+        "batching": batching,
         "cores": os.cpu_count(),
         "machine": platform.platform(),
-        "note": "load_average is the 1-minute load before each run; on a shared machine rates "
-        "move with it and ratios within a repeat move less",
     }
     write_json(options.json, result)
     if not result["same_samples"]:

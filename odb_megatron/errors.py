@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -98,21 +99,18 @@ def raise_usage_errors(parser: argparse.ArgumentParser) -> None:
     """
 
     def error(message: str) -> NoReturn:
-        raise ValueError(message + _hint(message, parser))
+        if message.startswith("unrecognized arguments"):
+            known = list(parser._option_string_actions)
+            found = [
+                difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
+                for flag in re.findall(r"--[\w-]+", message)
+            ]
+            names = " and ".join(name for own in found for name in own)
+            did_you_mean = f"did you mean {names}? (--help lists all flags)"
+            message += f": {did_you_mean if names else '--help lists all flags'}"
+        raise ValueError(message)
 
     setattr(parser, "error", error)  # noqa: B010  # the parser is made by Megatron
-
-
-def _hint(message: str, parser: argparse.ArgumentParser) -> str:
-    if not message.startswith("unrecognized arguments"):
-        return ""
-    known = list(parser._option_string_actions)
-    unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
-    similar = [difflib.get_close_matches(word, known, n=1, cutoff=0.75) for word in unknown]
-    names = [name for found in similar for name in found]
-    if names:
-        return f": did you mean {' and '.join(names)}? (--help lists all flags)"
-    return ": --help lists all flags"
 
 
 def usage_reason(error: Exception) -> str | None:

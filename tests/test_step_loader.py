@@ -30,7 +30,6 @@ from synthetic_data import (
 
 from odb_megatron.comm.groups import ControlError
 from odb_megatron.comm.heartbeat import Deadline
-from odb_megatron.data.order import CyclicOrder
 from odb_megatron.data.sample import BadRecordError, Sample
 from odb_megatron.data.step_loader import StepLoader
 from odb_megatron.data.stream import SampleStream
@@ -135,26 +134,6 @@ def test_any_number_of_workers_gives_the_same_steps() -> None:
     assert sum(one.bad_records + one.overlong for one in counts) == 60 - len(usable)
     assert all(one.first_message for one in counts)
     assert sum(metadata_of(step).totals.num_moved for step in results[0][0]) > 0
-
-
-def test_samples_move_between_loops_in_processes() -> None:
-    """What replica 1 has read is costly; half of it is trained by replica 0."""
-    lengths = [30 if at % 2 else 1 for at in range(24)]
-    order = CyclicOrder(total=24, num_replicas=2, data_sharding=False)
-    stream = single_stream(Records(lengths), num_samples=24, order=order)
-    config = step_config(total=24, global_batch_size=24)
-
-    def go(channel: ThreadChannel) -> Any:
-        loader = StepLoader(stream, config, channel=channel, num_workers=1)
-        (step,) = steps_of(loader)
-        metadata = metadata_of(step)
-        check_content(decode_step(metadata, step.payload), stream)
-        return metadata.totals
-
-    first, second = in_threads(go)
-    assert first == second
-    assert first.num_moved > 0
-    assert first.balance > 0.95
 
 
 def test_a_pass_begins_anew() -> None:

@@ -71,20 +71,6 @@ def test_every_epoch_of_a_source_visits_each_record_once(size: int, seed: int, e
         ]
 
 
-@given(sizes=st.lists(st.integers(1, 12), min_size=2, max_size=4), data=st.data())
-def test_an_exhaustive_blend_visits_each_record_once_per_epoch(
-    sizes: list[int], data: st.DataObject
-) -> None:
-    mixed = [source for source, size in enumerate(sizes) for _ in range(size)]
-    order = data.draw(st.permutations(mixed))
-    stream = SampleStream(_parts(sizes), blend=_blend(order, num_sources=len(sizes)))
-    everything = sorted((source, record) for source, n in enumerate(sizes) for record in range(n))
-    for epoch in range(3):
-        places = range(epoch * len(order), (epoch + 1) * len(order))
-        assert sorted(_drawn(stream, places)) == everything
-        assert [stream.locate(position).source for position in places] == order
-
-
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=2, max_size=4),
     data=st.data(),

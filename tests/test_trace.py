@@ -79,34 +79,22 @@ def _step(*records: dict[str, Any]) -> LoggedStep:
 
 def test_figures_are_those_of_a_hand_count() -> None:
     """The first step is warm-up; waits are the longest, steps ahead the fewest of a replica."""
-    run = RunLog(
-        headers=(replace(HEADER, num_replicas=2),),
-        steps=(
-            _step(
-                {"iteration": 1, "step_s": 9.0, "micro_batch_s": (), "balance": 0.5},
-                {"iteration": 1, "step_s": 8.0, "micro_batch_s": (), "balance": 0.5},
-            ),
-            _step(
-                {"iteration": 2, "step_s": 2.0, "wait_s": 0.1, "micro_batch_s": (1.0, 1.0),
-                 "queue_steps": 2, "tokens": 500, "computed_tokens": 600, "balance": 1.0},
-                {"iteration": 2, "step_s": 1.5, "wait_s": 0.5, "micro_batch_s": (0.5, 0.5),
-                 "queue_steps": 1, "tokens": 500, "computed_tokens": 600, "balance": 1.0},
-            ),
-        ),
-    )  # fmt: skip
+    warm = {"iteration": 1, "step_s": 9.0, "micro_batch_s": (), "balance": 0.5}
+    late = {"iteration": 2, "tokens": 500, "computed_tokens": 600, "balance": 1.0}
+    slow = {"step_s": 2.0, "wait_s": 0.1, "micro_batch_s": (1.0, 1.0), "queue_steps": 2}
+    fast = {"step_s": 1.5, "wait_s": 0.5, "micro_batch_s": (0.5, 0.5), "queue_steps": 1}
+    steps = (_step(warm, {**warm, "step_s": 8.0}), _step({**late, **slow}, {**late, **fast}))
+    run = RunLog(headers=(replace(HEADER, num_replicas=2),), steps=steps)
     figures = RunFigures.of(run)
     np.testing.assert_equal(figures.per_step["balance_measured"], [math.nan, 0.75])
     assert figures.per_step["wait_s"].tolist() == [0.25, 0.5]
     assert figures.per_step["queue_steps"].tolist() == [0, 1]
     found = figures.summary()
-    assert found["tokens"] == 800
-    assert found["padding"] == pytest.approx(1 - 800 / 920)
-    assert found["balance"] == 0.75
-    assert found["balance_lowest"] == 0.5
-    assert found["balance_measured"] == 0.75
-    assert found["tokens_per_second"] == 250
-    assert found["wait_share"] == 0.25
-    assert found["seconds_per_step"] == 2
+    assert found.pop("padding") == pytest.approx(1 - 800 / 920)
+    assert found.items() >= {
+        "tokens": 800, "balance": 0.75, "balance_lowest": 0.5, "balance_measured": 0.75,
+        "tokens_per_second": 250, "wait_share": 0.25, "seconds_per_step": 2,
+    }.items()  # fmt: skip
 
 
 def test_the_first_step_after_a_resume_is_no_part_of_rates() -> None:

@@ -141,7 +141,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (GRAPHS, "leave attention out with --cuda-graph-modules mlp"),
     ({**GRAPHS, "cuda_graph_modules": ["mlp", "attn"]}, "leave attention out"),
     ({**GRAPHS, **MLP, "odb_token_budget": 256}, "captures --seq-length 128 tokens, and"),
-    ({**GRAPHS, **MLP, "pipeline_model_parallel_size": 2}, "use --cuda-graph-impl local"),
+    *(
+        ({**one, **MLP, "pipeline_model_parallel_size": 2}, "a graph for each micro-batch under")
+        for one in (GRAPHS, LOCAL)
+    ),
     (
         {"context_parallel_size": 64, "odb_token_budget": 127, "odb_overlong": "truncate"},
         "every sample is padded to a multiple of 128",

@@ -103,8 +103,8 @@ class Sample:
             )
         if self.num_patches < 0:
             raise ValueError(f"a sample's num_patches must not be negative; got {self.num_patches}")
-        if not (np.isfinite(self.loss_mask).all() and self.loss_mask.min() >= 0):
-            at = int(np.flatnonzero(~(np.isfinite(self.loss_mask) & (self.loss_mask >= 0)))[0])
+        if (is_bad := ~(np.isfinite(self.loss_mask) & (self.loss_mask >= 0))).any():
+            at = int(is_bad.argmax())
             raise ValueError(
                 f"a sample's loss_mask holds {self.loss_mask[at]:g} at token {at}: weights of the "
                 "loss must be finite and not negative"

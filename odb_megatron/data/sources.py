@@ -139,7 +139,7 @@ class SampleSource:
                 reason, trace = str(error), ""
                 if not isinstance(error, ValueError):  # of a damaged file, or what hangs
                     reason, trace = _raised(error, index)
-                bad = BadRecordError(path=self.path, line=line, reason=reason, trace=trace)
+                bad = BadRecordError(self.path, line, reason, trace)
             if self._rules.skip_bad:
                 return Skipped(reason=SkipReason.BAD_RECORD, message=str(bad), source=source)
             raise bad from error.__cause__ or error
@@ -340,10 +340,7 @@ class MapSource(SampleSource):
         try:
             item = self._dataset[index]
         except Exception as error:
-            reason, trace = _raised(error, index)
-            raise BadRecordError(
-                path=self.path, line=index + 1, reason=reason, trace=trace
-            ) from error
+            raise BadRecordError(self.path, index + 1, *_raised(error, index)) from error
         return _mapping_sample(item, source=source)
 
 

@@ -29,7 +29,6 @@ __all__ += ["decode_step", "encode_header", "encode_sample", "pack_step", "wire_
 Bytes = npt.NDArray[np.uint8]
 
 _ANY = SizeRule()
-_MAX_TOKEN_ID = (1 << 31) - 1
 _SAMPLE = struct.Struct("<q9I")
 """Id, tokens, source, tokens cut off, patches; images, rows and values of their patches, type,
 merge."""
@@ -45,23 +44,11 @@ class SampleWireError(ValueError):
 
 
 def wire_size(sample: Sample) -> int:
-    """Return the number of bytes of `encode_sample`, announced before they are sent.
-
-    Raises:
-        ValueError: a token id does not fit 31 bits.
-    """
-    low = min(int(sample.tokens.min()), int(sample.labels.min()))
-    high = max(int(sample.tokens.max()), int(sample.labels.max()))
-    if not 0 <= low <= high <= _MAX_TOKEN_ID:
-        raise ValueError(
-            f"token ids from {low} to {high} do not fit 0 to {_MAX_TOKEN_ID}: the tokenizer or "
-            "the data is damaged"
-        )
-    images = sample.images
+    """Return the number of bytes of `encode_sample`, announced before they are sent."""
     size = _SAMPLE.size + _TOKEN_BYTES * len(sample)
-    if images is None:
+    if sample.images is None:
         return size
-    return size + _IMAGE_BYTES * len(images.starts) + images.pixel_values.nbytes
+    return size + _IMAGE_BYTES * len(sample.images.starts) + sample.images.pixel_values.nbytes
 
 
 def encode_sample(number: int, sample: Sample) -> bytes:

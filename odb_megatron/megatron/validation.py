@@ -270,6 +270,11 @@ def _graph_texts(
             "{odb} makes micro-batches of varying size, which CUDA graphs cannot replay: add "
             "{odb_pad_to} budget, or use {cuda_graph_impl} none": kind != "none"
         }
+    found |= {
+        "{cuda_graph_impl} has a graph for each micro-batch under pipeline parallelism, whose "
+        "buffers are shared as in the step captured (cuda_graphs.py 1916, 2512, 0.19.2), and {odb} "
+        "varies their number: use none": values["stages"] > 1
+    }
     out = "leave attention out with {cuda_graph_modules} mlp"
     if kind == "local":
         rotates = getattr(args, "position_embedding_type", "rope") in ("rope", "yarn")
@@ -292,8 +297,6 @@ def _graph_texts(
         "{cuda_graph_impl} transformer_engine captures {seq_length} {length} tokens, and "
         "micro-batches are padded to {captured}: make them equal (multiples of {multiple}), "
         f"{local}": not same,
-        "{cuda_graph_impl} transformer_engine captures graphs for a fixed count of micro-batches "
-        f"under pipeline parallelism, and {{odb}} varies it: {local[3:]}": values["stages"] > 1,
     }
 
 
