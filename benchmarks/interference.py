@@ -9,6 +9,7 @@ replicas, samples received from the others, packed and handed over. The trainer 
 soon as it is ready; the time it takes steps in is left out, and reported as `take_share`. Trainer
 and data side each have a core, so that only the lock and memory are shared; `slowdown` is the
 median over pairs of turns of the loop's rate alone over its rate beside the data side, minus 1.
+`thread_s` is the CPU time of the data side's thread for a step, which bounds what it can take.
 The other replicas' records and samples are synthetic here, since their loops run elsewhere.
 """
 
@@ -141,6 +142,7 @@ def measure(data: ChatData, *, workers: int, seconds: float, pairs: int) -> dict
         if thread.native_id is not None:
             os.sched_setaffinity(thread.native_id, {cores[0]})
     ratios, rates, wall = [], [], 0.0
+    before_s = _thread_s()
     for _ in range(pairs):
         single = alone.rate(seconds)  # the data side waits for room
         started = time.perf_counter()
@@ -149,7 +151,7 @@ def measure(data: ChatData, *, workers: int, seconds: float, pairs: int) -> dict
         ratios.append(single / both - 1.0)
         rates.append(single)
         _wait_until_full(feed)
-    steps = beside.steps
+    steps, thread_s = beside.steps, _thread_s() - before_s
     feed.close(timeout_s=30.0)
     return {
         "slowdown": statistics.median(ratios),
@@ -158,9 +160,16 @@ def measure(data: ChatData, *, workers: int, seconds: float, pairs: int) -> dict
         "steps_per_s": steps / wall,
         "samples_planned_per_s": steps * REPLICAS * SHARE / wall,
         "take_share": beside.take_s / wall,
+        "thread_s": thread_s / steps,
         "workers": workers,
         "cores": len(cores),
     }
+
+
+def _thread_s() -> float:
+    """CPU seconds of the thread that makes steps: all that it can take from the trainer's."""
+    found = [one.ident for one in threading.enumerate() if one.name == "the step queue"]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(one)) for one in found if one)
 
 
 def _wait_until_full(feed: StepFeed) -> None:

@@ -337,15 +337,6 @@ def test_errors_of_a_record(record: dict[str, Any], error: str) -> None:
     assert not isinstance(caught.value, ChatFormatError)
 
 
-def test_the_message_trees_are_refused_by_name() -> None:
-    path = DATA / "oasst_en_100_tree.jsonl"
-    if not path.is_file():
-        pytest.skip("shared data file oasst_en_100_tree.jsonl is not here")
-    for record in open_records(str(path)):
-        with pytest.raises(ValueError, match="a message tree"):
-            parse_record(record)
-
-
 # --- what is learnt of it -----------------------------------------------------------------------
 
 

@@ -151,7 +151,7 @@ def test_what_fails_is_named_with_its_seed_and_all_cases_are_due(
     ("flags", "text"),
     [
         (["--worlds", "0"], "--worlds and --processes must be at least 1"),
-        (["--json", "/nowhere/out.json"], "--json /nowhere/out.json: there is no folder"),
+        (["--json", "/nowhere/out.json"], "--json /nowhere/out.json cannot be written"),
     ],
 )
 def test_refusals(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

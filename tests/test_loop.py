@@ -356,7 +356,7 @@ class TestErrors:
         assert first == (
             "4 of the 16 samples consumed so far are bad records, and --odb-max-bad-records 3 are "
             "allowed. The first of this replica: sample 8 | sample 10 | sample 12. Mend the data, "
-            "or raise --odb-max-bad-records"
+            "or raise it"
         )
         assert "The first of this replica: none; other replicas name theirs" in second
         # A resumed run goes on counting.

@@ -201,7 +201,7 @@ def test_a_picture_that_is_missing_is_a_bad_record(
     flags = (*ALL, *pictures.flags, "--train-data-path", path, "--train-samples", 9)
     budget = ("--odb-token-budget", 128)
     errors = megatron.refused(*flags, *budget, replicas=1, has_images=True)
-    assert "lost.jsonl:9: 'gone.png' in" in errors[0]
+    assert "lost.jsonl:9: the picture 'gone.png' in" in errors[0]
     skipped = megatron.train(
         *flags, *budget, "--odb-max-bad-records", 99, replicas=1, has_images=True
     )

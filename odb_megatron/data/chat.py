@@ -81,6 +81,11 @@ class ChatTemplate:
         return _GENERATION.search(_COMMENT.sub("", self.source)) is not None
 
     @cached_property
+    def has_thinking_parts(self) -> bool:
+        """Whether it may want reasoning as a part of a content, as Mistral's do."""
+        return re.search(r"== ['\"]thinking['\"]", self.source) is not None
+
+    @cached_property
     def words(self) -> frozenset[str]:
         """The names it may read."""
         return frozenset(re.findall(r"\w+", self.source))
@@ -301,8 +306,8 @@ class _Rendering:
     marks: list[tuple[int, int]]
 
     def of(self, messages: _Messages, *, prompt: bool = False) -> _Rendering:
-        """Render other messages so."""
-        return _render(self.template, self.arguments, messages, prompt=prompt)
+        """Render other messages so, without the template's marks."""
+        return _render(self.template, self.arguments, messages, prompt=prompt, marks=False)
 
     @cached_property
     def with_marks(self) -> _Marked:
@@ -316,8 +321,9 @@ def _render(
     messages: _Messages,
     *,
     prompt: bool = False,
+    marks: bool = True,
 ) -> _Rendering:
-    """Render messages in the form that they have.
+    """Render messages in the form that they have, and note what a template marks.
 
     Raises:
         ValueError: the template refuses them.
@@ -329,12 +335,12 @@ def _render(
     given = {"tools": None, "documents": None, "strftime_now": _TEMPLATE_DATE.strftime, **arguments}
     given |= {"messages": messages, "add_generation_prompt": prompt}
     hopeless = (SecurityError, TemplateSyntaxError, MemoryError, OverflowError, RecursionError)
-    marks: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     try:
         # Not `render_jinja_template`, which turns functions among the variables into text (5.24).
         compiled = chat_template_utils._compile_jinja_template(template.source)
-        if template.is_marked:
-            text, marks = chat_template_utils._render_with_assistant_indices(compiled, **given)
+        if marks and template.is_marked:
+            text, spans = chat_template_utils._render_with_assistant_indices(compiled, **given)
         else:
             text = compiled.render(given)
     except hopeless as error:
@@ -348,7 +354,7 @@ def _render(
             f"the chat template cannot render this conversation ({error}); its roles are {roles}: "
             "mend the record, or the tokenizer's chat_template"
         ) from error
-    return _Rendering(template, arguments, messages, text, marks)
+    return _Rendering(template, arguments, messages, text, spans)
 
 
 def _rendered(
@@ -395,7 +401,7 @@ def _forms(messages: _Messages, template: ChatTemplate) -> Iterator[_Messages]:
         pairs = product((..., "", None), (False, True))
         options = [{"nothing": nothing, "as_text": as_text} for nothing, as_text in pairs]
     options += [{"parts": ("text",)}]
-    if re.search(r"== ['\"]thinking['\"]", template.source):  # Mistral's have such parts
+    if template.has_thinking_parts:
         options += [{"parts": ("thinking", "text")}]
     return ([_form(message, **chosen) for message in messages] for chosen in options)
 
@@ -782,8 +788,7 @@ def _found_turns(
     runs, _, repeated = rendering.with_marks
     places = Counter(run.message for run in runs)
     for number, message in enumerate(messages):
-        is_said = "tool_calls" in message or str(message.get("content") or "").strip()
-        if weights[number] and is_said and not places[number]:
+        if weights[number] and not places[number] and _says(message):
             raise ValueError(
                 f"what message {number + 1} says was not found in the rendered text; {_MARK_IT}"
             )
@@ -817,21 +822,27 @@ def _found_turns(
     return text, spans
 
 
+def _says(message: Mapping[str, Any]) -> bool:
+    return "tool_calls" in message or bool(str(message.get("content") or "").strip())
+
+
 def _ending(
     rendering: _Rendering, number: int, after: str, frame: _Frame, *, asks_tool: bool
 ) -> str:
     """Return what of the text between a message's last string and the next one ends its turn."""
-    messages = rendering.messages
-    is_last, is_call = number == len(messages) - 1, "tool_calls" in messages[number]
-    is_alone, alone = is_last, after  # as if nothing came behind it
-    is_next_empty = not is_last and not messages[number + 1].get("content")
-    is_unusual = is_call and (is_next_empty or not (frame.last_end and frame.end in after))
-    if not is_last and (is_unusual or not (is_call or messages[number].get("content"))):
+    messages, message = rendering.messages, rendering.messages[number]
+    is_last, is_call = number == len(messages) - 1, "tool_calls" in message
+    is_plain = not is_call and bool(message.get("content"))
+    # The end is there, and behind it another message's text: so the first one is its own.
+    is_clear = is_plain or (
+        is_call and not is_last and frame.end in after and _says(messages[number + 1])
+    )
+    alone = after  # as if nothing came behind it
+    if not (is_last or is_plain or (is_clear and frame.last_end)):
         alone = after[: _alike(after, _around(rendering, messages[: number + 1], number)[1])]
-        is_alone = True
     if frame.last_end:
         end = frame.last_end if is_last else frame.end
-        place = alone.rfind(end) if is_alone else alone.find(end)
+        place = alone.find(end) if is_clear else alone.rfind(end)
         return alone[: place + len(end)] if place >= 0 else alone.rstrip() if is_call else ""
     # The model stops with the next role's token.
     if not is_last:

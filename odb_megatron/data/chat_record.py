@@ -286,10 +286,10 @@ def _message(value: Any, path: str, images: TakeImage | None) -> _Message:
             f"{path} has keys {', '.join(map(str, item)) or 'none'}; "
             "expected role and content, or from and value"
         )
-    given = _typed(item.pop(role_key), str, f"{path}.{role_key}")
-    if (role := _ROLES.get(given)) is None:
+    named = _typed(item.pop(role_key), str, f"{path}.{role_key}")
+    if (role := _ROLES.get(named)) is None:
         known = ", ".join(sorted(_ROLES))
-        raise ValueError(f"{path}.{role_key} is {given!r}; known roles: {known}")
+        raise ValueError(f"{path}.{role_key} is {named!r}; known roles: {known}")
     _check_keys(item, path)
     weights = {key: _number(item.pop(key), f"{path}.{key}") for key in _LOSS_KEYS if key in item}
     if len(set(weights.values())) > 1:
@@ -299,7 +299,7 @@ def _message(value: Any, path: str, images: TakeImage | None) -> _Message:
         _refuse_learning(role, path)
     content, where = item.pop(content_key, None), f"{path}.{content_key}"
     message = {key: part for key, part in item.items() if part != "" or key not in REASONING_KEYS}
-    if given == "function_call":
+    if named == "function_call":
         found = _json(_typed(content, str, where), where)
         message["tool_calls"], content = found if isinstance(found, list) else [found], None
     elif "function_call" in message:  # OpenAI's older single call
@@ -307,8 +307,8 @@ def _message(value: Any, path: str, images: TakeImage | None) -> _Message:
             raise ValueError(f"{path} has function_call and tool_calls; keep one of them")
         message["tool_calls"] = [message.pop("function_call")]
     if role == "assistant":
-        calls = enumerate(_typed(message.pop("tool_calls", []), list, f"{path}.tool_calls"))
-        if calls := [_call(one, f"{path}.tool_calls[{i}]") for i, one in calls]:
+        given = _typed(message.pop("tool_calls", []), list, f"{path}.tool_calls")
+        if calls := [_call(one, f"{path}.tool_calls[{i}]") for i, one in enumerate(given)]:
             message["tool_calls"] = calls
     thoughts: list[str] = []
     if content is not None or "tool_calls" not in message:

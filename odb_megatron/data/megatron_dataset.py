@@ -25,13 +25,8 @@ from odb_megatron.data.sources import SampleSource, count_records, open_source
 from odb_megatron.data.stream import Blend, SampleStream, SourcePart
 from odb_megatron.errors import SettingError
 
-__all__ = [
-    "SampleDataset",
-    "SampleDatasetConfig",
-    "build_datasets",
-    "count_epoch",
-    "stream_from_dataset",
-]
+__all__ = ["SampleDataset", "SampleDatasetConfig", "build_datasets", "count_epoch"]
+__all__ += ["stream_from_dataset"]
 
 
 @dataclass
@@ -53,8 +48,7 @@ class SampleDatasetConfig(BlendedMegatronDatasetConfig):  # type: ignore[misc]
     def open(self, path: str) -> SampleSource:
         """Open `path` once per process."""
         if path not in self.opened:
-            if self.rules is None:
-                raise ValueError("SampleDatasetConfig.rules is not set: pass a SampleRules")
+            assert self.rules is not None, "what opens files has rules"
             self.opened[path] = open_source(
                 path,
                 rules=self.rules,

@@ -13,6 +13,7 @@ import copy
 import multiprocessing
 import os
 import pickle
+import queue
 import signal
 import threading
 import traceback
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from odb_megatron.comm.heartbeat import Deadline
+from odb_megatron.comm.heartbeat import ControlError, Deadline
 from odb_megatron.data.iterable import ItemReader, ItemStream
 from odb_megatron.data.loop import Ask, Failure, PackedStep, Progress, Request, StepLoop
 from odb_megatron.data.stream import SampleStream, StreamReader
@@ -72,8 +73,6 @@ class StepLoader:
         num_workers: int = 0,
         consumed: int = 0,
     ) -> None:
-        if config.num_replicas != channel.num_replicas:
-            raise ValueError(f"{config.num_replicas} replicas, {channel.num_replicas} connected")
         self.stream, self.config = stream, config
         self.replica = channel.replica
         self.progress = self._start = Progress(consumed=consumed)
@@ -209,7 +208,9 @@ class _LoopProcess:
         self._deadline = deadline
         self._number = 0
         self._is_closing = False
-        self._writer: threading.Thread | None = None
+        # A process that is stopped reads nothing: writing more than a pipe holds would never end.
+        self._answers = queue.SimpleQueue[tuple[Any, ...]]()
+        self._writer = threading.Thread(target=self._write, daemon=True)
         data = pickled(parts)
         context: Any = fresh_context(data)
         self._connection, other = context.Pipe()
@@ -218,6 +219,7 @@ class _LoopProcess:
         )
         self._process.start()
         other.close()
+        self._writer.start()
         _processes.add(self)
         try:
             self._receive()  # made, or why not
@@ -230,13 +232,13 @@ class _LoopProcess:
 
     def run(self) -> Generator[Request, Any, None]:
         try:
-            self._send(None)
+            self._answers.put((None,))
             while (request := self._receive()) is not None:
                 if self._is_closing and isinstance(request, Ask) and request.method == "gather":
                     record = bytearray(request.args[0])
                     record[_CLOSING_AT] = 1
                     request = replace(request, args=(bytes(record),))
-                self._send((yield request))
+                self._answers.put(((yield request),))
         finally:
             self.kill()
 
@@ -247,31 +249,14 @@ class _LoopProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()  # where it has made no group yet
         self._process.join(_JOIN_S)
-        if self._writer is not None:
-            self._writer.join(_JOIN_S)  # nobody reads any more: it ends
+        self._answers.put(())
+        self._writer.join(_JOIN_S)  # nobody reads any more: it ends
         self._connection.close()
 
-    def _send(self, answer: Any) -> None:
-        # A process that is stopped reads nothing: writing more than a pipe holds would never end.
-        self._writer = threading.Thread(target=self._write, args=(answer,), daemon=True)
-        self._writer.start()
-        while self._writer.is_alive():
-            self._writer.join(_LOOK_S)
-            self._check()
-
-    def _write(self, answer: Any) -> None:
-        with contextlib.suppress(OSError):  # `_receive` says why
-            self._connection.send(answer)
-
-    def _check(self) -> None:
-        try:
-            if self._deadline is not None:
-                self._deadline.check()
-        except RuntimeError as error:
-            raise WorkerError(
-                f"waiting for the step loop's process {self._process.pid}, or its data-loader "
-                f"workers: {error}"
-            ) from error
+    def _write(self) -> None:
+        while answer := self._answers.get():
+            with contextlib.suppress(OSError):  # `_receive` says why
+                self._connection.send(*answer)
 
     def _receive(self) -> Any:
         """Return the loop's next request, None at its end.
@@ -285,8 +270,14 @@ class _LoopProcess:
             self._deadline.begin("the step loop's process", self._number)
         try:
             while not self._connection.poll(_LOOK_S):
-                self._check()
+                if self._deadline is not None:
+                    self._deadline.check()
             found = self._connection.recv()
+        except ControlError as error:
+            raise WorkerError(
+                f"waiting for the step loop's process {self._process.pid}, or its data-loader "
+                f"workers: {error}"
+            ) from error
         except (EOFError, ConnectionResetError) as error:
             self._process.join(_JOIN_S)
             raise WorkerError(

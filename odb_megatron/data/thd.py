@@ -121,10 +121,10 @@ def layout(  # noqa: PLR0913
         padded = padded or [rule.multiple]
         longest = max(padded)
     real += [0] * (len(padded) - len(real))
-    offsets = np.cumsum([0, *padded])
+    offsets = np.array([0, *padded], dtype=np.int32).cumsum(dtype=np.int32)
     return MicroBatchLayout(
-        cu_seqlens=torch.tensor([0, *np.cumsum(real)], dtype=torch.int32),
-        cu_seqlens_padded=torch.from_numpy(offsets.astype(np.int32)),
+        cu_seqlens=torch.from_numpy(np.array([0, *real], np.int32).cumsum(dtype=np.int32)),
+        cu_seqlens_padded=torch.from_numpy(offsets),
         max_seqlen=longest,
         positions=tuple(positions),
         num_patches=num_patches,
@@ -142,15 +142,16 @@ def filled(
 ) -> MicroBatch:
     """Return a micro-batch of this layout: its samples' real tokens, one after the other, go to
     their padded places."""
-    starts = item.cu_seqlens_padded.numpy().astype(np.int64)
-    real = item.cu_seqlens.numpy().astype(np.int64)
-    places = np.repeat(starts[:-1] - real[:-1], np.diff(real)) + np.arange(real[-1])
-    ids = np.full((2, int(starts[-1])), PAD_TOKEN, dtype=np.int64)
-    ids[0, places], ids[1, places] = tokens, labels
-    mask = np.zeros(int(starts[-1]), dtype=np.float32)
-    mask[places] = loss_mask
+    starts, real = item.cu_seqlens_padded.numpy(), item.cu_seqlens.numpy()
+    lengths, size = np.diff(starts), int(starts[-1])
     # Also from 0 in each segment of padding: none is beyond the longest sample's.
-    within = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+    within = np.arange(size)
+    within -= np.repeat(starts[:-1], lengths)
+    places: Any = slice(None)  # where nothing is padded, which is usual
+    if real[-1] < size:
+        places = np.flatnonzero(within < np.repeat(np.diff(real), lengths))
+    ids, mask = np.full((2, size), PAD_TOKEN, dtype=np.int64), np.zeros(size, dtype=np.float32)
+    ids[0, places], ids[1, places], mask[places] = tokens, labels, loss_mask
     return MicroBatch(
         **{field.name: getattr(item, field.name) for field in fields(item)},
         tokens=torch.from_numpy(ids[:1]),

@@ -420,12 +420,8 @@ class OdbRun:
         if self._shared is not None:
             self._shared.make({width for width, _ in header.shares})
         if not training:
-            self._report.evaluated(
-                samples=totals.num_samples,
-                loss_tokens=totals.num_loss_tokens,
-                left_out=totals.num_left_out,
-                truncated=totals.num_truncated,
-            )
+            counts = [totals.num_samples, totals.num_loss_tokens, totals.num_left_out]
+            self._report.evaluated([*counts, totals.num_truncated])
             return
         assert self._calculator is not None
         self._calculator.begin_step(totals)
@@ -481,13 +477,10 @@ class OdbRun:
         if torch.is_grad_enabled():
             self._report.on_batch(item)
         elif not self.config.enabled:
-            left_out = int((item["skipped"] > 0).sum())
-            self._report.evaluated(
-                samples=len(item["skipped"]) - left_out,
-                loss_tokens=int((item["loss_mask"] > 0).sum()),
-                left_out=left_out,
-                truncated=int(item["truncated"].sum()),
-            )
+            parts = (item["loss_mask"] > 0, item["skipped"] > 0, item["truncated"])
+            loss_tokens, left_out, truncated = (int(part.sum()) for part in parts)
+            num = len(item["skipped"]) - left_out
+            self._report.evaluated([num, loss_tokens, left_out, truncated])
 
     # --- data ----------------------------------------------------------------------------------
 

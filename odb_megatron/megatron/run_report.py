@@ -157,8 +157,7 @@ class RunReport:
         self._shapes: set[tuple[int, int]] = set()  # rows and tokens of micro-batches
         self._most_patches = 0
         self._counts: list[SourceCounts] = []  # of the padded baseline; the loader counts its own
-        # In evaluations: samples, loss tokens, left out, truncated.
-        self._evaluated = np.zeros(4, dtype=np.int64)
+        self._evaluated = np.zeros(4, dtype=np.int64)  # see `evaluated`
         self._header: StepHeader | None = None
         self._started: float | None = None
         self._clear()
@@ -433,9 +432,13 @@ class RunReport:
 
     # --- the end --------------------------------------------------------------------------------
 
-    def evaluated(self, *, samples: int, loss_tokens: int, left_out: int, truncated: int) -> None:
-        """Count a step, or a padded micro-batch, of an evaluation."""
-        self._evaluated += (samples, loss_tokens, left_out, truncated)
+    def evaluated(self, counts: Sequence[int]) -> None:
+        """Count a step, or a padded micro-batch, of an evaluation.
+
+        Args:
+            counts: of samples, loss tokens, samples left out, and truncated.
+        """
+        self._evaluated += counts
 
     def finish(self, feed: StepFeed | None, *, together: bool) -> None:
         """Print the summary and close the log.
