@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     target = options.out / "bench.json"
-    started, parts = time.monotonic(), {}
+    started, parts = time.monotonic(), dict[str, dict[str, Any]]()
     chosen = [part for part in PARTS if not options.only or part["name"] in options.only]
     for number, part in enumerate(chosen, start=1):
         name = part["name"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -55,7 +56,7 @@ def measure(rank: int, ranks: int, block: int, rounds: int) -> dict[str, float]:
     sockets = len(psutil.Process().net_connections()) - before
     first, size = group.block.start, len(group.block)
     following, preceding = (first + (rank - first + by) % size for by in (1, -1))
-    calls = {
+    calls: dict[str, Callable[[int], Any]] = {
         "gather_ms": lambda _: group.gather(bytes(RECORD_BYTES)),
         "gather_blocks_ms": lambda _: group.gather_blocks(bytes(SUMMARY_BYTES)),
         "exchange_ms": lambda number: group.exchange(

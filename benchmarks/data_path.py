@@ -38,7 +38,7 @@ from odb_megatron.testing.gloo import run_replicas
 from odb_megatron.testing.replicas import thread_channels
 
 try:
-    import odb as reference
+    import odb as reference  # type: ignore[import-not-found]
 except ImportError:
     reference = None
 
@@ -157,7 +157,7 @@ def train(_rank: int, data: ChatData, args: argparse.Namespace) -> dict[str, Any
                 time.sleep(STEP_S / header.totals.num_micro_batches)
             if step >= WARM_UP:
                 next_us.append(times)
-            queue_bytes = max(queue_bytes, feed.delivered["queue_bytes"])
+            queue_bytes = max(queue_bytes, int(feed.delivered["queue_bytes"]))
         figures = wait_figures(next_us, time.perf_counter() - starts)
     finally:
         feed.close(timeout_s=CLOSE_S)

@@ -36,6 +36,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from odb_megatron.data.feed import StepFeed
 from odb_megatron.errors import usage_errors
 from odb_megatron.report.page import write_page
 from odb_megatron.report.steps import read_run
@@ -143,7 +144,15 @@ def planned(seq_length: int, layers: str) -> dict[str, Run]:
 NEEDS = "it needs"
 """Begins what is said of a run that cannot be made here."""
 
-ON_CPU = ("packed", "single", "one size", "padded", "ideal", "full", "twice the budget")
+ON_CPU: tuple[str, ...] = (
+    "packed",
+    "single",
+    "one size",
+    "padded",
+    "ideal",
+    "full",
+    "twice the budget",
+)
 ON_CPU += ("data made before",)
 """The others' kernels need a device."""
 
@@ -214,7 +223,7 @@ def memory(runs: Results, _limit: float) -> Seen:
     names = ("packed", "full", "twice the budget")
     keys = ("error", "peak", "reserved", "total", "shapes")
     seen = {name: {key: runs[name][key] for key in keys if key in runs[name]} for name in names}
-    usual, full = (seen[name].get("peak") for name in names[:2])
+    usual, full = (seen[name].get("peak", 0) for name in names[:2])
     has_device = bool(usual and full and seen["full"]["reserved"])
     return (usual <= 1.05 * full if has_device else None), seen
 
@@ -264,8 +273,8 @@ def environment() -> dict[str, Any]:
         device = torch.cuda.get_device_properties(0)
         found |= {"devices": torch.cuda.device_count(), "device": device.name}
         found |= {"capability": f"{device.major}.{device.minor}", "memory": device.total_memory}
-        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-        found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
+        found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}  # type: ignore[no-untyped-call]
     return found
 
 
@@ -326,7 +335,7 @@ def train(job: Mapping[str, Any]) -> dict[str, Any]:
     cpu_s = math.nan
     with (
         contextlib.suppress(SystemExit),
-        mock.patch.object(replica, "StepFeed", partial(replica.StepFeed, plan_ahead=ahead)),
+        mock.patch.object(replica, "StepFeed", partial(StepFeed, plan_ahead=ahead)),
         kind(args, datasets=lambda _: [samples, None, None]) as run,
     ):
         try:

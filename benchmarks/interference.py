@@ -20,7 +20,7 @@ import statistics
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from common import ChatData, chat_stream, parser_of, prepare, write_json
@@ -132,7 +132,9 @@ def measure(data: ChatData, *, workers: int, seconds: float, pairs: int) -> dict
     )
     os.sched_setaffinity(0, set(cores[1:]) or set(cores))  # processes started now stay there
     peers = SyntheticPeers()
-    feed = StepFeed(StepLoader(stream, config, channel=peers, num_workers=workers), plan_ahead=2)
+    feed = StepFeed(
+        StepLoader(stream, config, channel=cast(Any, peers), num_workers=workers), plan_ahead=2
+    )
     beside, alone = Trainer(feed), Trainer(None)
     beside.take()
     beside.take_s, beside.steps = 0.0, 0  # processes start with the first

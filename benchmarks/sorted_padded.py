@@ -30,7 +30,14 @@ Step = list[Round]
 """`step[m][replica]` is that replica's micro-batch m."""
 
 
-_ZERO = ("num_left_out", "num_bad", "num_patches", "num_idle", "num_moved", "bytes_moved")
+_ZERO: tuple[str, ...] = (
+    "num_left_out",
+    "num_bad",
+    "num_patches",
+    "num_idle",
+    "num_moved",
+    "bytes_moved",
+)
 _ZERO += ("wait_us",)
 
 

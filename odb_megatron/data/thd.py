@@ -122,13 +122,16 @@ def layout(  # noqa: PLR0913
         longest = max(padded)
     real += [0] * (len(padded) - len(real))
     offsets = np.array([0, *padded], dtype=np.int32).cumsum(dtype=np.int32)
+    found = None
+    if images:
+        found = image_layout(images, offsets[: len(positions)].astype(np.int64), merge=merge)
     return MicroBatchLayout(
         cu_seqlens=torch.from_numpy(np.array([0, *real], np.int32).cumsum(dtype=np.int32)),
         cu_seqlens_padded=torch.from_numpy(offsets),
         max_seqlen=longest,
         positions=tuple(positions),
         num_patches=num_patches,
-        images=image_layout(images, offsets[: len(positions)], merge=merge) if images else None,
+        images=found,
         share=share,
     )
 
