@@ -10,6 +10,7 @@ import torch
 
 __all__ = ["forget_run", "keep_imports"]
 
+_runs = 0
 _caches: list[Any] = []
 """Cached functions of Megatron's that the garbage collector no longer shows."""
 
@@ -24,6 +25,11 @@ def keep_imports() -> None:
 
     from odb_megatron.megatron import run  # noqa: F401
 
+    # A group that its members make alone is named by its ranks, and a second one would find the
+    # addresses of the first, which is gone, in the store.
+    names: Any = torch.distributed.distributed_c10d
+    named = names._hash_ranks_to_str
+    names._hash_ranks_to_str = lambda ranks: f"{named(ranks)}/{_runs}"
     factory: Any = argument_utils.ArgumentGroupFactory
     read = factory._get_field_docstrings
     texts = functools.cache(lambda kind: read(factory.__new__(factory), kind))
@@ -39,6 +45,8 @@ def forget_run() -> None:
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
     from megatron.training import checkpointing, global_vars, training
 
+    global _runs  # noqa: PLW0603
+    _runs += 1
     global_vars.unset_global_variables()
     num_microbatches_calculator.destroy_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
