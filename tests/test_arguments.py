@@ -32,6 +32,7 @@ def test_defaults() -> None:
         enabled=True,
         token_budget=128,
         pad_to=(),
+        share_long=1,
         cost=None,
         max_patches=0,
         sync=Sync.STEP,

@@ -51,6 +51,7 @@ def fewer_micro_batches(steps: Steps) -> None:
             positions=(sum(metadata.positions, ()),),
             lengths=(sum(metadata.lengths, ()),),
             patches=(0,),
+            shares=((1, 0),),
         )
 
     assert len(decoded(steps[2][1]).positions) > 1
@@ -142,7 +143,7 @@ def test_what_fails_is_named_with_its_seed_and_all_cases_are_due(
     assert json.loads(found.out)["misaligned"] == 1
     many = ["--worlds", "100", "--first", "7", "--processes", "1"]
     assert fuzz.fuzz_command(many, **options, total=Tally()) == 1
-    assert "never occurred in 100 worlds: moved, skipped" in capsys.readouterr().err
+    assert "never occurred in 100 worlds: moved, shared, skipped" in capsys.readouterr().err
     few = ["--worlds", "9", "--first", "7", "--processes", "1"]
     assert fuzz.fuzz_command(few, **options, total=Tally()) == 0
 

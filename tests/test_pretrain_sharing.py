@@ -50,11 +50,11 @@ def initial(megatron: Megatron, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 def _items(longest: int) -> list[dict[str, Any]]:
-    """Samples of 6 to 25 tokens, and some as long as two or more replicas hold."""
+    """Samples of 30 to 61 tokens, and some as long as two or more replicas hold."""
     rng = random.Random(0)
     items = []
     for at in range(33):
-        length = rng.randrange(6, 26) if at % 5 else rng.randrange(longest // 2, longest - 8)
+        length = rng.randrange(30, 62) if at % 5 else rng.randrange(BUDGET + 4, longest - 8)
         tokens = [rng.randrange(1, 300) for _ in range(length + 1)]
         mask = [float(rng.random() < 0.7) for _ in range(length - 1)]
         items.append({"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": [1.0, *mask]})
@@ -72,7 +72,7 @@ def test_as_one_process_with_a_budget_that_holds_them(
 ) -> None:
     num_ranks, flags = CASES[name]
     longest = BUDGET * (4 if "share4" in name else 2)
-    budget = ("--odb-token-budget", BUDGET)
+    budget = ("--odb-token-budget", BUDGET, "--odb-share-long", 8)
     model = initial["experts" if "ep2" in name else "dense"]
     run = _train(megatron, (*model, *shlex.split(flags), *budget), longest, replicas=num_ranks)
     expected = _train(megatron, (*model, "--odb-token-budget", CONTEXT), longest, replicas=1)

@@ -29,6 +29,7 @@ from odb_megatron.comm.heartbeat import ControlError, Deadline, numbered
 from odb_megatron.plan.blocks import BLOCK, blocks_of
 
 __all__ = ["Bytes", "ControlError", "ReplicaGroup", "SourceGroup", "ranks_of"]
+__all__ += ["add_up", "device_group", "largest"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -58,6 +59,22 @@ def ranks_of(group: Any) -> list[int]:
     """Return the global ranks of a process group, in group order."""
     ranks: list[int] = dist.get_process_group_ranks(group)
     return ranks
+
+
+def device_group(ranks: Sequence[int], timeout: timedelta) -> Any:
+    """Make a group of Megatron's own kind, of which members alone know."""
+    return dist.new_group(sorted(ranks), timeout=timeout, use_local_synchronization=True)
+
+
+def add_up(tensor: torch.Tensor, group: Any) -> None:
+    """Let a tensor be the sum over a group's ranks."""
+    dist.all_reduce(tensor, group=group)
+
+
+def largest(value: torch.Tensor) -> float:
+    """Return the largest of all ranks' values."""
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
 
 
 class _Channel:

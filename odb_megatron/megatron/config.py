@@ -144,8 +144,8 @@ _HELP = {
     "loss: a few shapes, for compilers and allocators. The token budget is always one of them; "
     "budget alone gives all one shape, as CUDA graphs need it. The metrics count the padding.",
     "share_long": "Most replicas that train one sample together, each a part of it, where it is "
-    "longer than the token budget or would keep the others waiting; 1 for none. Unless given, as "
-    "many as plan together, if the model can be shared and a check at the start proves it.",
+    "longer than the token budget or would keep the others waiting; 1 for none. At the start a "
+    "check proves that the model can be shared, or the run ends.",
     "cost": "Predicted cost of a token, a token squared (summed over each sample's own length), a "
     "micro-batch and an image patch, in one unit of your choice; what is left out is 0. share is "
     "what a sample costs more where replicas share it, as a part of its cost. "
@@ -197,7 +197,7 @@ class OdbConfig:
     max_bad_records: int = _setting(partial(_count, least=0), 0, "N", "0", baseline=True)
     epochs: int | None = _setting(_count, None, "N", in_bridge=False)
     pad_to: tuple[int, ...] = _setting(_sizes, (), "TOKENS", "as long as their samples", many=True)
-    share_long: int | None = _setting(_count, None, "K", "as many as can", in_bridge=False)
+    share_long: int = _setting(_count, 1, "K", "1", in_bridge=False)
     cost: CostCoefficients | None = _setting(
         lambda value: CostCoefficients.parse(str(value)),
         None,

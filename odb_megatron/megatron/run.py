@@ -198,14 +198,14 @@ class OdbRun:
         """Return how many replicas may share a sample, at most; every rank calls it.
 
         Raises:
-            ValueError: some were asked for, and it cannot be done.
+            ValueError: it cannot be done.
         """
         args, asked, parts = self._args, self.config.share_long, self._parts
         if self._watch is not None:
             self._watch.remove()
         blocks = blocks_of(args.data_parallel_size)
         most = min(map(len, blocks))
-        most = 1 << min(asked or most, most).bit_length() - 1
+        most = 1 << min(asked, most).bit_length() - 1
         reason, self._parts = self._why_not_shared(), []
         if most == 1:
             return 1
@@ -222,11 +222,7 @@ class OdbRun:
                 self._shared = shared
                 return most
             reason = f"a shared sample differs from the same alone by {found:.2g} of its values"
-        if asked:
-            raise SettingError("{odb_share_long} {asked}: {reason}", asked=asked, reason=reason)
-        if args.rank == 0:
-            print(f"odb: long samples are not shared by replicas: {reason}", flush=True)
-        return 1
+        raise SettingError("{odb_share_long} {asked}: {reason}", asked=asked, reason=reason)
 
     def _loss(self) -> LossOf | None:
         """Return the loss of a micro-batch; None for that of `forward_step`."""
@@ -341,7 +337,7 @@ class OdbRun:
     def __enter__(self) -> OdbRun:
         self._hooks.install()
         self._undo_attention = self._attention.install()
-        if self.config.enabled and self.config.share_long != 1:
+        if self.config.enabled and self.config.share_long > 1:
             self._watch = register_module_module_registration_hook(self._note_part)
         return self
 

@@ -26,8 +26,8 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
-from torch.distributed import ProcessGroup, get_process_group_ranks
 
+from odb_megatron.comm.groups import add_up, device_group, largest, ranks_of
 from odb_megatron.data.thd import chunk_indices
 
 __all__ = ["PARTS", "SharedGroups", "largest_difference"]
@@ -63,15 +63,15 @@ class SharedGroups:
         self._timeout, self.tensor_group = timeout, groups.tp
         context = groups.cp.size()
         # By replica, context-parallel ranks in their order (parallel_state.py, RankGenerator).
-        ranks = get_process_group_ranks(groups.dp_cp)
+        ranks = ranks_of(groups.dp_cp)
         self._replicas = [ranks[at * context : (at + 1) * context] for at in block]
         self._own: int = groups.dp_cp.rank() // context - block.start
         # Tensor-parallel ranks are neighbours in every order of ranks that Megatron has.
-        tensor = get_process_group_ranks(groups.tp)
+        tensor = ranks_of(groups.tp)
         self._tensor_steps = [other - tensor[groups.tp.rank()] for other in tensor]
-        self._made: dict[int, ProcessGroup] = {1: groups.cp}
+        self._made: dict[int, Any] = {1: groups.cp}
         # Context- and tensor-parallel group of what routers balance, by context-parallel group.
-        self._routing: dict[Any, ProcessGroup] = {groups.cp: groups.tp_cp}
+        self._routing: dict[Any, Any] = {groups.cp: groups.tp_cp}
         self._routes = False
         _make_stream()
         for module in modules:
@@ -89,7 +89,7 @@ class SharedGroups:
         """2, or 1 for the last replica of an odd number."""
         return 2 if self._own ^ 1 < len(self._replicas) else 1
 
-    def of(self, width: int) -> ProcessGroup:
+    def of(self, width: int) -> Any:
         """Return this rank's context-parallel group of so many replicas; see `make`."""
         return self._made[width]
 
@@ -101,17 +101,11 @@ class SharedGroups:
         for width in sorted(set(widths) - self._made.keys()):
             first = self._own // width * width
             members = [rank for one in self._replicas[first : first + width] for rank in one]
-            self._made[width] = group = self._group(members)
+            self._made[width] = group = device_group(members, self._timeout)
             if self._routes:
                 several = len(self._tensor_steps) > 1
                 members = [rank + step for rank in members for step in self._tensor_steps]
-                self._routing[group] = self._group(members) if several else group
-
-    def _group(self, members: list[int]) -> ProcessGroup:
-        group: ProcessGroup = torch.distributed.new_group(
-            sorted(members), timeout=self._timeout, use_local_synchronization=True
-        )
-        return group
+                self._routing[group] = device_group(members, self._timeout) if several else group
 
     def _follow(self, layer: TransformerLayer, router: TopKRouter) -> None:
         """Let a router balance over the tokens of all replicas that share a micro-batch."""
@@ -187,15 +181,13 @@ def largest_difference(
         (gradient,) = torch.autograd.grad((output * weights[index]).sum(), part)
         whole = torch.zeros(2, *shape, device=device)
         whole[:, index] = torch.stack([output.detach(), gradient]).float()
-        torch.distributed.all_reduce(whole, group=group)
+        add_up(whole, group)
         if config.sequence_parallel:
-            torch.distributed.all_reduce(whole, group=shared.tensor_group)
+            add_up(whole, shared.tensor_group)
         found.append(whole)
     layer.train(was_training)
     difference = (found[0] - found[1]).abs().amax((1, 2, 3)) / found[1].abs().amax((1, 2, 3))
-    largest = difference.max()
-    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-    return float(largest)
+    return largest(difference.max())
 
 
 def _make_stream() -> None:

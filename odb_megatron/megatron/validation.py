@@ -309,8 +309,8 @@ def _planning_texts(
     args: argparse.Namespace, config: OdbConfig, values: Mapping[str, Any]
 ) -> dict[str, Any]:
     smallest, policy = min(config.token_budget, args.seq_length), config.overlong
-    is_shared = config.share_long != 1 and (_given(args, "data_parallel_size") or 1) > 1
-    is_shared = is_shared and not why_not_shared(args)
+    unshared = why_not_shared(args)
+    is_shared = config.share_long > 1 and (_given(args, "data_parallel_size") or 1) > 1
     has_gap = config.token_budget < args.seq_length and policy is OverlongPolicy.ERROR
     has_gap = has_gap and not is_shared
     has_chunks = _given(args, "virtual_pipeline_model_parallel_size")
@@ -327,6 +327,7 @@ def _planning_texts(
         "below it": smallest < values["multiple"],
         "{odb_token_budget} {budget} is below {seq_length} {length}: samples in between could not "
         "be placed; raise the budget, or give {odb_overlong} truncate, drop or solo": has_gap,
+        f"{{odb_share_long}} {config.share_long}: {unshared}": is_shared and unshared,
         f"{{odb_cost}} {cost_error}": cost_error,
         "{odb} makes a multiple of {microbatch_group_size_per_vp_stage} micro-batches: {group} is "
         "below the {stages} pipeline stages, which the interleaved schedule refuses; raise it, or "
