@@ -125,13 +125,9 @@ class _Planner:
     """Places units: samples, or groups of them that stay together; costliest first."""
 
     def __init__(
-        self,
-        table: Integers,
-        num_replicas: int,
-        room: tuple[int, int],
-        sharing: tuple[int, int],
-        cost: CostModel,
-    ) -> None:
+        self, table: Integers, num_replicas: int, room: tuple[int, int],
+        sharing: tuple[int, int], cost: CostModel,
+    ) -> None:  # fmt: skip
         (widest, part), self.cost = sharing, cost
         named = np.where(table[4] < 0, np.arange(-len(table[4]), 0), table[4])
         _, unit, counts = np.unique(named, return_inverse=True, return_counts=True)
@@ -212,10 +208,9 @@ class _Planner:
                     room = (budget - tokens, images - self.images[unit])
                     column.append(_Bin(*room, width, load, [unit]))
             column.sort(key=lambda one: -one.width)  # widest first, so that all are aligned
-            shared = {one.units[0] for one in column}
+            left = sorted({*left} - {one.units[0] for one in column})
             free = self.num_replicas - sum(one.width for one in column)
             column += [_Bin(budget, images) for _ in range(free)]
-            left = [unit for unit in left if unit not in shared]
             left = self.spread(left, column, self.prices, height if rest > 1 else 0)
             columns.append(column)
             time += max(one.load for one in column)
@@ -248,12 +243,11 @@ class _Planner:
 
         With a height no bin grows beyond it; without keys one bin after the other is filled.
         """
-        sizes, images, prices = self.sizes, self.images, self.prices
+        sizes, images, prices, whole = self.sizes, self.images, self.prices, 100 + self.cost.share
         heap = [(one.load, at) for at, one in enumerate(bins)]
         if height:  # what is missing, in costs of units that nobody shares
-            shared = 100 + self.cost.share
-            scales = [(100 * one.width if one.width > 1 else shared) for one in bins]
-            heap = [((low - height) * scales[at] // shared, at) for low, at in heap]
+            scales = [100 * one.width if one.width > 1 else whole for one in bins]
+            heap = [((low - height) * scales[at] // whole, at) for low, at in heap]
         heapq.heapify(heap)
         full, others = list[tuple[int, int, int]](), list[int]()  # bins without room, units
         for unit in units:
