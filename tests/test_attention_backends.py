@@ -10,6 +10,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -250,13 +251,16 @@ def test_token_counts_that_fp8_takes(recipe: str, multiple: int) -> None:
 
 
 def _run(case: Case, packed: dict[str, Any] | None = None, **given: Any) -> None:
-    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core import packed_seq_params
 
     from odb_megatron.megatron.packed_attention import CLASSES
 
+    later = make_dataclass(
+        "Later", [("of_later_versions", Any, None)], bases=(packed_seq_params.PackedSeqParams,)
+    )
     offsets = torch.tensor([0, 5, 9, 33], dtype=torch.int32)
     fields = {"qkv_format": "thd", "cu_seqlens_q": offsets, "max_seqlen_q": 24, **(packed or {})}
-    params = PackedSeqParams(**fields) if packed is not None else None
+    params = later(**fields) if packed is not None else None
     tensors = [torch.zeros(33, heads, 16) for heads in (4, 2, 2)]
     if params is None:
         tensors = [tensor[:, None] for tensor in tensors]
@@ -269,7 +273,7 @@ def _run(case: Case, packed: dict[str, Any] | None = None, **given: Any) -> None
     ("packed", "given", "text"),
     [
         ({"qkv_format": "sbhd"}, {}, "must come as qkv_format 'thd', got 'sbhd'"),
-        ({"local_cp_size": 1}, {}, "nothing that is not known here, got local_cp_size"),
+        ({"of_later_versions": 1}, {}, "nothing that is not known here, got of_later_versions"),
         (
             {"cu_seqlens_q": torch.tensor([0, 33])},
             {},

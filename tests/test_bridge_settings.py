@@ -28,7 +28,7 @@ def test_every_setting_is_a_flag_or_names_data() -> None:
     assert names - set(SETTINGS) == {
         *("data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "order")
     }
-    assert set(SETTINGS) - names == {"enabled", "epochs"}
+    assert set(SETTINGS) - names == {"enabled", "epochs", "share_long"}
 
 
 @pytest.mark.parametrize(

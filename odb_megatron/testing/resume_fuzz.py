@@ -134,7 +134,7 @@ def _compare(step: list[PackedStep], expected: list[PackedStep], *, is_same: boo
             )
             assert bytes(step[replica].payload) == bytes(expected[replica].payload), "tokens"
         return
-    ids = [sorted(at for o in of for row in o.positions for at in row) for of in (found, other)]
+    ids = [sorted(at for o in of for row in o.own_positions for at in row) for of in (found, other)]
     assert ids[0] == ids[1], f"step {number}: samples {ids[0]} instead of {ids[1]}"
     for name in ("consumed_before", "num_consumed", "num_left_out", "num_tokens", "is_final"):
         seen, wanted_value = (getattr(of[0].totals, name) for of in (found, other))
