@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -210,8 +209,7 @@ class _Pass:
 
 
 def _num_bytes(item: MicroBatchLayout) -> int:
-    values = (getattr(item, field.name) for field in fields(item))
-    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+    return sum(value.nbytes for value in vars(item).values() if isinstance(value, Tensor))
 
 
 _feeds: weakref.WeakSet[StepFeed] = weakref.WeakSet()

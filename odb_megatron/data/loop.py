@@ -65,7 +65,7 @@ _MAX_NAMED = 3
 _CONSEQUENCES = (SampleWireError.__name__, ReplicaFailedError.__name__)
 
 
-@dataclass(slots=True)
+@dataclass
 class SourceCounts:
     """What a replica has consumed of one data source.
 
@@ -109,7 +109,7 @@ class SourceCounts:
         self.first_message = self.first_message or message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ask:
     """What the other replicas are needed for: a method of `comm.groups.SourceGroup`."""
 
@@ -117,7 +117,7 @@ class Ask:
     args: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Progress:
     """Where a loop stands after a step, or before the first.
 
@@ -134,7 +134,7 @@ class Progress:
     source: Any = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedStep:
     """A finished step as it is handed on: see `wire`.
 

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import select
 import signal
 import threading
 import traceback
@@ -219,6 +220,8 @@ class _LoopProcess:
         )
         self._process.start()
         other.close()
+        self._ready = select.poll()  # a connection's own `poll` makes a selector for each call
+        self._ready.register(self._connection.fileno(), select.POLLIN)
         self._writer.start()
         _processes.add(self)
         try:
@@ -269,7 +272,7 @@ class _LoopProcess:
         if self._deadline is not None:
             self._deadline.begin("the step loop's process", self._number)
         try:
-            while not self._connection.poll(_LOOK_S):
+            while not self._ready.poll(1e3 * _LOOK_S):
                 if self._deadline is not None:
                     self._deadline.check()
             found = self._connection.recv()

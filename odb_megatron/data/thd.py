@@ -8,7 +8,7 @@ suffixes: T tokens of the micro-batch after padding, S samples, S1 = S + 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ _ANY = SizeRule()
 Integers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MicroBatchLayout:
     """Where the samples of one packed micro-batch lie: all that a middle pipeline stage uses.
 
@@ -61,7 +61,7 @@ class MicroBatchLayout:
         return not self.positions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MicroBatch(MicroBatchLayout):
     """One packed micro-batch, on the CPU.
 
@@ -156,7 +156,7 @@ def filled(
     ids, mask = np.full((2, size), PAD_TOKEN, dtype=np.int64), np.zeros(size, dtype=np.float32)
     ids[0, places], ids[1, places], mask[places] = tokens, labels, loss_mask
     return MicroBatch(
-        **{field.name: getattr(item, field.name) for field in fields(item)},
+        **vars(item),
         tokens=torch.from_numpy(ids[:1]),
         labels=torch.from_numpy(ids[1:]),
         loss_mask=torch.from_numpy(mask)[None],

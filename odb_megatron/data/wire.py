@@ -128,7 +128,7 @@ class Ending:
     closed: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepHeader:
     """What every rank of a replica knows of a step.
 

@@ -25,7 +25,7 @@ _PIECE = 128
 like within a sample, so that one long segment would cost the square of its length."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SizeRule:
     """Which lengths micro-batches have: those of their samples, or the nearest of a few.
 

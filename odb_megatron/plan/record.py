@@ -208,7 +208,7 @@ def config_differences(texts: Sequence[str]) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepTotals:
     """What all ranks know of a step, over all replicas; of one size, however many they are.
 
