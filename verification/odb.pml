@@ -1,5 +1,5 @@
 /*
- * The step loop of N replicas, for SPIN; docs/dgap.md explains it.
+ * The step loop of N replicas, for SPIN; docs/concepts.md explains it.
  *
  * Per replica a loop (reads, agrees, plans, delivers and packs steps, ahead of the trainer) and a
  * trainer (takes a step from a queue, then meets the other trainers in the step's device collective).

@@ -221,7 +221,7 @@ def loss_func(loss_mask: Tensor | None, output: Tensor) -> Loss:
     Three values, so that the schedule does not divide by the number of micro-batches.
 
     Args:
-        loss_mask: float32, shape of `output`; weights, see `data.preprocess.count_scale`.
+        loss_mask: float32, shape of `output`; weights, see `data.sample.count_scale`.
         output: token losses.
     """
     assert loss_mask is not None, "the last pipeline stage has the loss mask"
