@@ -244,6 +244,10 @@ def test_the_names_are_megatrons(megatron: Megatron, data_flags: tuple[str, ...]
         (("--odb-token-budget", 32), "--odb-token-budget 32 is below --seq-length 64"),
         (("--odb-epochs", 1), "--odb-epochs and --train-samples each give the run's length"),
         (("--attention-backend", "flash"), "there is no CUDA device"),
+        (
+            ("--odb-share-long", 2, "--odb-pad-to", "budget"),
+            "--odb-share-long 2: micro-batches have fixed sizes",
+        ),
     ],
 )
 def test_nothing_trains(
